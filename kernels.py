@@ -1,0 +1,982 @@
+"""Mixture-of-Experts as plain tensor functions, in the order a token meets them: route, balance, permute, experts.
+
+Letters  S sequence length, B batch, T = S·B tokens (token t = s·B + b), H hidden size, E experts, K experts per token,
+         N = T·K assignments, F expert FFN size, C expert capacity, G expert groups. A suffix names a tensor's axes:
+         rows_NH is [N, H].
+Words    logits: the router's raw output. scores: logits after the score function; they choose the experts. probs: the
+         weights that combine the experts' outputs. routing_map [T, E] bool and indices [T, K] int64: who goes where.
+Nowhere  An assignment with index E goes nowhere (dropped, or of a padding token): it sorts behind all experts, none
+         computes it, and it adds nothing to any output or gradient.
+Masks    A padding_mask is boolean, True = padding.
+
+No state, no config, no process group beyond an argument. `torch.compile(fullgraph=True)` takes every function whole,
+forward and backward, for every T with one dynamic graph; the exceptions say so where they stand.
+"""
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+_NAMESPACE = "moe_" + __name__.replace(".", "_")          # copies of this file in several packages do not collide
+
+
+def _op(function):
+    """Registers `function` as a custom op: the compiler calls it as it is. Its fake form is set beside it."""
+    return torch.library.custom_op(f"{_NAMESPACE}::{function.__name__.strip('_')}", function, mutates_args=())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in fp32 at least: fp64 stays fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _choice(name: str, value, known) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
+
+
+# ---- Route: logits -> who goes where, and with what weight ----
+
+def _sqrtsoftplus(x: Tensor) -> Tensor:
+    # the clamp keeps the gradient 0, not NaN, where softplus underflows (x < -87)
+    return F.softplus(x, threshold=40.0).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+
+
+SCORE_FUNCTIONS = {"softmax": functools.partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid, "sqrtsoftplus": _sqrtsoftplus}
+
+
+def topk_routing_with_score_function(
+    logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None,
+    group_topk: int | None = None, scaling_factor: float | None = None, score_function: str = "softmax",
+    expert_bias: Tensor | None = None, dense_output: bool = False, precomputed_indices: Tensor | None = None,
+    norm_topk_prob: bool | None = None, norm_eps: float = 1e-20, group_score_topk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The K experts of every token and their probs, from logits [T, E].
+
+    1. scores = softmax over E, sigmoid, or sqrt(softplus) of the logits, in fp32 at least.
+    2. Chosen, in descending order: the top K logits; with `expert_bias` [E] the top K of scores + bias (arXiv
+       2408.15664: the bias only chooses); with `num_groups` the same among the best `group_topk` groups (see
+       group_limited_topk); or `precomputed_indices` [T, K] int64 in [0, E], E = nowhere. Those of one token are
+       distinct below E; neither is checked, that would sync the device.
+    3. probs = the unbiased scores of the chosen, divided by (their sum + norm_eps) if `norm_topk_prob`. None is
+       Megatron's convention: softmax with use_pre_softmax=False normalises (as a softmax over the chosen logits), with
+       True it does not; sigmoid and sqrtsoftplus normalise if K > 1.
+    4. times `scaling_factor`.
+
+    Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output` (probs [T, K], indices [T, K] int64); probs
+    in logits.dtype. ValueError: unknown score function, sizes that do not fit.
+    """
+    T, E = logits.shape
+    _choice("score_function", score_function, SCORE_FUNCTIONS)
+    if not 1 <= topk <= E:
+        raise ValueError(f"topk is {topk}; needs 1 <= topk <= num_experts = {E}")
+    if (num_groups is None) != (group_topk is None):
+        raise ValueError(f"num_groups = {num_groups} and group_topk = {group_topk} go together: give both or neither")
+    if expert_bias is not None and expert_bias.shape != (E,):
+        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}; needs [{E}], one entry per expert")
+    if precomputed_indices is not None and precomputed_indices.shape != (T, topk):
+        raise ValueError(f"precomputed_indices has shape {list(precomputed_indices.shape)}; needs [{T}, {topk}]")
+
+    logits_TE = _wide(logits)
+    over_chosen = score_function == "softmax" and not use_pre_softmax and norm_topk_prob is None
+    if norm_topk_prob is None:
+        norm_topk_prob = score_function != "softmax" and topk > 1
+    # what becomes the probs: a softmax over the chosen logits needs no softmax over E
+    base_TE = logits_TE if over_chosen else SCORE_FUNCTIONS[score_function](logits_TE)
+
+    nowhere_TK = None
+    if precomputed_indices is not None:
+        indices_TK = precomputed_indices
+        nowhere_TK = indices_TK >= E
+        chosen_TK = base_TE.gather(1, indices_TK.clamp(max=E - 1))
+        chosen_TK = chosen_TK.masked_fill(nowhere_TK, torch.finfo(base_TE.dtype).min if over_chosen else 0.0)
+    elif num_groups is None and expert_bias is None:
+        chosen_TK, indices_TK = logits_TE.topk(topk, dim=1)           # not of the scores: a sigmoid saturates into ties
+        if not over_chosen:
+            chosen_TK = base_TE.gather(1, indices_TK)
+    else:
+        with torch.no_grad():
+            scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
+            scores_TE = scores_TE if expert_bias is None else scores_TE + expert_bias
+            if num_groups is None:
+                indices_TK = scores_TE.topk(topk, dim=1).indices
+            else:
+                indices_TK = group_limited_topk(scores_TE, topk, T, E, num_groups, group_topk, group_score_topk)[1]
+        chosen_TK = base_TE.gather(1, indices_TK)
+
+    probs_TK = chosen_TK.softmax(-1) if over_chosen else chosen_TK
+    if norm_topk_prob:
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
+    if scaling_factor is not None:
+        probs_TK = probs_TK * scaling_factor
+    if nowhere_TK is not None:
+        probs_TK = probs_TK.masked_fill(nowhere_TK, 0.0)
+    probs_TK = probs_TK.to(logits.dtype)
+    return (probs_TK, indices_TK) if dense_output else routing_to_map(probs_TK, indices_TK, E)
+
+
+def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool); index E is left out."""
+    wide_TE = probs.new_zeros(probs.shape[0], num_experts + 1)        # the last column takes what goes nowhere
+    probs_TE = wide_TE.scatter(1, indices, probs)[:, :num_experts]
+    map_TE = torch.zeros_like(wide_TE, dtype=torch.bool).scatter(1, indices, True)[:, :num_experts]
+    return probs_TE, map_TE
+
+
+def group_limited_topk(
+    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int,
+    group_score_topk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Top K of scores [T, E] within the best `group_topk` of `num_groups` equal groups (arXiv 2405.04434, 2412.19437).
+
+    A group's score is the sum of its `group_score_topk` best scores (default topk // group_topk). The other groups are
+    masked with -inf, so that a negative score wins over them. Returns (the chosen scores [T, K], indices [T, K]).
+    """
+    if num_experts % num_groups:
+        raise ValueError(f"num_groups = {num_groups} does not divide num_experts = {num_experts}")
+    group_size = num_experts // num_groups
+    group_score_topk = topk // group_topk if group_score_topk is None else group_score_topk
+    if not 1 <= group_topk <= num_groups or group_topk * group_size < topk:
+        raise ValueError(f"group_topk = {group_topk} of num_groups = {num_groups} groups of {group_size} experts cannot "
+                         f"hold topk = {topk}; needs 1 <= group_topk <= num_groups and group_topk * {group_size} >= topk")
+    if not 1 <= group_score_topk <= group_size:
+        raise ValueError(f"group_score_topk is {group_score_topk} (topk // group_topk unless given); needs 1 to "
+                         f"{group_size}, a group's size")
+    grouped_TGE = scores.view(num_tokens, num_groups, group_size)
+    score_TG = grouped_TGE.topk(group_score_topk, dim=-1).values.sum(-1)
+    best = score_TG.topk(group_topk, dim=-1).indices
+    out_TG = torch.ones_like(score_TG, dtype=torch.bool).scatter(1, best, False)
+    masked_TE = grouped_TGE.masked_fill(out_TG[..., None], -math.inf).view(num_tokens, num_experts)
+    return tuple(masked_TE.topk(topk, dim=-1))
+
+
+def compute_routing_scores_for_aux_loss(
+    logits: Tensor, topk: int, score_function: str, padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(routing_map [T, E] bool, scores [T, E]) for the balance losses, from logits [T, E].
+
+    scores: the score function over all E, each token's sum 1, in fp32 at least. The map is their plain top K: no bias,
+    no groups. Tokens with padding_mask [T] True are zero in both.
+    """
+    _choice("score_function", score_function, SCORE_FUNCTIONS)
+    logits_TE = _wide(logits)
+    scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
+    if score_function != "softmax":
+        scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+    indices_TK = logits_TE.topk(topk, dim=1).indices
+    map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, indices_TK, True)
+    if padding_mask is not None:
+        map_TE = map_TE & ~padding_mask[:, None]
+        scores_TE = scores_TE.masked_fill(padding_mask[:, None], 0.0)
+    return map_TE, scores_TE
+
+
+# ---- Balance: losses, capacity, the bias that needs no loss ----
+
+def switch_load_balancing_loss_func(
+    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int,
+    moe_aux_loss_coeff: float,
+) -> Tensor:
+    """coeff · E / (K·T²) · Σ_e n_e · Σ_t probs[t, e], a 0-d tensor (arXiv 2101.03961; global form 2501.11873).
+
+    probs [T, E]: scores with sum 1 per token. tokens_per_expert n [E], counted over total_num_tokens T (at least 1; an
+    int or a 0-d tensor): of one batch, or of all ranks. Its minimum is coeff, reached with even load.
+    """
+    total = total_num_tokens.clamp(min=1) if isinstance(total_num_tokens, Tensor) else max(total_num_tokens, 1)
+    score_E = _wide(probs).sum(0) / total
+    load_E = tokens_per_expert.to(score_E.dtype) / total
+    return (score_E * load_E).sum() * (moe_aux_loss_coeff * num_experts / topk)
+
+
+def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """coeff · mean over valid t of logsumexp(logits[t])², a 0-d tensor (arXiv 2202.08906). logits [.., E]."""
+    logits = _wide(logits)
+    if padding_mask is None:
+        return z_loss_coeff * logits.logsumexp(-1).square().sum() / max(logits[..., 0].numel(), 1)
+    lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1).masked_fill(padding_mask, 0.0)
+    return z_loss_coeff * lse.square().sum() / (~padding_mask).sum().clamp(min=1)
+
+
+@_op
+def _sinkhorn(cost: Tensor, tol: float) -> Tensor:
+    if cost.numel() == 0:
+        return torch.zeros_like(cost)
+    T, E = cost.shape
+    A_TE = (cost - cost.amax(1, keepdim=True)).exp()                  # never overflows; rescales d0 alone
+    d0_T, d1_E = A_TE.new_ones(T), A_TE.new_ones(E)
+    done = torch.zeros((), dtype=torch.bool, device=cost.device)
+    for _ in range(256):
+        new0_T = (1 / T) / (A_TE @ d1_E + 1e-8)
+        new1_E = (1 / E) / (new0_T @ A_TE + 1e-8)
+        d0_T, last_E, d1_E = torch.where(done, d0_T, new0_T), d1_E, torch.where(done, d1_E, new1_E)
+        done = done | ((d1_E - last_E).abs().mean() <= tol)
+        if cost.device.type == "cpu" and done:                        # elsewhere reading it would sync: frozen instead
+            break
+    return d1_E * A_TE * d0_T[:, None]
+
+
+@_sinkhorn.register_fake
+def _(cost, tol):
+    return torch.empty_like(cost, memory_format=torch.contiguous_format)
+
+
+def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
+    """A doubly normalised exp(cost) [T, E]: rows sum to 1/T, columns to 1/E, within tol. No gradient.
+
+    A = exp(cost); from ones, d0 = (1/T)/(A·d1 + 1e-8), d1 = (1/E)/(Aᵀ·d0 + 1e-8) until the mean absolute change of d1
+    is at most tol, or for 256 rounds; d1·A·d0[:, None]. Finite for costs up to ±1e4: a row's maximum is taken off.
+    """
+    return _sinkhorn(_wide(cost.detach()), tol).to(cost.dtype)
+
+
+def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
+    """C = ceil(num_tokens / num_experts · capacity_factor), at least min_capacity; num_tokens counts assignments T·K."""
+    capacity = math.ceil(num_tokens / num_experts * capacity_factor)
+    return capacity if min_capacity is None else max(capacity, min_capacity)
+
+
+@_op
+def _argsort_columns(keys: Tensor) -> Tensor:
+    """Stable descending argsort along dim 0. An op because the compiler's own lowering guards on the length."""
+    return keys.argsort(dim=0, descending=True, stable=True)
+
+
+@_argsort_columns.register_fake
+def _(keys):
+    return torch.empty_like(keys, dtype=torch.int64)
+
+
+def _rank_in_column(routing_map: Tensor) -> Tensor:
+    """[T, E] int64: a token's place in its expert's column, the routed in order first, then the others in order."""
+    ones_TE = routing_map.long()
+    routed_TE = ones_TE.cumsum(0)
+    others_TE = (1 - ones_TE).cumsum(0) + ones_TE.sum(0)
+    return torch.where(routing_map, routed_TE, others_TE) - 1
+
+
+def apply_router_token_dropping(
+    routing_probs: Tensor, routing_map: Tensor, router_topk: int, capacity_factor: float, drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Cuts every expert to its capacity C = get_capacity(T·router_topk, E, capacity_factor) -> (probs, map), [T, E].
+
+    drop_policy "probs" keeps an expert's C most probable routed tokens, equal ones in order; "position" its first C.
+    `pad_to_capacity` fills every column to exactly min(C, T) ones with the lowest-numbered unrouted tokens, at prob 0.
+    """
+    _choice("drop_policy", drop_policy, ("probs", "position"))
+    if routing_probs.shape != routing_map.shape or routing_map.dtype != torch.bool:
+        raise ValueError(f"routing_probs {list(routing_probs.shape)} and routing_map {list(routing_map.shape)} "
+                         f"{routing_map.dtype} need the same shape [T, E], the map boolean")
+    T, E = routing_map.shape
+    capacity = get_capacity(T * router_topk, E, capacity_factor)
+    if drop_policy == "position":
+        rank_TE = _rank_in_column(routing_map)
+    else:
+        order_TE = _argsort_columns(routing_probs.detach().masked_fill(~routing_map, -math.inf))
+        places_TE = torch.arange(T, device=order_TE.device)[:, None].expand(T, E)
+        rank_TE = torch.empty_like(order_TE).scatter(0, order_TE, places_TE)
+    within_TE = rank_TE < capacity
+    kept_TE = routing_map & within_TE
+    return routing_probs.masked_fill(~kept_TE, 0.0), within_TE if pad_to_capacity else kept_TE
+
+
+def get_updated_expert_bias(
+    tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float, tp_dp_cp_group=None,
+) -> Tensor:
+    """bias + rate · sign(mean(n) - n): up for the underloaded (arXiv 2408.15664). n [.., E] is all-reduced first, in a
+    copy, over `tp_dp_cp_group`. In expert_bias.dtype; keep that fp32: steps of 1e-3 vanish in bf16."""
+    with torch.no_grad():
+        counts = tokens_per_expert
+        if tp_dp_cp_group is not None:
+            counts = counts.clone()
+            torch.distributed.all_reduce(counts, group=tp_dp_cp_group)
+        # E·n against the sum, not n against the mean: integers, so that an even load is exactly 0
+        total, E = counts.double().sum(-1, keepdim=True), counts.shape[-1]
+        return expert_bias + (total - counts.double() * E).sign().to(expert_bias.dtype) * expert_bias_update_rate
+
+
+# ---- Permute, index form: what the layer runs on. Static shapes, no atomics, an inverse ----
+
+class Permutation(NamedTuple):
+    """Where each of the N = T·K assignments goes when rows are grouped by expert."""
+    order: Tensor      # [N] int64      row -> assignment t·K + k
+    inverse: Tensor    # [T, K] int64   assignment -> row
+    counts: Tensor     # [E] int64      rows per expert
+    offsets: Tensor    # [E] int32      running sums of the counts; rows at or beyond offsets[-1] go nowhere
+
+
+@_op
+def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids_N = indices.flatten()
+    order_N = ids_N.argsort(stable=True)                              # stable: an expert's tokens stay in order
+    rows_N = torch.arange(ids_N.numel(), device=ids_N.device)
+    inverse_TK = torch.empty_like(order_N).scatter_(0, order_N, rows_N).view(indices.shape)
+    counts_E = ids_N.new_zeros(num_experts + 1).scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_experts].clone()
+    return order_N, inverse_TK.t().contiguous(), counts_E, counts_E.cumsum(0).int()
+
+
+@_plan_permutation.register_fake
+def _(indices, num_experts):
+    T, K = indices.shape
+    new = functools.partial(indices.new_empty, dtype=torch.int64)
+    return new(T * K), new(K, T), new(num_experts), new(num_experts).int()
+
+
+def plan_permutation(indices: Tensor, num_experts: int) -> Permutation:
+    """The Permutation of indices [T, K] int64 in [0, E]: experts ascending, tokens ascending within an expert, index E
+    (nowhere) last. The range is not checked: that would sync the device."""
+    if indices.ndim != 2 or indices.dtype != torch.int64:
+        raise TypeError(f"indices is {list(indices.shape)} {indices.dtype}; needs [T, K] torch.int64")
+    order, inverse_KT, counts, offsets = _plan_permutation(indices, num_experts)
+    return Permutation(order, inverse_KT.t(), counts, offsets)        # kept [K, T]: one choice's rows are contiguous
+
+
+def _sum_rows(rows: Tensor, inverse: Tensor, offsets: Tensor | None = None, probs: Tensor | None = None) -> Tensor:
+    """[T, H]: Σ_k probs[t, k] · rows[inverse[t, k]], in fp32 at least. Rows from offsets[-1] on are left out (None:
+    they are zeros already). Unrolled over K: one kernel of gathers and adds, no [T, K, H]."""
+    total_TH = None
+    for k, row_T in enumerate(inverse.unbind(1)):
+        picked_TH = _wide(rows.index_select(0, row_T))
+        if probs is not None:
+            picked_TH = picked_TH * probs[:, k, None]
+        if offsets is not None:
+            picked_TH = picked_TH.masked_fill((row_T >= offsets[-1])[:, None], 0.0)
+        total_TH = picked_TH if total_TH is None else total_TH + picked_TH
+    return total_TH.to(rows.dtype)
+
+
+def _dot_rows(rows: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
+    """[T, K]: Σ_h rows[inverse[t, k], h] · tokens[t, h], in fp32 at least."""
+    tokens_TH = _wide(tokens)
+    return torch.stack([(_wide(rows.index_select(0, row_T)) * tokens_TH).sum(-1) for row_T in inverse.unbind(1)], dim=1)
+
+
+def _spread_rows(tokens: Tensor, order: Tensor, topk: int, offsets: Tensor) -> Tensor:
+    """[N, H]: row i is its token's; rows from offsets[-1] on are zeros."""
+    gone_N = torch.arange(order.shape[0], device=order.device) >= offsets[-1]
+    return tokens.index_select(0, order // topk).masked_fill(gone_N[:, None], 0.0)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, order, inverse, offsets):
+        ctx.save_for_backward(inverse, offsets)
+        return _spread_rows(tokens, order, inverse.shape[1], offsets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inverse, offsets = ctx.saved_tensors
+        return _sum_rows(grad, inverse, offsets), None, None, None
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, probs, order, inverse, offsets):
+        ctx.save_for_backward(*([order, inverse, offsets] if probs is None else [order, inverse, offsets, rows, probs]))
+        return _sum_rows(rows, inverse, offsets, probs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, inverse, offsets, *weighted = ctx.saved_tensors
+        K = inverse.shape[1]
+        grad_NH = _spread_rows(grad, order, K, offsets)
+        if not weighted:
+            return grad_NH, None, None, None, None
+        rows, probs = weighted
+        grad_rows = (_wide(grad_NH) * probs.flatten().index_select(0, order)[:, None]).to(rows.dtype)
+        grad_probs = _dot_rows(rows, inverse, grad).masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
+        return grad_rows, grad_probs, None, None, None
+
+
+def gather_rows(tokens: Tensor, plan: Permutation) -> Tensor:
+    """tokens [T, H] -> rows [N, H] in expert order. Rows that go nowhere are zeros and pass no gradient back."""
+    if tokens.ndim != 2 or tokens.shape[0] != plan.inverse.shape[0]:
+        raise ValueError(f"tokens has shape {list(tokens.shape)}; the plan needs [{plan.inverse.shape[0]}, H]")
+    return _GatherRows.apply(tokens, plan.order, plan.inverse, plan.offsets)
+
+
+def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tensor:
+    """rows [N, H] -> tokens [T, H]: y_t = Σ_k probs[t, k] · rows[inverse[t, k]] (probs [T, K], or 1).
+
+    Summed in fp32 at least, in rows.dtype. Rows that go nowhere are left out by their number: a NaN there reaches
+    nothing. The backward is a gather: bitwise repeatable, like the forward.
+    """
+    if rows.ndim != 2 or rows.shape[0] != plan.order.shape[0]:
+        raise ValueError(f"rows has shape {list(rows.shape)}; the plan needs [{plan.order.shape[0]}, H]")
+    if probs is not None and probs.shape != plan.inverse.shape:
+        raise ValueError(f"probs has shape {list(probs.shape)}; the plan needs {list(plan.inverse.shape)}, [T, K]")
+    return _CombineRows.apply(rows, probs, plan.order, plan.inverse, plan.offsets)
+
+
+# ---- Permute, [T, E] form: Megatron's functions ----
+
+@functools.cache
+def _compiled(function):
+    return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None,
+    fused: bool = False, drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """tokens [T, H], routing_map [T, E] bool -> (permuted_tokens [rows, H], permuted_probs [rows] or None,
+    sorted_indices [rows] int64): experts ascending, tokens ascending within one; row i is token sorted_indices[i].
+
+    num_out_tokens: exactly so many rows, a static shape. Rows beyond the map's ones are zeros with prob 0 and sorted
+      index T; with fewer rows than ones the last are cut off. None: as many as the map has ones, which syncs and has a
+      data-dependent shape: eager only.
+    drop_and_pad: every expert has exactly C = num_out_tokens / E rows: its first C tokens, then the lowest-numbered
+      tokens not routed to it, with the prob that `probs` [T, E] holds there; rows beyond T are zeros, index T.
+    fused: this same function through torch.compile.
+    On CUDA the backward adds with atomics; gather_rows does not.
+    """
+    if tokens.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != tokens.shape[0]:
+        raise ValueError(f"tokens {list(tokens.shape)} and routing_map {list(routing_map.shape)} need shapes [T, H] and "
+                         f"[T, E] with the same T")
+    if routing_map.dtype != torch.bool:
+        raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool")
+    if probs is not None and probs.shape != routing_map.shape:
+        raise ValueError(f"probs has shape {list(probs.shape)}; needs the routing_map's {list(routing_map.shape)}")
+    (T, E), device = routing_map.shape, tokens.device
+    if drop_and_pad and (num_out_tokens is None or num_out_tokens % E):
+        raise ValueError(f"num_out_tokens is {num_out_tokens}; with drop_and_pad it needs a multiple of E = {E}")
+    if fused and num_out_tokens is None:
+        raise ValueError("num_out_tokens is None, which gives a data-dependent shape; fused=True needs a number")
+    if fused and not torch.compiler.is_compiling():
+        return _compiled(permute)(tokens, routing_map, probs, num_out_tokens, False, drop_and_pad)
+    if num_out_tokens is None:
+        num_out_tokens = int(routing_map.sum())
+
+    row = torch.arange(num_out_tokens, device=device)
+    if T == 0:
+        token, expert = torch.zeros_like(row), torch.zeros_like(row)
+    elif drop_and_pad:
+        capacity = num_out_tokens // E
+        rank_TE = _rank_in_column(routing_map)
+        slot_TE = torch.arange(E, device=device) * capacity + rank_TE
+        slot_TE = torch.where(rank_TE < capacity, slot_TE, num_out_tokens)                # the last slot is cut off
+        token_TE = torch.arange(T, device=device)[:, None].expand(T, E)
+        token = row.new_full((num_out_tokens + 1,), T).scatter(0, slot_TE.flatten(), token_TE.flatten())[:-1]
+        expert = row // max(capacity, 1)
+    else:                                                # the i-th one of the map, read column by column, by bisection
+        ones_ET = rearrange(routing_map, "t e -> (e t)").long().cumsum(0)
+        place = torch.searchsorted(ones_ET, row + 1)                                      # E·T beyond the last one
+        token = torch.where(place < E * T, place % T, T)
+        expert = (place // T).clamp(max=E - 1)
+    gone = token >= T
+    if T == 0:
+        permuted = tokens.new_zeros(num_out_tokens, tokens.shape[1]) + tokens.sum()       # keeps the graph
+    else:
+        permuted = tokens.index_select(0, token.clamp(max=T - 1)).masked_fill(gone[:, None], 0.0)
+    if probs is not None:
+        flat = torch.cat([rearrange(probs, "t e -> (t e)"), probs.new_zeros(1)])
+        probs = flat.index_select(0, torch.where(gone, T * E, token * E + expert))
+    return permuted, probs, token
+
+
+def unpermute(
+    permuted_tokens: Tensor, sorted_indices: Tensor, restore_shape, probs: Tensor | None = None,
+    routing_map: Tensor | None = None, fused: bool = False, drop_and_pad: bool = False,
+) -> Tensor:
+    """Adds the rows [rows, H] of `permute` back to their tokens: y_t = Σ over rows i of t of rows[i], [T, H] =
+    restore_shape. With probs [T, E] (needs routing_map [T, E] bool) row i is first multiplied by its own prob.
+
+    Summed in fp32 at least, in permuted_tokens.dtype. Rows with sorted index T are ignored, whatever they hold.
+    fused, drop_and_pad: as in permute. On CUDA the sum uses atomics; combine_rows does not.
+    """
+    T, H = restore_shape
+    if permuted_tokens.ndim != 2 or permuted_tokens.shape[1] != H or sorted_indices.shape != permuted_tokens.shape[:1]:
+        raise ValueError(f"permuted_tokens {list(permuted_tokens.shape)} and sorted_indices {list(sorted_indices.shape)} "
+                         f"need shapes [rows, {H}] and [rows] for restore_shape [{T}, {H}]")
+    if probs is not None and routing_map is None:
+        raise ValueError("probs without routing_map: which expert a row belongs to is read from routing_map; pass the one "
+                         "given to permute")
+    if probs is not None and (probs.shape != routing_map.shape or probs.shape[0] != T):
+        raise ValueError(f"probs {list(probs.shape)} and routing_map {list(routing_map.shape)} need shape [{T}, E]")
+    if fused and not torch.compiler.is_compiling():
+        return _compiled(unpermute)(permuted_tokens, sorted_indices, restore_shape, probs, routing_map, False, drop_and_pad)
+
+    rows = _wide(permuted_tokens).masked_fill((sorted_indices >= T)[:, None], 0.0)
+    if probs is not None:
+        E = probs.shape[1]
+        row = torch.arange(rows.shape[0], device=rows.device)
+        if drop_and_pad:
+            expert = row // max(rows.shape[0] // E, 1)
+        else:
+            expert = torch.bucketize(row, routing_map.sum(0).cumsum(0), right=True).clamp(max=E - 1)
+        flat = torch.cat([rearrange(probs, "t e -> (t e)"), probs.new_zeros(1)])
+        rows = rows * flat.index_select(0, torch.where(sorted_indices < T, sorted_indices * E + expert, T * E))[:, None]
+    out = rows.new_zeros(T + 1, H).index_add(0, sorted_indices, rows)                     # row T takes the ignored
+    return out[:T].to(permuted_tokens.dtype)
+
+
+def sort_chunks_by_idxs(
+    input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Reorders the chunks of input [rows, ..]: chunk j of the output is chunk sorted_idxs[j], split_sizes[it] rows long.
+
+    split_sizes [n], sorted_idxs [n] (a permutation): int tensors on the device; split_sizes sums to `rows`, which is
+    not checked (that would sync). probs [rows, ..] moves along. Returns (output, permuted_probs or None).
+    """
+    if split_sizes.shape != sorted_idxs.shape or split_sizes.ndim != 1:
+        raise ValueError(f"split_sizes {list(split_sizes.shape)} and sorted_idxs {list(sorted_idxs.shape)} need the same "
+                         f"shape [chunks]")
+    if probs is not None and probs.shape[0] != input.shape[0]:
+        raise ValueError(f"probs has {probs.shape[0]} rows and input {input.shape[0]}; they need the same number")
+    starts = split_sizes.cumsum(0) - split_sizes
+    sizes = split_sizes[sorted_idxs]
+    ends = sizes.cumsum(0)
+    shift = starts[sorted_idxs] - (ends - sizes)                      # from a chunk's new place to its old one
+    row = torch.arange(input.shape[0], device=input.device)
+    source = row + shift[torch.bucketize(row, ends, right=True).clamp(max=len(ends) - 1)]
+    return input.index_select(0, source), None if probs is None else probs.index_select(0, source)
+
+
+def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
+    """routing_map [T, E] bool with the first zeros of every column made ones, until its count is a multiple of
+    pad_multiple, or T."""
+    if pad_multiple < 1:
+        raise ValueError(f"pad_multiple is {pad_multiple}; needs 1 or more")
+    counts_E = routing_map.sum(0)
+    wanted_E = (counts_E + pad_multiple - 1) // pad_multiple * pad_multiple
+    return _rank_in_column(routing_map) < wanted_E
+
+
+# ---- Activations: y [.., 2F] -> act(first half) · second half ----
+
+ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "relu2")
+
+
+def _gate(a: Tensor, kind: str, alpha: float) -> Tensor:
+    if kind == "swiglu":
+        return F.silu(a)
+    return a * torch.sigmoid(alpha * a) if kind == "quick_geglu" else F.gelu(a, approximate="tanh")
+
+
+def _gate_and_slope(a: Tensor, kind: str, alpha: float) -> tuple[Tensor, Tensor]:
+    """(act(a), act'(a))."""
+    if kind == "geglu":
+        c = math.sqrt(2 / math.pi)
+        t = torch.tanh(c * (a + 0.044715 * a * a * a))
+        return 0.5 * a * (1 + t), 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * c * (1 + 3 * 0.044715 * a * a)
+    alpha = 1.0 if kind == "swiglu" else alpha                        # SiLU is quick GELU at alpha 1
+    s = torch.sigmoid(alpha * a)
+    return a * s, s * (1 + alpha * a * (1 - s))
+
+
+def _halves(y: Tensor, clamp_value: float | None) -> tuple[Tensor, Tensor]:
+    a, b = rearrange(y, "... (two f) -> two ... f", two=2)
+    return (a, b) if clamp_value is None else (a.clamp(max=clamp_value), b.clamp(-clamp_value, clamp_value))
+
+
+def _activate(y, kind, weights, alpha, linear_offset, clamp_value) -> Tensor:
+    """activation's value, without autograd: fp32 inside, rounded once."""
+    wide = _wide(y)
+    if kind == "relu2":
+        out = wide.relu().square()
+    else:
+        a, b = _halves(wide, clamp_value)
+        out = _gate(a, kind, alpha) * (b + linear_offset)
+    return (out if weights is None else out * weights).to(y.dtype)
+
+
+def _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value) -> tuple[list[Tensor], Tensor | None]:
+    """([grad of each half of y], grad_weights [.., 1] in fp32 at least, or None)."""
+    g_wide, wide = _wide(g), _wide(y)
+    g_out = g_wide if weights is None else g_wide * weights
+    if kind == "relu2":
+        r = wide.relu()
+        value, grads = r * r, [g_out * 2 * r]
+    else:
+        a, b = _halves(wide, clamp_value)
+        gate, slope = _gate_and_slope(a, kind, alpha)
+        value, grads = gate * (b + linear_offset), [g_out * (b + linear_offset) * slope, g_out * gate]
+        if clamp_value is not None:                                   # torch.clamp's gradient: 1 at the bound
+            raw_a, raw_b = _halves(wide, None)
+            grads = [grads[0].masked_fill(~(raw_a <= clamp_value), 0.0),
+                     grads[1].masked_fill(~(raw_b.abs() <= clamp_value), 0.0)]
+    return [grad.to(y.dtype) for grad in grads], None if weights is None else (g_wide * value).sum(-1, keepdim=True)
+
+
+def _to_fp8(y: Tensor) -> Tensor:
+    return y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, weights, kind, alpha, linear_offset, clamp_value, fp8_input_store):
+        ctx.kind, ctx.constants, ctx.dtype = kind, (alpha, linear_offset, clamp_value), y.dtype
+        ctx.save_for_backward(_to_fp8(y) if fp8_input_store else y, weights)
+        return _activate(y, kind, weights, *ctx.constants)
+
+    @staticmethod
+    def backward(ctx, g):
+        y, weights = ctx.saved_tensors
+        grads, grad_weights = _activate_back(g, y.to(ctx.dtype), ctx.kind, weights, *ctx.constants)
+        grad_weights = None if weights is None else grad_weights.to(weights.dtype)
+        return torch.cat(grads, -1), grad_weights, None, None, None, None, None
+
+
+def _check_activation(y, kind, weights, linear_offset, clamp_value, g=None) -> None:
+    _choice("kind", kind, ACTIVATIONS)
+    if kind == "relu2" and (linear_offset != 0.0 or clamp_value is not None):
+        raise ValueError(f"relu2 has no linear half: linear_offset is {linear_offset} and clamp_value {clamp_value}, they "
+                         f"need 0.0 and None")
+    if kind != "relu2" and y.shape[-1] % 2:
+        raise ValueError(f"y has shape {list(y.shape)}; {kind} needs an even last axis, [.., 2F]")
+    if weights is not None and weights.shape != (*y.shape[:-1], 1):
+        raise ValueError(f"weights has shape {list(weights.shape)}; needs {[*y.shape[:-1], 1]}, one per row of y")
+    out = [*y.shape[:-1], y.shape[-1] if kind == "relu2" else y.shape[-1] // 2]
+    if g is not None and list(g.shape) != out:
+        raise ValueError(f"g has shape {list(g.shape)}; needs {out}, the shape of the activation's output")
+
+
+def activation(
+    y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, alpha: float = 1.702, linear_offset: float = 0.0,
+    clamp_value: float | None = None, fp8_input_store: bool = False,
+) -> Tensor:
+    """act(a)·(b + linear_offset)·weights for y = [a, b] [.., 2F] -> [.., F] in y.dtype; weights [.., 1] of any dtype.
+
+    "swiglu": act is SiLU (arXiv 2002.05202); "geglu": tanh GELU; "quick_geglu": a·sigmoid(alpha·a). Not gated:
+    "relu2", relu(y)² on y [.., F] (arXiv 2109.08668). clamp_value v first clamps a <= v and -v <= b <= v. Arithmetic
+    in fp32 at least, rounded once. For the backward only y and weights are kept; with fp8_input_store y as fp8 e4m3,
+    clamped to ±448 (the forward still uses the unrounded y).
+    """
+    _check_activation(y, kind, weights, linear_offset, clamp_value)
+    return _Activation.apply(y, weights, kind, alpha, linear_offset, clamp_value, fp8_input_store)
+
+
+def activation_back(
+    g: Tensor, y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, alpha: float = 1.702,
+    linear_offset: float = 0.0, clamp_value: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y, grad_weights [.., 1] in
+    weights.dtype, summed over F in fp32 at least). At the clamp's bound the gradient passes, as torch.clamp's does."""
+    _check_activation(y, kind, weights, linear_offset, clamp_value, g)
+    grads, grad_weights = _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value)
+    grad_y = torch.cat(grads, -1)
+    return grad_y if weights is None else (grad_y, grad_weights.to(weights.dtype))
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """silu(a)·b for y = [a, b] [.., 2F] -> [.., F]."""
+    return activation(y)
+
+
+def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    """silu(a)·b·weights, weights [.., 1]; in y.dtype whatever the weights' dtype."""
+    return activation(y, weights=weights)
+
+
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """Gradient of swiglu to y [.., 2F], given g [.., F]."""
+    return activation_back(g, y)
+
+
+def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of weighted_swiglu: (grad_y [.., 2F] in y.dtype, grad_weights [.., 1] in weights.dtype)."""
+    return activation_back(g, y, weights=weights)
+
+
+# ---- Grouped matrix product: row block e times weight e ----
+# Off CUDA the products are custom ops that loop over the experts, reading the offsets on the host. An expert's rows are
+# gathered just before its product, while they are in cache, and the compiler sees no [N, H] of gathered rows to save.
+# Weights are [E, O, I] here (out, in), as nn.Linear keeps them.
+
+@functools.cache
+def _slow_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this CPU has no matrix instructions for dtype: its products then take 10 to 100 times those of fp32."""
+    if dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = a @ b (+ bias), summed in fp32 at least, rounded once."""
+    if a.device.type == "cpu" and _slow_on_cpu(a.dtype) and a.shape[0] > 1:
+        product = a.float() @ b.float()
+        out.copy_(product if bias is None else product.add_(bias))
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def _blocks(offsets: Tensor):
+    """(expert, first row, end) of every expert."""
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        yield expert, start, end
+        start = end
+
+
+def _rows_of(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, start: int, end: int) -> Tensor:
+    """Rows start to end of x [N, ..], or, with `order`, of the tokens x [T, ..] they came from; times scale [N, 1]."""
+    rows = x[start:end] if order is None else x.index_select(0, order[start:end] // topk)
+    return rows if scale is None else (rows * scale[start:end]).to(x.dtype)
+
+
+@_op
+def _grouped_mm(
+    x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
+) -> Tensor:
+    out, end = x.new_empty((x if order is None else order).shape[0], weights.shape[1]), 0
+    for e, start, end in _blocks(offsets):
+        if start < end:
+            rows = _rows_of(x, order, topk, scale, start, end)
+            _mm(rows, weights[e].t(), out[start:end], None if bias is None else bias[e])
+    out[end:].zero_()
+    return out
+
+
+@_grouped_mm.register_fake
+def _(x, order, topk, scale, weights, bias, offsets):
+    return x.new_empty((x if order is None else order).shape[0], weights.shape[1])
+
+
+@_op
+def _grouped_mm_back(
+    grad: Tensor, x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor, offsets: Tensor,
+) -> tuple[Tensor, Tensor]:
+    grad_rows, end = grad.new_empty(grad.shape[0], weights.shape[2]), 0
+    grad_weights = weights.new_empty(weights.shape)
+    for e, start, end in _blocks(offsets):
+        _mm(grad[start:end], weights[e], grad_rows[start:end])
+        _mm(grad[start:end].t(), _rows_of(x, order, topk, scale, start, end), grad_weights[e])     # no rows: zeros
+    grad_rows[end:].zero_()
+    return grad_rows, grad_weights
+
+
+@_grouped_mm_back.register_fake
+def _(grad, x, order, topk, scale, weights, offsets):
+    return grad.new_empty(grad.shape[0], weights.shape[2]), weights.new_empty(weights.shape)
+
+
+@_op
+def _fc2_back(
+    grad: Tensor, order: Tensor, topk: int, hidden: Tensor, weights: Tensor | None, fc2: Tensor, offsets: Tensor,
+    kind: str, alpha: float, linear_offset: float, clamp_value: float | None,
+) -> tuple[Tensor, Tensor]:
+    grad_act, end = grad.new_empty(order.shape[0], fc2.shape[2]), 0
+    grad_fc2 = fc2.new_empty(fc2.shape)
+    for e, start, end in _blocks(offsets):
+        grad_rows = _rows_of(grad, order, topk, None, start, end)
+        act = _activate(hidden[start:end].to(grad.dtype), kind, None if weights is None else weights[start:end],
+                        alpha, linear_offset, clamp_value)
+        _mm(grad_rows, fc2[e], grad_act[start:end])
+        _mm(grad_rows.t(), act, grad_fc2[e])
+    grad_act[end:].zero_()
+    return grad_act, grad_fc2
+
+
+@_fc2_back.register_fake
+def _(grad, order, topk, hidden, weights, fc2, offsets, kind, alpha, linear_offset, clamp_value):
+    return grad.new_empty(order.shape[0], fc2.shape[2]), fc2.new_empty(fc2.shape)
+
+
+@_op
+def _sum_blocks(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, offsets: Tensor) -> Tensor:
+    sums = x.new_empty(offsets.shape[0], x.shape[1])
+    for e, start, end in _blocks(offsets):
+        sums[e] = _wide(_rows_of(x, order, topk, scale, start, end)).sum(0)
+    return sums
+
+
+@_sum_blocks.register_fake
+def _(x, order, topk, scale, offsets):
+    return x.new_empty(offsets.shape[0], x.shape[1])
+
+
+# The same four on CUDA in bf16, over torch's grouped product, which reads the offsets on the device. It leaves rows from
+# offsets[-1] on as they were in memory, so they are zeroed.
+
+def _native(x: Tensor, weights: Tensor) -> bool:
+    """Whether torch's grouped product takes these: CUDA, bf16, strides in multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and weights.shape[1] % 8 == 0 and weights.shape[2] % 8 == 0
+
+
+def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
+    return rows.masked_fill((torch.arange(rows.shape[0], device=rows.device) >= offsets[-1])[:, None], 0.0)
+
+
+def _all_rows_of(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, offsets: Tensor) -> Tensor:
+    return _zero_tail(_rows_of(x, order, topk, scale, 0, (x if order is None else order).shape[0]), offsets)
+
+
+def _product(x, order, topk, scale, weights, bias, offsets) -> Tensor:
+    """rows · weights[e]ᵀ + bias[e] -> [N, O]: weights [E, O, I], bias [E, O] or None, rows as in _rows_of."""
+    if not _native(x, weights):
+        return _grouped_mm(x, order, topk, scale, weights, bias, offsets)
+    rows = _all_rows_of(x, order, topk, scale, offsets)
+    out = F.grouped_mm(rows, weights.transpose(1, 2), offs=offsets)
+    if bias is not None:
+        row = torch.arange(rows.shape[0], device=x.device)
+        out = out + bias[torch.bucketize(row, offsets, right=True).clamp(max=len(offsets) - 1)]
+    return _zero_tail(out, offsets)
+
+
+def _product_back(grad, x, order, topk, scale, weights, offsets) -> tuple[Tensor, Tensor]:
+    """Of _product, given grad [N, O]: (grad of its rows [N, I], grad of the weights [E, O, I])."""
+    if not _native(grad, weights):
+        return _grouped_mm_back(grad, x, order, topk, scale, weights, offsets)
+    grad, rows = _zero_tail(grad, offsets), _all_rows_of(x, order, topk, scale, offsets)
+    return (_zero_tail(F.grouped_mm(grad, weights, offs=offsets), offsets),
+            F.grouped_mm(grad.t(), rows, offs=offsets))
+
+
+def _product_fc2_back(grad, order, topk, hidden, weights, fc2, offsets, act) -> tuple[Tensor, Tensor]:
+    """Of activation(hidden [N, 2F], weights) · fc2[e]ᵀ, given the gradient of the tokens [T, H]: (the gradient
+    [N, F] of the activation without its weights, that of fc2 [E, H, F]). The activation is made again block by block,
+    inside the op: a tensor [N, F] that the compiler can see, it keeps from the forward."""
+    if not _native(grad, fc2):
+        return _fc2_back(grad, order, topk, hidden, weights, fc2, offsets, *act)
+    grad_rows = _all_rows_of(grad, order, topk, None, offsets)
+    value = _zero_tail(_activate(hidden.to(grad.dtype), act[0], weights, *act[1:]), offsets)
+    return (_zero_tail(F.grouped_mm(grad_rows, fc2, offs=offsets), offsets),
+            F.grouped_mm(grad_rows.t(), value, offs=offsets))
+
+
+def _block_sums(x, order, topk, scale, offsets) -> Tensor:
+    """Σ over expert e's rows -> [E, I]: the gradient of a bias. Where torch's product is used, a product with ones."""
+    if not _native(x, x[None]) or x.shape[0] == 0:
+        return _sum_blocks(x, order, topk, scale, offsets)
+    rows = _all_rows_of(x, order, topk, scale, offsets)
+    return F.grouped_mm(rows.t(), rows.new_ones(rows.shape[0], 8), offs=offsets)[:, :, 0]
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, offsets):
+        ctx.save_for_backward(rows, weights, offsets)
+        return _product(rows, None, 1, None, weights.transpose(1, 2), None, offsets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weights, offsets = ctx.saved_tensors
+        grad_rows, grad_weights = _product_back(
+            grad.contiguous(), rows, None, 1, None, weights.transpose(1, 2), offsets)
+        return grad_rows, grad_weights.transpose(1, 2), None
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """rows [N, H], weights [E, H, F] of one dtype, offsets [E] int32 (ends of the row blocks, ascending) -> [N, F].
+
+    Row block e times weights[e]. Rows at or beyond offsets[-1] come out as zeros and get zero gradients; an expert
+    without rows gets a zero weight gradient. The dtype is the inputs', also under autocast. On CUDA in bf16, with H and
+    F multiples of 8, it is torch.nn.functional.grouped_mm; elsewhere a loop whose offsets are read on the host, which
+    syncs on CUDA. That the offsets ascend and end within N is not checked: that would sync too.
+    """
+    E = offsets.shape[0]
+    if rows.ndim != 2 or weights.ndim != 3 or offsets.shape != (E,) or weights.shape[:2] != (E, rows.shape[1]):
+        raise ValueError(f"rows {list(rows.shape)}, weights {list(weights.shape)} and offsets {list(offsets.shape)} need "
+                         f"shapes [N, H], [E, H, F] and [E]")
+    if rows.dtype != weights.dtype or offsets.dtype != torch.int32:
+        raise TypeError(f"rows is {rows.dtype}, weights {weights.dtype} and offsets {offsets.dtype}; needs one dtype for "
+                        f"rows and weights, and torch.int32 offsets")
+    return _GroupedMM.apply(rows, weights, offsets)
+
+
+# ---- Experts: gather, fc1, activation, fc2, combine, with a backward that keeps only fc1's output ----
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, probs, fc1, fc2, fc1_bias, fc2_bias, order, inverse, offsets, probs_on, act, fp8_input_store):
+        K = inverse.shape[1]
+        probs_N1 = probs.flatten().index_select(0, order)[:, None]
+        scale, weights, outer = ((probs_N1, None, None) if probs_on == "input" else
+                                 (None, probs_N1, None) if probs_on == "activation" else (None, None, probs))
+        hidden = _product(tokens, order, K, scale, fc1.flatten(1, 2), None if fc1_bias is None else fc1_bias.flatten(1),
+                          offsets)
+        value = _activate(hidden, act[0], weights, *act[1:])
+        rows_NH = _product(value, None, 1, None, fc2, fc2_bias, offsets)
+        hidden = _to_fp8(hidden) if fp8_input_store else hidden
+        ctx.save_for_backward(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets)
+        ctx.probs_on, ctx.act = probs_on, act
+        return _sum_rows(rows_NH, inverse, None, outer)
+
+    @staticmethod
+    def backward(ctx, grad):
+        tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets = ctx.saved_tensors
+        K, on_input, grad = inverse.shape[1], ctx.probs_on == "input", grad.contiguous()
+        probs_N1 = probs.flatten().index_select(0, order)[:, None]
+        # fc2 is linear, so probs behind it and probs before it have one backward, and neither needs fc2's output
+        scale, weights = (probs_N1, None) if on_input else (None, probs_N1)
+
+        grad_act, grad_fc2 = _product_fc2_back(grad, order, K, hidden, weights, fc2, offsets, ctx.act)
+        grads_hidden, grad_weights = _activate_back(grad_act, hidden.to(grad.dtype), ctx.act[0], weights, *ctx.act[1:])
+        grad_hidden = torch.cat(grads_hidden, -1)
+        grad_rows, grad_fc1 = _product_back(grad_hidden, tokens, order, K, scale, fc1.flatten(1, 2), offsets)
+        grad_tokens = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
+        grad_probs = _dot_rows(grad_rows, inverse, tokens) if on_input else grad_weights.flatten()[inverse]
+
+        grad_fc1_bias = grad_fc2_bias = None
+        if fc1_bias is not None:
+            grad_fc1_bias = _block_sums(grad_hidden, None, 1, None, offsets).view_as(fc1_bias)
+        if fc2_bias is not None:
+            grad_fc2_bias = _block_sums(grad, order, K, weights, offsets)
+            if not on_input:
+                expert_TK = torch.bucketize(inverse, offsets, right=True).clamp(max=len(offsets) - 1)
+                grad_probs = grad_probs + _dot_rows(fc2_bias, expert_TK, grad)
+        grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
+        return (grad_tokens, grad_probs, grad_fc1.view_as(fc1), grad_fc2, grad_fc1_bias, grad_fc2_bias,
+                None, None, None, None, None, None)
+
+
+def expert_mlp(
+    tokens: Tensor, probs: Tensor, plan: Permutation, fc1: Tensor, fc2: Tensor, fc1_bias: Tensor | None = None,
+    fc2_bias: Tensor | None = None, probs_on: str = "activation", kind: str = "swiglu", alpha: float = 1.702,
+    linear_offset: float = 0.0, clamp_value: float | None = None, fp8_input_store: bool = False,
+) -> Tensor:
+    """y_t = Σ_k p_tk · expert_{i_tk}(x_t), expert_e(x) = fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
+
+    tokens [T, H], probs [T, K], plan of the indices [T, K], fc1 [E, P, F, H] (P = 2: gate, up; 1 for relu2), fc2
+    [E, H, F], fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]; tokens and weights of one dtype, probs of any.
+    probs_on: where p is applied. "activation", between the products, and "output", behind them, differ in rounding
+      only; "input" is expert(p·x), another function.
+    Kept for the backward: the arguments and fc1's output [N, P·F] (as fp8 e4m3 with fp8_input_store).
+    """
+    _choice("probs_on", probs_on, ("input", "activation", "output"))
+    _choice("kind", kind, ACTIVATIONS)
+    (E, P, F_, H), parts = fc1.shape, 1 if kind == "relu2" else 2
+    if P != parts or fc2.shape != (E, H, F_) or tokens.shape[1:] != (H,) or plan.counts.shape != (E,):
+        raise ValueError(f"tokens {list(tokens.shape)}, fc1 {list(fc1.shape)} and fc2 {list(fc2.shape)} need shapes [T, H], "
+                         f"[E, {parts}, F, H] and [E, H, F] for {kind} and a plan of {plan.counts.shape[0]} experts")
+    if tokens.shape[0] != plan.inverse.shape[0] or probs.shape != plan.inverse.shape:
+        raise ValueError(f"tokens {list(tokens.shape)} and probs {list(probs.shape)} need shapes [T, H] and [T, K] = "
+                         f"{list(plan.inverse.shape)}, as the plan")
+    if not tokens.dtype == fc1.dtype == fc2.dtype:
+        raise TypeError(f"tokens is {tokens.dtype}, fc1 {fc1.dtype} and fc2 {fc2.dtype}; they need one dtype")
+    if probs_on == "activation" and fc2_bias is not None:
+        probs_on = "output"                                           # p·(fc2·a + b): the bias wants the prob too
+    return _ExpertMLP.apply(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets, probs_on,
+                            (kind, alpha, linear_offset, clamp_value), fp8_input_store)
+
+
+class _Gating(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight, bias, dtype):
+        ctx.save_for_backward(tokens, weight, bias)
+        ctx.dtype = dtype
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = tokens.to(dtype) @ weight.to(dtype).t()
+            return logits if bias is None else logits + bias.to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        tokens, weight, bias = ctx.saved_tensors
+        with torch.autocast(tokens.device.type, enabled=False):
+            grad_2d = grad.flatten(0, -2)
+            grad_tokens = (grad @ weight.to(ctx.dtype)).to(tokens.dtype)
+            grad_weight = (grad_2d.t() @ tokens.flatten(0, -2).to(ctx.dtype)).to(weight.dtype)
+            return grad_tokens, grad_weight, None if bias is None else grad_2d.sum(0).to(bias.dtype), None
+
+
+def router_gating_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+    """logits [.., E] = tokens [.., H] · weight [E, H]ᵀ + bias [E], computed in and returned as router_dtype whatever the
+    operands' dtypes and autocast say; the gradients come back in the operands' dtypes. Keeps the operands as they are
+    for the backward, not their copies in router_dtype."""
+    return _Gating.apply(tokens, weight, bias, router_dtype)
