@@ -24,9 +24,9 @@ from torch import Tensor
 _NAMESPACE = "moe_" + __name__.replace(".", "_")          # copies of this file in several packages do not collide
 
 
-def _op(function):
+def _op(function, mutates_args=()):
     """Registers `function` as a custom op: the compiler calls it as it is. Its fake form is set beside it."""
-    return torch.library.custom_op(f"{_NAMESPACE}::{function.__name__.strip('_')}", function, mutates_args=())
+    return torch.library.custom_op(f"{_NAMESPACE}::{function.__name__.strip('_')}", function, mutates_args=mutates_args)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -297,6 +297,17 @@ def get_updated_expert_bias(
         # E·n against the sum, not n against the mean: integers, so that an even load is exactly 0
         total, E = counts.double().sum(-1, keepdim=True), counts.shape[-1]
         return expert_bias + (total - counts.double() * E).sign().to(expert_bias.dtype) * expert_bias_update_rate
+
+
+@functools.partial(_op, mutates_args=("counts",))
+def _record_counts(counts: Tensor, indices: Tensor) -> None:
+    ids = indices.flatten()
+    counts.copy_(ids.new_zeros(counts.shape[0] + 1).scatter_add_(0, ids, torch.ones_like(ids))[:-1])
+
+
+def record_counts(counts: Tensor, indices: Tensor) -> None:
+    """Overwrites counts [E] int64 with the assignments per expert of indices [T, K] int64; index E is not counted."""
+    _record_counts(counts, indices)
 
 
 # ---- Permute, index form: what the layer runs on. Static shapes, no atomics, an inverse ----

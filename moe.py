@@ -207,11 +207,11 @@ class Router(ABC, nn.Module):
         self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=config.params_dtype)) if config.router_bias else None
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew (normal, init_std); biases and buffers to zero."""
+        """Draws the weight anew (normal, init_std); the bias becomes zero."""
         with torch.no_grad():
             self.weight.copy_(_normal(self.weight.shape, self.config.init_std, self.weight))
-            for tensor in [*self.buffers(recurse=False), *([] if self.bias is None else [self.bias])]:
-                tensor.zero_()
+            if self.bias is not None:
+                self.bias.zero_()
 
     def gating(self, input: Tensor) -> Tensor:
         """input [.., H] -> logits [.., E] in router_dtype, immune to autocast."""
@@ -239,7 +239,18 @@ class TopKRouter(Router):
         super().__init__(config)
         E = config.num_experts
         self.register_buffer("expert_bias", torch.empty(E, dtype=torch.float32) if config.enable_expert_bias else None)
+        # of the latest training forward, for load_balancing_metrics
+        self.register_buffer("last_tokens_per_expert", torch.empty(E, dtype=torch.int64), persistent=False)
+        self.register_buffer("last_losses", torch.empty(len(LOSSES), dtype=torch.float32), persistent=False)
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew (normal, init_std); biases and counts become zero."""
+        super().reset_parameters()
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+        self.last_tokens_per_expert.zero_()
+        self.last_losses.fill_(math.nan)
 
     def _apply(self, fn, recurse=True):
         """Casts reach the parameters only: a bias in bf16 would lose the updates of 1e-3 (arXiv 2408.15664)."""
@@ -262,18 +273,21 @@ class TopKRouter(Router):
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits [S, B, E] with the z-loss attached, in training with grad (arXiv 2202.08906)."""
-        if self.config.z_loss_coeff is None or not self._losses_on():
+        if not self.config.z_loss_coeff or not self._losses_on():
             return logits
         loss = kernels.z_loss_func(logits, self.config.z_loss_coeff, padding_mask)
-        return MoEAuxLossAutoScaler.apply(logits, loss, _loss_scale(logits.device))
+        return self._attach(logits, loss, "z_loss", self.config.z_loss_coeff)
 
     def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
         """probs with the switch loss attached; scores, routing_map [T, E]: those of the balance losses, padding zero."""
-        config, counts_E = self.config, routing_map.sum(0)
+        config, counts_E, coeff = self.config, routing_map.sum(0), self.get_aux_loss_coeff("aux_loss")
         loss = kernels.switch_load_balancing_loss_func(
-            scores_for_aux_loss, counts_E, counts_E.sum() / config.topk, config.topk, config.num_experts,
-            self.get_aux_loss_coeff("aux_loss"))
-        return MoEAuxLossAutoScaler.apply(probs, loss, _loss_scale(probs.device))
+            scores_for_aux_loss, counts_E, counts_E.sum() / config.topk, config.topk, config.num_experts, coeff)
+        return self._attach(probs, loss, "load_balancing_loss", coeff)
+
+    def _attach(self, activation: Tensor, loss: Tensor, name: str, coeff: float) -> Tensor:
+        self.last_losses[LOSSES.index(name)] = loss.detach() / coeff
+        return MoEAuxLossAutoScaler.apply(activation, loss, _loss_scale(activation.device))
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """The coefficient of a balancing type, 0.0 when it is off."""
@@ -298,7 +312,9 @@ class TopKRouter(Router):
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], config.num_experts)
             probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
-        if self.is_aux_loss_enabled() and self._losses_on():
+        if self._losses_on():
+            kernels.record_counts(self.last_tokens_per_expert, indices_TK)
+        if self._losses_on() and self.is_aux_loss_enabled():
             map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
                 logits_TE, config.topk, config.score_function, padding_T)
             probs_TK = self._apply_aux_loss(probs_TK, scores_TE, map_TE)
@@ -334,6 +350,24 @@ class TopKRouter(Router):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None):
         """`route` in its [T, E] form: (probs [T, E], routing_map [T, E] bool)."""
         return kernels.routing_to_map(*self.route(input, padding_mask, topk_indices), self.config.num_experts)
+
+
+LOSSES = ("load_balancing_loss", "z_loss")
+
+
+def load_balancing_metrics(model: nn.Module) -> dict[str, Tensor]:
+    """Of each router's latest training forward, layers in module order: "tokens_per_expert" [layers, E] int64,
+    "max_violation" [layers] = max_e n_e / mean n - 1 (arXiv 2408.15664), and each loss that is on in any layer,
+    [layers], divided by its coefficient, NaN for a layer without it. For logging: the gradient has the losses already."""
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    if not routers:
+        raise ValueError(f"model ({type(model).__name__}) has no TopKRouter")
+    counts = torch.stack([router.last_tokens_per_expert for router in routers])
+    on = {"load_balancing_loss": "aux_loss"}
+    metrics = {name: torch.stack([router.last_losses[i] for router in routers]) for i, name in enumerate(LOSSES)
+               if any(r.config.z_loss_coeff if name == "z_loss" else r.get_aux_loss_coeff(on[name]) for r in routers)}
+    mean = counts.double().mean(1).clamp(min=torch.finfo(torch.float64).tiny)
+    return {**metrics, "max_violation": (counts.amax(1) / mean - 1).float(), "tokens_per_expert": counts}
 
 
 # ---- Experts ----
