@@ -177,6 +177,11 @@ def compute_routing_scores_for_aux_loss(
 
 # ---- Balance: losses, capacity, the bias that needs no loss ----
 
+def _sum_tokens(x: Tensor) -> Tensor:
+    """Σ over the first axis, in fp64: no digits lost for any T, and one graph (an fp32 sum on a CPU guards on 4096)."""
+    return x.sum(0, dtype=torch.float64)
+
+
 def switch_load_balancing_loss_func(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int,
     moe_aux_loss_coeff: float,
@@ -187,18 +192,19 @@ def switch_load_balancing_loss_func(
     int or a 0-d tensor): of one batch, or of all ranks. Its minimum is coeff, reached with even load.
     """
     total = total_num_tokens.clamp(min=1) if isinstance(total_num_tokens, Tensor) else max(total_num_tokens, 1)
-    score_E = _wide(probs).sum(0) / total
-    load_E = tokens_per_expert.to(score_E.dtype) / total
-    return (score_E * load_E).sum() * (moe_aux_loss_coeff * num_experts / topk)
+    loss = (_sum_tokens(probs) / total * (tokens_per_expert.double() / total)).sum() * (moe_aux_loss_coeff * num_experts / topk)
+    return loss.to(_wide(probs).dtype)
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """coeff · mean over valid t of logsumexp(logits[t])², a 0-d tensor (arXiv 2202.08906). logits [.., E]."""
     logits = _wide(logits)
     if padding_mask is None:
-        return z_loss_coeff * logits.logsumexp(-1).square().sum() / max(logits[..., 0].numel(), 1)
-    lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1).masked_fill(padding_mask, 0.0)
-    return z_loss_coeff * lse.square().sum() / (~padding_mask).sum().clamp(min=1)
+        lse, valid = logits.logsumexp(-1), max(logits[..., 0].numel(), 1)
+    else:
+        lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1).masked_fill(padding_mask, 0.0)
+        valid = (~padding_mask).sum().clamp(min=1)
+    return (_sum_tokens(lse.square().flatten()) * z_loss_coeff / valid).to(logits.dtype)
 
 
 @_op
@@ -308,6 +314,22 @@ def _record_counts(counts: Tensor, indices: Tensor) -> None:
 def record_counts(counts: Tensor, indices: Tensor) -> None:
     """Overwrites counts [E] int64 with the assignments per expert of indices [T, K] int64; index E is not counted."""
     _record_counts(counts, indices)
+
+
+@_op
+def _value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
+    return value.clone()
+
+
+@_value_in_backward.register_fake
+def _(value, grad):
+    return torch.empty_like(value)
+
+
+def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
+    """value as it is when the backward reaches here. Taking the incoming `grad` says so to the compiler: what does not
+    depend on one, its partitioner may compute in the forward, with the value of that time."""
+    return _value_in_backward(value, grad)
 
 
 # ---- Permute, index form: what the layer runs on. Static shapes, no atomics, an inverse ----
@@ -967,6 +989,20 @@ def expert_mlp(
                             (kind, alpha, linear_offset, clamp_value), fp8_input_store)
 
 
+@_op
+def _gating_back(
+    grad: Tensor, tokens: Tensor, weight: Tensor, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(tokens.device.type, enabled=False):
+        grad_tokens = (grad @ weight.to(dtype)).to(tokens.dtype)
+        return grad_tokens, (grad.t() @ tokens.to(dtype)).to(weight.dtype), grad.sum(0)
+
+
+@_gating_back.register_fake
+def _(grad, tokens, weight, dtype):
+    return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape), grad.new_empty(grad.shape[1])
+
+
 class _Gating(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, weight, bias, dtype):
@@ -979,11 +1015,10 @@ class _Gating(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         tokens, weight, bias = ctx.saved_tensors
-        with torch.autocast(tokens.device.type, enabled=False):
-            grad_2d = grad.flatten(0, -2)
-            grad_tokens = (grad @ weight.to(ctx.dtype)).to(tokens.dtype)
-            grad_weight = (grad_2d.t() @ tokens.flatten(0, -2).to(ctx.dtype)).to(weight.dtype)
-            return grad_tokens, grad_weight, None if bias is None else grad_2d.sum(0).to(bias.dtype), None
+        # an op: of products in the graph, the compiler would keep the fp32 copies of tokens and weight
+        grad_tokens, grad_weight, grad_bias = _gating_back(
+            grad.flatten(0, -2), tokens.flatten(0, -2), weight, ctx.dtype)
+        return grad_tokens.view_as(tokens), grad_weight, None if bias is None else grad_bias.to(bias.dtype), None
 
 
 def router_gating_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:

@@ -193,7 +193,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, ctx.scale.to(ctx.dtype, copy=True), None
+        return grad, kernels.value_in_backward(ctx.scale, grad).to(ctx.dtype), None
 
 
 class Router(ABC, nn.Module):
@@ -336,10 +336,11 @@ class TopKRouter(Router):
             raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; needs "
                              f"{list(input.shape[:-1])} torch.bool, True = padding")
         if topk_indices is not None:
-            shapes = [(math.prod(input.shape[:-1]), config.topk), (*input.shape[:-1], config.topk)]
-            if tuple(topk_indices.shape) not in shapes or topk_indices.dtype != torch.int64:
-                raise ValueError(f"topk_indices is {list(topk_indices.shape)} {topk_indices.dtype}; needs "
-                                 f"{' or '.join(str(list(s)) for s in dict.fromkeys(shapes))} torch.int64")
+            T, shape = math.prod(input.shape[:-1]), topk_indices.shape
+            fits = shape[-1] == config.topk and (shape[:-1] == input.shape[:-1] or len(shape) == 2 and shape[0] == T)
+            if not fits or topk_indices.dtype != torch.int64:
+                raise ValueError(f"topk_indices is {list(shape)} {topk_indices.dtype}; needs [{T}, {config.topk}] or "
+                                 f"{[*input.shape[:-1], config.topk]} torch.int64")
             topk_indices = topk_indices.flatten(0, -2)
         return self._route_logits(self.gating(self.apply_input_jitter(input)), padding_mask, topk_indices)
 

@@ -1,0 +1,1327 @@
+"""Tests: plain-loop oracles first, then one section per section of kernels.py and moe.py.
+
+The oracles share no code with their subjects, walk one token and one choice at a time, and run in float64. Every letter
+has a different size wherever it can, so that a swapped axis fails.
+"""
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
+
+import kernels
+import moe
+from kernels import (
+    activation, activation_back, apply_router_token_dropping, combine_rows, compute_routing_scores_for_aux_loss,
+    expert_mlp, gather_rows, get_capacity, get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
+    plan_permutation, sinkhorn, sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
+    topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
+from moe import MoEConfig, MoELayer, TopKRouter, load_balancing_metrics, set_aux_loss_scale
+
+HERE = Path(__file__).resolve().parent
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def fresh_start():
+    """Every test draws from one seed, and leaves no compiled code, dtype or loss scale behind."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    set_aux_loss_scale(1.0)
+
+
+def close(got: Tensor, want: Tensor, tol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, want.to(got.dtype), rtol=tol, atol=tol)
+
+
+def same(got, want) -> None:
+    """Equal to the last bit; NaN equals NaN."""
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def error(function, *args, **kwargs) -> str:
+    """The type and text of the error that a call raises."""
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        function(*args, **kwargs)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def grads(output: Tensor, inputs, upstream: Tensor | None = None) -> list[Tensor]:
+    """Gradients of output to the inputs; an input that was not used is a failure."""
+    return list(torch.autograd.grad(output, inputs, torch.ones_like(output) if upstream is None else upstream))
+
+
+def compiled(function, backend="aot_eager", **kwargs):
+    return torch.compile(function, fullgraph=True, backend=backend, **kwargs)
+
+
+# ---- Oracles ----
+
+def score_loop(x_E: list, kind: str) -> list:
+    if kind == "softmax":
+        total = sum(x.exp() for x in x_E)
+        return [x.exp() / total for x in x_E]
+    return [1 / (1 + (-x).exp()) if kind == "sigmoid" else (1 + x.exp()).log().sqrt() for x in x_E]
+
+
+def best(values: list, n: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: -values[i].item() if isinstance(values[i], Tensor) else -values[i])[:n]
+
+
+def choose_loop(logits_E, c: MoEConfig, bias_E) -> list[int]:
+    """The K experts of one token, best first."""
+    if bias_E is None and c.num_groups is None:
+        return best(list(logits_E), c.topk)
+    score_E = [float(s) + (0.0 if bias_E is None else float(bias_E[e]))
+               for e, s in enumerate(score_loop(list(logits_E), c.score_function))]
+    if c.num_groups is not None:
+        size, n = c.num_experts // c.num_groups, c.group_score_topk or c.topk // c.group_topk
+        groups = [score_E[g * size:(g + 1) * size] for g in range(c.num_groups)]
+        kept = best([sum(sorted(group)[-n:]) for group in groups], c.group_topk)
+        score_E = [s if e // size in kept else -INF for e, s in enumerate(score_E)]
+    return best(score_E, c.topk)
+
+
+def route_loop(logits_TE: Tensor, c: MoEConfig, bias_E=None, given_TK=None) -> tuple[Tensor, Tensor]:
+    """(probs [T, K], indices [T, K]), one token at a time; differentiable."""
+    T, K, E = len(logits_TE), c.topk, c.num_experts
+    probs_TK, indices_TK = logits_TE.new_zeros(T, K), torch.zeros(T, K, dtype=torch.int64)
+    over_chosen = c.score_function == "softmax" and not c.pre_softmax and c.norm_topk_prob is None
+    norm = c.norm_topk_prob if c.norm_topk_prob is not None else c.score_function != "softmax" and K > 1
+    for t in range(T):
+        chosen = choose_loop(logits_TE[t], c, bias_E) if given_TK is None else given_TK[t].tolist()
+        real = [k for k in range(K) if chosen[k] < E]
+        if over_chosen:
+            p = score_loop([logits_TE[t, chosen[k]] for k in real], "softmax")
+        else:
+            all_scores = score_loop(list(logits_TE[t]), c.score_function)
+            p = [all_scores[chosen[k]] for k in real]
+        if norm:
+            total = sum(p) + c.norm_eps
+            p = [x / total for x in p]
+        for k, x in zip(real, p):
+            probs_TK[t, k] = x * (1.0 if c.scaling_factor is None else c.scaling_factor)
+        indices_TK[t] = torch.tensor(chosen)
+    return probs_TK, indices_TK
+
+
+def act_loop(h_F: Tensor, c: MoEConfig) -> Tensor:
+    if c.activation == "relu2":
+        return torch.where(h_F > 0, h_F * h_F, 0.0)
+    a, b = h_F[:len(h_F) // 2], h_F[len(h_F) // 2:]
+    if c.activation_clamp_value is not None:
+        a, b = a.clamp(max=c.activation_clamp_value), b.clamp(-c.activation_clamp_value, c.activation_clamp_value)
+    gate = {"swiglu": lambda: a / (1 + (-a).exp()), "quick_geglu": lambda: a / (1 + (-c.glu_alpha * a).exp()),
+            "geglu": lambda: 0.5 * a * (1 + ((2 / math.pi) ** 0.5 * (a + 0.044715 * a ** 3)).tanh())}[c.activation]()
+    return gate * (b + c.glu_linear_offset)
+
+
+def expert_loop(x_H: Tensor, e: int, c: MoEConfig, w: dict) -> Tensor:
+    h_F = (w["experts.fc1"][e] @ x_H).flatten()
+    if c.add_bias_linear:
+        h_F = h_F + w["experts.fc1_bias"][e].flatten()
+    y_H = w["experts.fc2"][e] @ act_loop(h_F, c)
+    return y_H + w["experts.fc2_bias"][e] if c.add_bias_linear else y_H
+
+
+def moe_loop(x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, c: MoEConfig, w: dict) -> Tensor:
+    """y_t = Σ_k p_tk · expert(i_tk, x_t), or Σ_k expert(i_tk, p_tk · x_t)."""
+    y_TH = torch.zeros_like(x_TH)
+    for t, k in itertools.product(*map(range, indices_TK.shape)):
+        p, e = probs_TK[t, k], int(indices_TK[t, k])
+        if e < c.num_experts:
+            y_TH[t] += expert_loop(p * x_TH[t], e, c, w) if c.apply_probs_on == "input" else p * expert_loop(x_TH[t], e, c, w)
+    return y_TH
+
+
+def switch_loss_loop(logits_TE: Tensor, c: MoEConfig, coeff: float, valid: list[int]) -> Tensor:
+    """coeff · E/(K·T²) · Σ_e n_e Σ_t s_te over the valid tokens, with their own plain top K."""
+    E, total = c.num_experts, max(len(valid), 1)
+    counts, sums = [0] * E, [logits_TE.new_zeros(()) for _ in range(E)]
+    for t in valid:
+        s = score_loop(list(logits_TE[t]), c.score_function)
+        whole = sum(s)
+        for e in best(s, c.topk):
+            counts[e] += 1
+        for e in range(E):
+            sums[e] = sums[e] + s[e] / whole
+    return coeff * E / (c.topk * total ** 2) * sum(n * s for n, s in zip(counts, sums))
+
+
+def z_loss_loop(logits_TE: Tensor, coeff: float, valid: list[int]) -> Tensor:
+    return coeff * sum((sum(x.exp() for x in logits_TE[t]).log() ** 2 for t in valid), logits_TE.new_zeros(())) / max(len(valid), 1)
+
+
+def permute_loop(routing_map: Tensor) -> list[tuple[int, int]]:
+    """(expert, token) of every row."""
+    T, E = routing_map.shape
+    return [(e, t) for e in range(E) for t in range(T) if routing_map[t, e]]
+
+
+def random_config(rng: random.Random, **fixed) -> MoEConfig:
+    """A valid config over everything the layer can do; E = 8, K ≤ 4."""
+    while True:
+        K, score = rng.randint(1, 4), rng.choice(["softmax", "sigmoid", "sqrtsoftplus"])
+        groups = rng.random() < 0.3
+        kind = rng.choice(["swiglu", "geglu", "quick_geglu", "relu2"])
+        gated, aux = kind != "relu2", rng.random() < 0.4
+        options = dict(
+            hidden_size=6, ffn_hidden_size=5, num_experts=8, topk=K, activation=kind, init_std=0.5,
+            glu_alpha=rng.choice([1.702, 1.3]) if kind == "quick_geglu" else 1.702,
+            glu_linear_offset=rng.choice([0.0, 1.0]) if gated else 0.0,
+            activation_clamp_value=rng.choice([None, 0.7]) if gated else None,
+            add_bias_linear=rng.random() < 0.4, apply_probs_on=rng.choice(["input", "activation", "output"]),
+            score_function=score, pre_softmax=score == "softmax" and rng.random() < 0.5,
+            norm_topk_prob=rng.choice([None, None, True, False]), norm_eps=rng.choice([1e-20, 1e-2]),
+            num_groups=4 if groups else None, group_topk=2 if groups else None,
+            group_score_topk=rng.choice([1, 2]) if groups else None, scaling_factor=rng.choice([None, 2.5]),
+            router_bias=rng.random() < 0.3, enable_expert_bias=rng.random() < 0.4, router_dtype=torch.float64,
+            params_dtype=torch.float64, load_balancing_type="aux_loss" if aux else "none", aux_loss_coeff=0.3 if aux else 0.0,
+            z_loss_coeff=rng.choice([None, 0.1]))
+        try:
+            return MoEConfig(**{**options, **fixed})
+        except ValueError:
+            continue
+
+
+def random_layer(config: MoEConfig) -> MoELayer:
+    """A layer whose biases are random too."""
+    layer = MoELayer(config)
+    with torch.no_grad():
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if name.endswith("bias"):
+                tensor.normal_(0, 0.3)
+    return layer
+
+
+# ---- Route ----
+
+def test_routing_matches_loop():
+    """300 random configurations: indices exactly, probs and gradients to rounding, both forms the same choice."""
+    rng = random.Random(1)
+    for _ in range(300):
+        c = random_config(rng)
+        T = rng.choice([0, 1, 2, 5, 11])
+        logits = (torch.randn(T, 8, dtype=torch.float64) * rng.choice([0.5, 3.0])).requires_grad_()
+        bias = torch.randn(8) * 0.3 if c.enable_expert_bias else None
+        given = None
+        if rng.random() < 0.3:                                       # E = nowhere, the others distinct
+            given = torch.stack([torch.randperm(8)[:c.topk] for _ in range(T)]) if T else torch.empty(0, c.topk).long()
+            given = torch.where(torch.rand(given.shape) < 0.3, 8, given)
+        args = (c.topk, c.pre_softmax, c.num_groups, c.group_topk, c.scaling_factor, c.score_function, bias)
+        more = dict(precomputed_indices=given, norm_topk_prob=c.norm_topk_prob, norm_eps=c.norm_eps,
+                    group_score_topk=c.group_score_topk)
+        probs, indices = topk_routing_with_score_function(logits, *args, dense_output=True, **more)
+        want_probs, want_indices = route_loop(logits, c, bias, given)
+        same(indices, want_indices)
+        close(probs, want_probs)
+        upstream = torch.randn_like(probs)
+        if want_probs.requires_grad:
+            close(grads(probs, [logits], upstream)[0], grads(want_probs, [logits], upstream)[0], 1e-8)
+
+        probs_TE, routing_map = topk_routing_with_score_function(logits, *args, **more)
+        for t in range(T):
+            row = {int(e): probs[t, k] for k, e in enumerate(indices[t]) if e < 8}
+            assert routing_map[t].nonzero().flatten().tolist() == sorted(row)
+            same(probs_TE[t], torch.stack([row.get(e, torch.zeros(()).double()) for e in range(8)]))
+
+
+def test_routing_dtypes():
+    logits = torch.randn(7, 8).bfloat16()
+    for kind in ("softmax", "sigmoid", "sqrtsoftplus"):
+        probs, indices = topk_routing_with_score_function(logits, 3, score_function=kind, dense_output=True)
+        wide, wide_indices = topk_routing_with_score_function(logits.float(), 3, score_function=kind, dense_output=True)
+        assert probs.dtype == torch.bfloat16 and indices.dtype == torch.int64
+        same(indices, wide_indices)
+        same(probs, wide.bfloat16())                                  # fp32 inside, rounded once
+
+
+def test_saturated_scores_follow_the_logits():
+    """An fp32 sigmoid is 1 from a logit of 17 on; the choice still tells 18 from 30."""
+    logits = torch.tensor([[30.0, 18.0, 25.0, 40.0]])
+    indices = topk_routing_with_score_function(logits, 3, score_function="sigmoid", dense_output=True)[1]
+    assert indices.tolist() == [[3, 0, 2]]
+
+
+def test_sqrtsoftplus_gradient_where_it_underflows():
+    logits = torch.tensor([[-200.0, -90.0, 0.0, 30.0]], requires_grad=True)
+    probs = topk_routing_with_score_function(logits, 4, score_function="sqrtsoftplus", dense_output=True)[0]
+    assert grads(probs, [logits])[0].isfinite().all()
+
+
+def test_masked_groups_lose_to_negative_scores():
+    """Groups that are out are masked with -inf: a mask of 0 would beat the negative biased scores of the group that is in
+    (DeepSeek-V3 #741, vllm #13474)."""
+    logits, bias = torch.zeros(1, 4), torch.tensor([-2.0, -3.0, -4.0, -5.0])
+    indices = topk_routing_with_score_function(
+        logits, 2, score_function="sigmoid", expert_bias=bias, num_groups=2, group_topk=1, dense_output=True)[1]
+    assert indices.tolist() == [[0, 1]]
+    assert group_limited_topk(bias[None], 2, 1, 4, 2, 1)[1].tolist() == [[0, 1]]
+
+
+def test_expert_bias_chooses_but_does_not_weigh():
+    logits = torch.randn(9, 8)
+    free = topk_routing_with_score_function(logits, 8, score_function="sigmoid", norm_topk_prob=False)[0]
+    bias = torch.tensor([9.0, 9.0, 0, 0, 0, 0, 0, 0])
+    probs, routing_map = topk_routing_with_score_function(
+        logits, 2, score_function="sigmoid", expert_bias=bias, norm_topk_prob=False)
+    assert routing_map[:, :2].all() and not routing_map[:, 2:].any()
+    same(probs[:, :2], free[:, :2])
+
+
+def test_aux_loss_scores_match_loop():
+    for kind, masked in itertools.product(("softmax", "sigmoid", "sqrtsoftplus"), (False, True)):
+        logits = torch.randn(9, 5, dtype=torch.float64)
+        mask = torch.arange(9) % 3 == 1 if masked else None
+        routing_map, scores = compute_routing_scores_for_aux_loss(logits, 2, kind, mask)
+        for t in range(9):
+            s = score_loop(list(logits[t]), kind)
+            gone = masked and t % 3 == 1
+            close(scores[t], torch.zeros(5) if gone else torch.stack([x / sum(s) for x in s]))
+            assert routing_map[t].nonzero().flatten().tolist() == ([] if gone else sorted(best(s, 2)))
+
+
+# ---- Balance ----
+
+def test_switch_loss_matches_loop_and_is_coeff_at_even_load():
+    c = MoEConfig(4, 4, 6, 2)
+    logits = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    routing_map, scores = compute_routing_scores_for_aux_loss(logits, 2, "softmax")
+    for total in (11, torch.tensor(11)):
+        loss = switch_load_balancing_loss_func(scores, routing_map.sum(0), total, 2, 6, 0.25)
+        want = switch_loss_loop(logits, c, 0.25, list(range(11)))
+        close(loss, want)
+        close(grads(loss, [logits])[0] if isinstance(total, int) else torch.zeros(1),
+              grads(want, [logits])[0] if isinstance(total, int) else torch.zeros(1))
+        routing_map, scores = compute_routing_scores_for_aux_loss(logits, 2, "softmax")
+    even = switch_load_balancing_loss_func(torch.full((12, 6), 1 / 6), torch.full((6,), 4), 12, 2, 6, 0.25)
+    close(even, torch.tensor(0.25), 1e-6)
+    for nothing in (0, torch.tensor(0)):
+        assert switch_load_balancing_loss_func(torch.zeros(0, 6), torch.zeros(6), nothing, 2, 6, 0.25) == 0
+
+
+def test_z_loss_matches_loop():
+    logits = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(4, 3) < 0.4
+    for m in (None, mask, torch.ones_like(mask)):
+        valid = [t for t in range(12) if m is None or not m.flatten()[t]]
+        got, want = z_loss_func(logits, 0.3, m), z_loss_loop(logits.flatten(0, 1), 0.3, valid)
+        close(got, want)
+        if valid:
+            close(grads(got, [logits])[0], grads(want, [logits])[0])
+    assert z_loss_func(torch.zeros(0, 5), 0.3) == 0
+    poisoned = logits.detach().masked_fill(mask[..., None], NAN).requires_grad_()
+    loss = z_loss_func(poisoned, 0.3, mask)
+    same(loss, z_loss_func(logits, 0.3, mask))
+    assert grads(loss, [poisoned])[0].isfinite().all()
+
+
+def sinkhorn_loop(cost: Tensor, tol: float, rounds: int = 256) -> Tensor | None:
+    """Megatron's loop; None where it has not stopped by then."""
+    A = cost.exp()
+    d0, d1 = torch.ones(A.shape[0], dtype=A.dtype), torch.ones(A.shape[1], dtype=A.dtype)
+    for _ in range(rounds):
+        d0 = (1 / len(d0)) / ((A * d1).sum(1) + 1e-8)
+        new = (1 / len(d1)) / ((A * d0[:, None]).sum(0) + 1e-8)
+        change, d1 = (new - d1).abs().mean(), new
+        if change <= tol:
+            return d1 * A * d0[:, None]
+    return None
+
+
+def test_sinkhorn_matches_loop_and_stays_finite():
+    stopped = 0
+    for seed, (T, E) in itertools.product(range(8), [(64, 8), (33, 5), (3, 7), (1, 4)]):
+        cost = (torch.rand(T, E, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 10 - 5)
+        want = sinkhorn_loop(cost, 1e-4)
+        if want is not None:
+            stopped += 1
+            got = sinkhorn(cost)
+            close(got, want, 1e-5)
+            close(got.sum(0), torch.full((E,), 1 / E), 0.01)
+            close(got.sum(1), torch.full((T,), 1 / T), 0.01)
+    assert stopped >= 16
+    for scale in (1e2, 1e4):
+        assert sinkhorn(torch.randn(33, 5) * scale).isfinite().all()
+    assert sinkhorn(torch.zeros(0, 5)).shape == (0, 5)
+    cost = torch.randn(17, 5)
+    same(compiled(sinkhorn)(cost), sinkhorn(cost))
+
+
+def test_capacity_in_python_floats():
+    assert get_capacity(10, 3, 1.0) == 4 and get_capacity(10, 3, 1.0, min_capacity=7) == 7
+    for T, E, factor in [(7, 49, 7.0), (100, 3, 1.1), (2048 * 8, 64, 1.25), (29, 7, 0.3)]:
+        assert get_capacity(T, E, factor) == math.ceil(T / E * factor)
+
+    def in_graph(x):
+        return x.new_zeros(get_capacity(x.shape[0] * 3, 7, 1.1))
+    f = compiled(in_graph, dynamic=True)
+    for T in (5, 29, 70, 91, 333):
+        assert len(f(torch.zeros(T))) == get_capacity(T * 3, 7, 1.1)
+
+
+def dropping_loop(probs, routing_map, capacity, policy, pad):
+    T, E = routing_map.shape
+    out_probs, out_map = torch.zeros_like(probs), torch.zeros_like(routing_map)
+    for e in range(E):
+        routed = [t for t in range(T) if routing_map[t, e]]
+        if policy == "probs":
+            routed.sort(key=lambda t: -float(probs[t, e]))           # stable: equal ones in order
+        for t in routed[:capacity]:
+            out_probs[t, e], out_map[t, e] = probs[t, e], True
+        if pad:
+            for t in [t for t in range(T) if not routing_map[t, e]][:max(min(capacity, T) - len(routed), 0)]:
+                out_map[t, e] = True
+    return out_probs, out_map
+
+
+@pytest.mark.parametrize("policy, pad", [*itertools.product(["probs", "position"], [False, True])])
+def test_token_dropping_matches_loop(policy, pad):
+    f = compiled(apply_router_token_dropping, dynamic=True)
+    for seed, factor in itertools.product(range(6), (0.3, 1.0, 1.5, 9.0)):
+        logits = torch.randn(13, 5, generator=torch.Generator().manual_seed(seed))
+        probs, routing_map = topk_routing_with_score_function(logits, 2)
+        probs = torch.where(torch.rand(13, 5) < 0.2, 0.0, probs)      # ties, and a routed token with prob 0
+        want = dropping_loop(probs, routing_map, math.ceil(13 * 2 / 5 * factor), policy, pad)
+        for function in (apply_router_token_dropping, f):
+            same(function(probs, routing_map, 2, factor, policy, pad), want)
+    assert counters["stats"]["unique_graphs"] <= 4                    # one a factor
+
+
+def test_expert_bias_update():
+    counts, bias = torch.tensor([5.0, 1.0, 3.0, 3.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    close(get_updated_expert_bias(counts, bias, 0.01), torch.tensor([0.09, 0.21, 0.30, 0.40]), 1e-7)
+    even = torch.full((3,), 2.0 ** 24 + 2)                            # the mean of three in fp32 could round
+    same(get_updated_expert_bias(even, bias[:3], 0.01), bias[:3])
+
+
+# ---- Permute ----
+
+def layout(plan, topk: int) -> str:
+    tokens, start, lines = (plan.order // topk).tolist(), 0, []
+    for e, end in enumerate(plan.offsets.tolist()):
+        lines.append(f"expert {e}: tokens {tokens[start:end]}")
+        start = end
+    return "\n".join([*lines, f"nowhere:  tokens {tokens[start:]}"])
+
+
+def test_permutation_layout():
+    plan = plan_permutation(torch.tensor([[2, 0], [0, 1], [2, 4]]), num_experts=4)      # 4 = nowhere
+    assert_expected_inline(layout(plan, 2), """\
+expert 0: tokens [0, 1]
+expert 1: tokens [1]
+expert 2: tokens [0, 2]
+expert 3: tokens []
+nowhere:  tokens [2]""")
+    assert plan.counts.tolist() == [2, 1, 2, 0] and plan.offsets.tolist() == [2, 3, 5, 5]
+    assert [x.dtype for x in plan] == [torch.int64] * 3 + [torch.int32]
+    same(plan.order[plan.inverse.flatten()], torch.arange(6))
+
+
+def random_indices(T: int, E: int, K: int, nowhere: float = 0.2) -> Tensor:
+    indices = torch.rand(T, E).argsort(1)[:, :K]
+    return torch.where(torch.rand(T, K) < nowhere, E, indices)
+
+
+@pytest.mark.parametrize("T, E, K", [(0, 4, 2), (1, 1, 1), (7, 4, 2), (33, 8, 8), (64, 256, 3)])
+def test_index_path_equals_map_path(T, E, K):
+    """The two forms agree to the last bit: rows, order, probs, and the tokens added up again."""
+    indices, H = random_indices(T, E, K), 5
+    probs = torch.rand(T, K).masked_fill(indices == E, 0.0)
+    tokens = torch.randn(T, H)
+    plan = plan_permutation(indices, E)
+    probs_TE, routing_map = kernels.routing_to_map(probs, indices, E)
+    n = int(plan.offsets[-1])
+    rows, row_probs, sorted_indices = permute(tokens, routing_map, probs_TE, num_out_tokens=T * K)
+    same(gather_rows(tokens, plan), rows)
+    same((plan.order // K)[:n], sorted_indices[:n])
+    same(probs.flatten()[plan.order], row_probs)
+    assert plan.counts.tolist() == routing_map.sum(0).tolist()
+    want = torch.zeros(T, H, dtype=torch.float64)
+    for t, k in itertools.product(range(T), range(K)):
+        if indices[t, k] < E:
+            want[t] += float(probs[t, k]) * tokens[t].double()
+    close(combine_rows(rows, plan, probs), want, 1e-6)
+    close(unpermute(rows, sorted_indices, tokens.shape, probs_TE, routing_map), want, 1e-6)
+
+
+@pytest.mark.parametrize("T, E", [(0, 3), (1, 4), (7, 4), (20, 3)])
+def test_permute_matches_loop(T, E):
+    H = 5
+    for density in (0.0, 0.4, 1.0):
+        routing_map = torch.rand(T, E) < density
+        tokens, probs = torch.randn(T, H), torch.rand(T, E)
+        ones = permute_loop(routing_map)
+        for n in {None, len(ones), len(ones) + 3, max(len(ones) - 2, 0)}:
+            rows, row_probs, index = permute(tokens, routing_map, probs, n)
+            size = len(ones) if n is None else n
+            assert rows.shape == (size, H) and row_probs.shape == index.shape == (size,)
+            for i in range(size):
+                e, t = ones[i] if i < len(ones) else (None, T)
+                assert index[i] == t
+                same(rows[i], tokens[t] if t < T else torch.zeros(H))
+                same(row_probs[i], probs[t, e] if t < T else torch.zeros(()))
+            for weights in (None, probs):
+                want = torch.zeros(T, H)
+                for e, t in ones[:size]:
+                    want[t] += tokens[t] * (1.0 if weights is None else probs[t, e])
+                close(unpermute(rows, index, tokens.shape, weights, routing_map), want, 1e-6)
+
+
+@pytest.mark.parametrize("T, E, C", [(0, 3, 2), (7, 4, 3), (7, 4, 7), (3, 4, 6), (20, 3, 1), (5, 2, 0)])
+def test_drop_and_pad_matches_loop(T, E, C):
+    """Also with a capacity above the token count, where the original breaks."""
+    H, routing_map = 5, torch.rand(T, E) < 0.4
+    tokens, probs = torch.randn(T, H), torch.rand(T, E)
+    rows, row_probs, index = permute(tokens, routing_map, probs, E * C, drop_and_pad=True)
+    assert rows.shape == (E * C, H)
+    want = torch.zeros(T, H)
+    for e in range(E):
+        own = [t for t in range(T) if routing_map[t, e]]
+        tokens_of_e = ((own + [t for t in range(T) if t not in own])[:C] + [T] * C)[:C]
+        assert index[e * C:(e + 1) * C].tolist() == tokens_of_e
+        for i, t in enumerate(tokens_of_e):
+            same(rows[e * C + i], tokens[t] if t < T else torch.zeros(H))
+            same(row_probs[e * C + i], probs[t, e] if t < T else torch.zeros(()))
+            if t < T:
+                want[t] += tokens[t] * probs[t, e]
+    close(unpermute(rows, index, tokens.shape, probs, routing_map, drop_and_pad=True), want, 1e-6)
+
+
+@pytest.mark.parametrize("drop_and_pad", [False, True])
+def test_permute_gradients_and_fused(drop_and_pad):
+    """fused=True is the same function compiled; gradients by gradcheck, the ignored rows' zero."""
+    routing_map = torch.rand(6, 4) < 0.5
+    tokens = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(6, 4, dtype=torch.float64, requires_grad=True)
+    n = 4 * 7 if drop_and_pad else int(routing_map.sum()) + 3
+
+    def there_and_back(tokens, probs, fused=False):
+        rows, row_probs, index = permute(tokens, routing_map, probs, n, fused, drop_and_pad)
+        return unpermute(rows * row_probs[:, None], index, tokens.shape, probs, routing_map, fused, drop_and_pad)
+    assert torch.autograd.gradcheck(there_and_back, (tokens, probs))
+    close(there_and_back(tokens, probs, fused=True), there_and_back(tokens, probs))
+
+    rows = torch.full((n, 3), NAN, dtype=torch.float64, requires_grad=True)
+    index = torch.full((n,), 6)
+    out = unpermute(rows, index, tokens.shape, probs, routing_map, drop_and_pad=drop_and_pad)
+    assert (out == 0).all() and all((g == 0).all() for g in grads(out, [rows, probs]))
+
+
+def test_index_path_gradients():
+    indices = random_indices(7, 4, 3, nowhere=0.3)
+    plan = plan_permutation(indices, 4)
+    tokens = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(21, 5, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(7, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, plan), (tokens,))
+    assert torch.autograd.gradcheck(lambda r: combine_rows(r, plan), (rows,))
+    assert torch.autograd.gradcheck(lambda r, p: combine_rows(r, plan, p), (rows, probs))
+
+
+def test_rows_that_go_nowhere_reach_nothing():
+    """A NaN in such a row, or in the gradient that comes to it, changes no output and no gradient."""
+    indices = torch.tensor([[0, 3], [3, 3], [1, 0]])                  # 3 = nowhere
+    plan = plan_permutation(indices, 3)
+    n = int(plan.offsets[-1])
+    rows = torch.randn(6, 4)
+    poisoned = rows.clone()
+    poisoned[n:] = NAN
+    probs = torch.rand(3, 2)
+    for p in (None, probs):
+        same(combine_rows(poisoned, plan, p), combine_rows(rows.index_fill(0, torch.arange(n, 6), 0.0), plan, p))
+    tokens = torch.randn(3, 4, requires_grad=True)
+    upstream = torch.ones(6, 4)
+    upstream[n:] = NAN
+    same(grads(gather_rows(tokens, plan), [tokens], upstream)[0], torch.tensor([[1.0] * 4, [0.0] * 4, [2.0] * 4]))
+    poisoned.requires_grad_(), probs.requires_grad_()
+    grad_rows, grad_probs = grads(combine_rows(poisoned, plan, probs), [poisoned, probs])
+    assert grad_rows.isfinite().all() and (grad_rows[n:] == 0).all()
+    assert grad_probs.isfinite().all() and (grad_probs[indices == 3] == 0).all()
+
+
+def test_combine_sums_in_fp32():
+    """256 + 8 · 1: bf16 sums would stay at 256."""
+    plan = plan_permutation(torch.arange(9)[None], 9)
+    rows = torch.tensor([256.0] + [1.0] * 8).bfloat16()[:, None]
+    assert combine_rows(rows, plan).item() == 264 and unpermute(rows, torch.zeros(9).long(), (1, 1)).item() == 264
+
+
+def test_sort_chunks_matches_loop():
+    sizes, order = torch.tensor([2, 0, 3, 1, 0, 4]), torch.tensor([3, 1, 5, 0, 4, 2])
+    x, probs = torch.randn(10, 3, requires_grad=True), torch.rand(10)
+    chunks, prob_chunks = x.split(sizes.tolist()), probs.split(sizes.tolist())
+    for function in (sort_chunks_by_idxs, compiled(sort_chunks_by_idxs)):
+        out, out_probs = function(x, sizes, order, probs)
+        same(out, torch.cat([chunks[i] for i in order]))
+        same(out_probs, torch.cat([prob_chunks[i] for i in order]))
+        assert function(x, sizes, order)[1] is None
+
+
+def test_pad_routing_map_matches_loop():
+    for multiple in (1, 4, 16):
+        routing_map = torch.rand(11, 6) < torch.tensor([0.0, 0.1, 0.4, 0.6, 0.9, 1.0])
+        want = routing_map.clone()
+        for e in range(6):
+            need = -int(routing_map[:, e].sum()) % multiple
+            for t in [t for t in range(11) if not routing_map[t, e]][:need]:
+                want[t, e] = True
+        same(pad_routing_map(routing_map, multiple), want)
+        same(compiled(pad_routing_map)(routing_map, multiple), want)
+
+
+# ---- Activations ----
+
+CASES = [("swiglu", {}), ("geglu", {}), ("quick_geglu", {}), ("quick_geglu", dict(alpha=1.3, linear_offset=1.0, clamp_value=0.7)),
+         ("swiglu", dict(clamp_value=0.5)), ("geglu", dict(linear_offset=0.5)), ("relu2", {})]
+
+
+@pytest.mark.parametrize("kind, options", CASES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_activation_matches_autograd(kind, options, weighted):
+    """Values, and both ways to the gradient, against autograd through the plain formula in fp64."""
+    c = MoEConfig(4, 4, 4, 2, activation=kind, glu_alpha=options.get("alpha", 1.702),
+                  glu_linear_offset=options.get("linear_offset", 0.0), activation_clamp_value=options.get("clamp_value"))
+    y = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    w = torch.rand(5, 3, 1, dtype=torch.float64, requires_grad=True) if weighted else None
+    want = torch.stack([torch.stack([act_loop(row, c) for row in block]) for block in y])
+    want = want * w if weighted else want
+    got = activation(y, kind, w, **options)
+    close(got, want)
+    g, inputs = torch.randn_like(want), [y, w] if weighted else [y]
+    got_grads, by_hand = grads(got, inputs, g), activation_back(g, y.detach(), kind, w, **options)
+    for got_grad, want_grad in zip(got_grads, grads(want, inputs, g), strict=True):
+        close(got_grad, want_grad)
+    for hand_grad, got_grad in zip(by_hand if weighted else [by_hand], got_grads, strict=True):
+        same(hand_grad.detach(), got_grad)
+
+
+def test_swiglu_names_gate_first():
+    y = torch.tensor([[3.0, 2.0]])                                    # gate 3, up 2
+    close(swiglu(y), torch.tensor([[2 * 3 / (1 + math.exp(-3))]]), 1e-6)
+    g, w = torch.randn(6, 4), torch.rand(6, 1, dtype=torch.float64)
+    y = torch.randn(6, 8)
+    same(weighted_swiglu(y, w), activation(y, weights=w))
+    same(swiglu_back(g, y), activation_back(g, y))
+    same(weighted_swiglu_back(g, y, w), activation_back(g, y, weights=w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activation_rounds_once(dtype):
+    y, w, g = torch.randn(64, 16, dtype=dtype), torch.rand(64, 1), torch.randn(64, 8, dtype=dtype)
+    out = weighted_swiglu(y, w)
+    assert out.dtype == dtype
+    same(out, weighted_swiglu(y.float(), w).to(dtype))
+    grad_y, grad_w = weighted_swiglu_back(g, y, w)
+    want_y, want_w = weighted_swiglu_back(g.float(), y.float(), w)
+    assert grad_w.dtype == torch.float32
+    same(grad_y, want_y.to(dtype))
+    same(grad_w, want_w)
+    assert weighted_swiglu_back(g, y, w.to(dtype))[1].dtype == dtype
+
+
+def test_clamp_gradient_at_the_bound_is_torchs():
+    y = torch.tensor([[0.7, -0.7, 0.71, 0.7, -0.7, -0.71]], requires_grad=True)
+    a, b = y[:, :3].clamp(max=0.7), y[:, 3:].clamp(-0.7, 0.7)
+    want = grads(F.silu(a) * b, [y])[0]
+    close(grads(activation(y, clamp_value=0.7), [y])[0], want, 1e-6)
+    assert (want == 0).sum() == 2
+
+
+def saved_bytes(function, exclude=()) -> int:
+    """Bytes of the distinct storages that autograd keeps for the backward of function()."""
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = function()
+    for tensor in exclude:
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    del out
+    return sum(kept.values())
+
+
+def test_activation_keeps_only_its_input():
+    y = torch.randn(64, 32, requires_grad=True)
+    w = torch.rand(64, 1)
+    assert saved_bytes(lambda: activation(y * 1, weights=w)) == (64 * 32 + 64) * 4
+    assert saved_bytes(lambda: activation(y * 1, weights=w, fp8_input_store=True)) == 64 * 32 + 64 * 4
+
+
+def test_fp8_input_store_rounds_the_backward_alone():
+    y, g = torch.randn(32, 16), torch.randn(32, 8)
+    y[0, 0] = 1e4                                                     # beyond e4m3's 448
+    y.requires_grad_()
+    stored = y.detach().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    out = activation(y, fp8_input_store=True)
+    same(out, activation(y))
+    same(grads(out, [y], g)[0], activation_back(g, stored))
+
+
+# ---- Grouped product and experts ----
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.float64, 1e-10), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_grouped_mm_matches_loop(dtype, tol):
+    """Also with rows past the last offset, an expert without rows, and an expanded gradient."""
+    rows = torch.randn(11, 8, dtype=dtype)
+    weights = torch.randn(4, 8, 16, dtype=dtype)
+    offsets = torch.tensor([3, 3, 8, 9], dtype=torch.int32)
+    rows[9:] = NAN                                                    # pytorch #193633: garbage past the end
+    for function in (grouped_mm, compiled(grouped_mm)):
+        r, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = function(r, w, offsets)
+        assert out.dtype == dtype
+        want = torch.zeros(11, 16, dtype=torch.float64)
+        for e, (start, end) in enumerate([(0, 3), (3, 3), (3, 8), (8, 9)]):
+            want[start:end] = rows[start:end].double() @ weights[e].double()
+        close(out, want, tol * 10)
+        same(out[9:], torch.zeros_like(out[9:]))
+        grad_r, grad_w = torch.autograd.grad(out.sum(), [r, w])       # .sum()'s gradient is expanded, stride 0
+        same(grad_r[9:], torch.zeros_like(grad_r[9:]))
+        same(grad_w[1], torch.zeros_like(grad_w[1]))
+        close(grad_w[2], rows[3:8].double().sum(0)[:, None].expand(8, 16), tol * 10)
+        close(grad_r[:3], weights[0].double().sum(1).expand(3, 8), tol * 10)
+
+
+def test_grouped_mm_ignores_autocast():
+    rows, weights, offsets = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert grouped_mm(rows, weights, offsets).dtype == torch.float32
+
+
+def test_formulas_for_cuda_equal_the_ops(monkeypatch):
+    """The branch that runs torch's own grouped product, driven on the CPU, where that product runs eagerly."""
+    c = dict(hidden_size=16, ffn_hidden_size=8, num_experts=5, topk=3)
+    for kw in [dict(), dict(add_bias_linear=True, apply_probs_on="input"), dict(activation="relu2", add_bias_linear=True)]:
+        layer = random_layer(MoEConfig(**c, **kw, init_std=0.5))
+        x = torch.randn(20, 16, requires_grad=True)
+        mask = torch.arange(20) % 4 == 0                              # leaves rows past the last offset
+        params = [x, *layer.parameters()]
+        want = layer(x, mask)
+        want_grads = grads(want, params, torch.linspace(-1, 1, want.numel()).view_as(want))
+        monkeypatch.setattr(kernels, "_native", lambda x, w: True)
+        got = layer(x, mask)
+        got_grads = grads(got, params, torch.linspace(-1, 1, want.numel()).view_as(want))
+        monkeypatch.undo()
+        for a, b in zip([got, *got_grads], [want, *want_grads], strict=True):
+            close(a, b, 1e-5)
+
+
+# ---- Config and errors ----
+
+def test_refused_configs():
+    def refused(**kw):
+        return error(MoEConfig, **{**dict(hidden_size=8, ffn_hidden_size=8, num_experts=8, topk=2), **kw}) + "\n"
+    assert_expected_inline("".join([
+        refused(topk=9), refused(topk=0), refused(activation="silu"), refused(score_function="tanh"), refused(apply_probs_on="x"),
+        refused(topk=1), refused(topk=1, score_function="sigmoid", norm_topk_prob=True),
+        refused(pre_softmax=True, score_function="sigmoid"), refused(router_dtype=torch.int64), refused(params_dtype="bf16"),
+        refused(num_groups=4), refused(group_score_topk=1), refused(num_groups=3, group_topk=1),
+        refused(num_groups=4, group_topk=1, topk=3), refused(num_groups=4, group_topk=4, topk=2),
+        refused(num_groups=4, group_topk=2, group_score_topk=3),
+        refused(activation="relu2", glu_linear_offset=1.0), refused(activation="relu2", activation_clamp_value=7.0),
+        refused(glu_alpha=1.0), refused(activation_clamp_value=0.0),
+        refused(load_balancing_type="auxloss"), refused(load_balancing_type=("aux_loss",), aux_loss_coeff=0.1),
+        refused(load_balancing_type=("none", "aux_loss"), aux_loss_coeff=(0.1, 0.1)),
+        refused(z_loss_coeff=-1.0), refused(input_jitter_eps=-0.1),
+    ]), """\
+ValueError: topk = 9, num_experts = 8: a token cannot have more experts than there are; lower topk
+ValueError: topk = 0: needs a positive int
+ValueError: activation = 'silu': needs one of swiglu, geglu, quick_geglu, relu2
+ValueError: score_function = 'tanh': needs one of softmax, sigmoid, sqrtsoftplus
+ValueError: apply_probs_on = 'x': needs one of input, activation, output
+ValueError: topk = 1, norm_topk_prob = None, pre_softmax = False: the one prob is always 1, so the router gets no gradient; set pre_softmax=True or norm_topk_prob=False
+ValueError: topk = 1, norm_topk_prob = True, pre_softmax = False: the one prob is always 1, so the router gets no gradient; set pre_softmax=True or norm_topk_prob=False
+ValueError: pre_softmax = True, score_function = 'sigmoid': only softmax has a before and an after; leave pre_softmax out
+ValueError: router_dtype = torch.int64: needs a floating torch.dtype
+ValueError: params_dtype = 'bf16': needs a floating torch.dtype
+ValueError: num_groups = 4, group_topk = None: give both or neither
+ValueError: group_score_topk = 1, num_groups = None: no groups to score; set num_groups and group_topk too
+ValueError: num_groups = 3, num_experts = 8: groups need equal sizes; num_groups must divide num_experts
+ValueError: group_topk = 1, num_groups = 4, topk = 3: group_topk groups of 2 experts must exist and hold topk experts
+ValueError: topk = 2, group_topk = 4, group_score_topk = None: topk // group_topk = 0 scores a group of 2; set group_score_topk to 1..2
+ValueError: group_score_topk = 3, num_groups = 4: a group has 2 experts; needs 1..2
+ValueError: activation = 'relu2', glu_linear_offset = 1.0, activation_clamp_value = None: relu2 is not gated; leave the other two out
+ValueError: activation = 'relu2', glu_linear_offset = 0.0, activation_clamp_value = 7.0: relu2 is not gated; leave the other two out
+ValueError: activation = 'swiglu', glu_alpha = 1.0: only quick_geglu has an alpha; leave glu_alpha out
+ValueError: activation_clamp_value = 0.0: needs a positive bound, or None
+ValueError: load_balancing_type = 'auxloss': needs none, aux_loss, or a tuple of them
+ValueError: load_balancing_type = ('aux_loss',), aux_loss_coeff = 0.1: one type takes a float, several a tuple of the same length
+ValueError: load_balancing_type = ('none', 'aux_loss'): each type at most once, and "none" beside no other
+ValueError: z_loss_coeff = -1.0: needs 0 or more, or None
+ValueError: input_jitter_eps = -0.1: needs 0 or more, or None
+""")
+
+
+def test_error_texts():
+    logits, x = torch.randn(6, 4), torch.randn(6, 8)
+    routing_map, plan = torch.rand(6, 4) < 0.5, plan_permutation(torch.zeros(6, 2).long(), 4)
+    layer = MoELayer(MoEConfig(8, 4, 4, 2))
+    tok = topk_routing_with_score_function
+    lines = [
+        error(tok, logits, 5), error(tok, logits, 2, score_function="tanh"), error(tok, logits, 2, num_groups=2),
+        error(tok, logits, 2, num_groups=3, group_topk=1), error(tok, logits, 3, num_groups=4, group_topk=2),
+        error(tok, logits, 2, num_groups=2, group_topk=2, group_score_topk=3),
+        error(tok, logits, 2, expert_bias=torch.zeros(3)), error(tok, logits, 2, precomputed_indices=torch.zeros(6, 3).long()),
+        error(apply_router_token_dropping, logits, routing_map, 2, 1.0, "random"),
+        error(apply_router_token_dropping, logits, routing_map[:5], 2, 1.0),
+        error(permute, x, routing_map[:5]), error(permute, x, routing_map.long()), error(permute, x, routing_map, logits[:, :3]),
+        error(permute, x, routing_map, fused=True), error(permute, x, routing_map, num_out_tokens=7, drop_and_pad=True),
+        error(permute, x, routing_map, drop_and_pad=True),
+        error(unpermute, x, torch.zeros(6).long(), (6, 8), logits), error(unpermute, x, torch.zeros(5).long(), (6, 8)),
+        error(unpermute, x, torch.zeros(6).long(), (6, 8), logits[:5], routing_map[:5]),
+        error(plan_permutation, torch.zeros(6, 2), 4), error(gather_rows, x[:5], plan), error(combine_rows, x, plan),
+        error(combine_rows, torch.zeros(12, 8), plan, logits), error(sort_chunks_by_idxs, x, torch.ones(3).long(), torch.ones(2).long()),
+        error(pad_routing_map, routing_map, 0), error(activation, x, "silu"), error(activation, x[:, :7]),
+        error(activation, x, "relu2", clamp_value=1.0), error(activation, x, weights=torch.ones(6)), error(swiglu_back, x, x),
+        error(grouped_mm, x, torch.zeros(4, 9, 2), plan.offsets), error(grouped_mm, x, torch.zeros(4, 8, 2).double(), plan.offsets),
+        error(grouped_mm, x, torch.zeros(4, 8, 2), plan.offsets.long()),
+        error(expert_mlp, x, torch.rand(6, 2), plan, torch.zeros(4, 1, 4, 8), torch.zeros(4, 8, 4)),
+        error(layer, torch.randn(6, 9)), error(layer, x.bfloat16()), error(layer, x, torch.zeros(5).bool()), error(layer, x, torch.zeros(6)),
+        error(layer, x, None, torch.zeros(6, 3).long()), error(load_balancing_metrics, torch.nn.Linear(2, 2)),
+    ]
+    assert_expected_inline("\n".join(lines), """\
+ValueError: topk is 5; needs 1 <= topk <= num_experts = 4
+ValueError: score_function is 'tanh'; known: 'softmax', 'sigmoid', 'sqrtsoftplus'
+ValueError: num_groups = 2 and group_topk = None go together: give both or neither
+ValueError: num_groups = 3 does not divide num_experts = 4
+ValueError: group_topk = 2 of num_groups = 4 groups of 1 experts cannot hold topk = 3; needs 1 <= group_topk <= num_groups and group_topk * 1 >= topk
+ValueError: group_score_topk is 3 (topk // group_topk unless given); needs 1 to 2, a group's size
+ValueError: expert_bias has shape [3]; needs [4], one entry per expert
+ValueError: precomputed_indices has shape [6, 3]; needs [6, 2]
+ValueError: drop_policy is 'random'; known: 'probs', 'position'
+ValueError: routing_probs [6, 4] and routing_map [5, 4] torch.bool need the same shape [T, E], the map boolean
+ValueError: tokens [6, 8] and routing_map [5, 4] need shapes [T, H] and [T, E] with the same T
+TypeError: routing_map is torch.int64; needs torch.bool
+ValueError: probs has shape [6, 3]; needs the routing_map's [6, 4]
+ValueError: num_out_tokens is None, which gives a data-dependent shape; fused=True needs a number
+ValueError: num_out_tokens is 7; with drop_and_pad it needs a multiple of E = 4
+ValueError: num_out_tokens is None; with drop_and_pad it needs a multiple of E = 4
+ValueError: probs without routing_map: which expert a row belongs to is read from routing_map; pass the one given to permute
+ValueError: permuted_tokens [6, 8] and sorted_indices [5] need shapes [rows, 8] and [rows] for restore_shape [6, 8]
+ValueError: probs [5, 4] and routing_map [5, 4] need shape [6, E]
+TypeError: indices is [6, 2] torch.float32; needs [T, K] torch.int64
+ValueError: tokens has shape [5, 8]; the plan needs [6, H]
+ValueError: rows has shape [6, 8]; the plan needs [12, H]
+ValueError: probs has shape [6, 4]; the plan needs [6, 2], [T, K]
+ValueError: split_sizes [3] and sorted_idxs [2] need the same shape [chunks]
+ValueError: pad_multiple is 0; needs 1 or more
+ValueError: kind is 'silu'; known: 'swiglu', 'geglu', 'quick_geglu', 'relu2'
+ValueError: y has shape [6, 7]; swiglu needs an even last axis, [.., 2F]
+ValueError: relu2 has no linear half: linear_offset is 0.0 and clamp_value 1.0, they need 0.0 and None
+ValueError: weights has shape [6]; needs [6, 1], one per row of y
+ValueError: g has shape [6, 8]; needs [6, 4], the shape of the activation's output
+ValueError: rows [6, 8], weights [4, 9, 2] and offsets [4] need shapes [N, H], [E, H, F] and [E]
+TypeError: rows is torch.float32, weights torch.float64 and offsets torch.int32; needs one dtype for rows and weights, and torch.int32 offsets
+TypeError: rows is torch.float32, weights torch.float32 and offsets torch.int64; needs one dtype for rows and weights, and torch.int32 offsets
+ValueError: tokens [6, 8], fc1 [4, 1, 4, 8] and fc2 [4, 8, 4] need shapes [T, H], [E, 2, F, H] and [E, H, F] for swiglu and a plan of 4 experts
+ValueError: input has shape [6, 9]; needs [S, B, 8] or [T, 8]
+TypeError: tokens is torch.bfloat16, fc1 torch.float32 and fc2 torch.float32; they need one dtype
+ValueError: padding_mask is [5] torch.bool; needs [6] torch.bool, True = padding
+ValueError: padding_mask is [6] torch.float32; needs [6] torch.bool, True = padding
+ValueError: topk_indices is [6, 3] torch.int64; needs [6, 2] or [6, 2] torch.int64
+ValueError: model (Linear) has no TopKRouter""")
+
+
+def test_misshapen_state_dict_changes_nothing():
+    layer = MoELayer(MoEConfig(8, 4, 4, 2))
+    before = copy.deepcopy(layer.state_dict())
+    bad = {**before, "experts.fc1": torch.zeros(4, 2, 5, 8)}
+    assert "size mismatch for experts.fc1" in error(layer.load_state_dict, bad)
+    bad = {name: tensor for name, tensor in before.items() if name != "router.weight"}
+    assert "router.weight" in error(layer.load_state_dict, bad)
+    same(layer.experts.fc1, before["experts.fc1"])
+    assert_expected_inline("\n".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in random_layer(MoEConfig(
+        8, 5, 4, 2, router_bias=True, enable_expert_bias=True, add_bias_linear=True)).state_dict().items()), """\
+router.weight [4, 8] torch.float32
+router.bias [4] torch.float32
+router.expert_bias [4] torch.float32
+experts.fc1 [4, 2, 5, 8] torch.float32
+experts.fc2 [4, 8, 5] torch.float32
+experts.fc1_bias [4, 2, 5] torch.float32
+experts.fc2_bias [4, 8] torch.float32""")
+
+
+# ---- Layer ----
+
+def layer_loop(layer: MoELayer, x: Tensor, mask=None, given=None):
+    """(output, attached losses) of the layer by the oracles; differentiable in x and the parameters."""
+    c, w, x_TH = layer.config, dict(layer.named_parameters()), x.flatten(0, -2)
+    valid = [t for t in range(len(x_TH)) if mask is None or not mask.flatten()[t]]
+    logits_TE = torch.stack([w["router.weight"] @ row for row in x_TH]) if len(x_TH) else x_TH @ w["router.weight"].t()
+    if c.router_bias:
+        logits_TE = logits_TE + w["router.bias"]
+    probs_TK, indices_TK = route_loop(logits_TE, c, layer.router.expert_bias, None if given is None else given.view(-1, c.topk))
+    probs_TK, indices_TK = probs_TK.clone(), indices_TK.clone()
+    gone = [t for t in range(len(x_TH)) if t not in valid]
+    indices_TK[gone] = c.num_experts
+    loss = logits_TE.sum() * 0
+    if c.load_balancing_type == "aux_loss":
+        loss = loss + switch_loss_loop(logits_TE, c, c.aux_loss_coeff, valid)
+    if c.z_loss_coeff:
+        loss = loss + z_loss_loop(logits_TE, c.z_loss_coeff, valid)
+    return moe_loop(x_TH, probs_TK, indices_TK, c, w).view_as(x), loss
+
+
+def check_layer_against_loop(rng: random.Random, backend: str, tol: float = 1e-8) -> None:
+    config = random_config(rng)
+    layer = random_layer(config)
+    S, B = rng.choice([(3, 2), (5, 1), (2, 4)])
+    x = torch.randn(S, B, 6, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(S, B) < 0.3 if rng.random() < 0.4 else None
+    given = torch.rand(S * B, 8).argsort(1)[:, :config.topk] if rng.random() < 0.3 else None
+    want, loss = layer_loop(layer, x, mask, given)
+    upstream, inputs, scale = torch.randn_like(x), [x, *layer.parameters()], rng.choice([1.0, 0.25])
+    want_grads = torch.autograd.grad((want * upstream).sum() + scale * loss, inputs, allow_unused=True, materialize_grads=True)
+    for f in (layer, compiled(layer, backend)):
+        got = f(x, mask, given)
+        set_aux_loss_scale(scale)                                     # between forward and backward
+        close(got, want, tol)
+        for name, a, b in zip(["x", *dict(layer.named_parameters())], grads(got, inputs, upstream), want_grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=tol, atol=tol, msg=lambda m: f"{name}, {config}: {m}")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layer_matches_loop(seed):
+    """60 random configurations, eager and as one graph, output and every gradient, losses attached, in fp64."""
+    for i in range(10):
+        torch._dynamo.reset()
+        torch.manual_seed(100 * seed + i)
+        check_layer_against_loop(random.Random(100 * seed + i), "aot_eager")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layer_through_inductor_matches_loop(seed):
+    torch.manual_seed(seed)
+    check_layer_against_loop(random.Random(1000 + seed), "inductor")
+
+
+def test_layer_is_router_and_expert_loop_in_public_functions():
+    """The layer's fused backward against the same layer composed of the public, separately differentiable functions."""
+    for probs_on in ("activation", "output", "input"):
+        layer = MoELayer(MoEConfig(8, 6, 5, 3, apply_probs_on=probs_on, init_std=0.5))
+        x = torch.randn(20, 8, requires_grad=True)
+        probs, indices = layer.router.route(x)
+        plan = plan_permutation(indices, 5)
+        rows, row_probs = gather_rows(x, plan), probs.flatten()[plan.order][:, None]
+        rows = rows * row_probs if probs_on == "input" else rows
+        h = grouped_mm(rows, layer.experts.fc1.flatten(1, 2).transpose(1, 2), plan.offsets)
+        a = activation(h, weights=row_probs if probs_on == "activation" else None)
+        y = combine_rows(grouped_mm(a, layer.experts.fc2.transpose(1, 2), plan.offsets), plan, probs if probs_on == "output" else None)
+        got, inputs, upstream = layer(x), [x, *layer.parameters()], torch.randn_like(x)
+        close(got, y, 1e-5)
+        for a, b in zip(grads(got, inputs, upstream), grads(y, inputs, upstream), strict=True):
+            close(a, b, 1e-5)
+
+
+def test_router_forward_and_route_are_one_choice():
+    router = random_layer(MoEConfig(8, 4, 6, 3, score_function="sigmoid", enable_expert_bias=True, router_bias=True)).router
+    x, mask = torch.randn(5, 2, 8), torch.rand(5, 2) < 0.4
+    probs, indices = router.route(x, mask)
+    probs_TE, routing_map = router(x, mask)
+    want = kernels.routing_to_map(probs, indices, 6)
+    same(probs_TE, want[0]), same(routing_map, want[1])
+    assert not routing_map[mask.flatten()].any() and routing_map[~mask.flatten()].sum(1).eq(3).all()
+    same(router.routing(router.gating(x), mask), (probs_TE, routing_map))
+
+
+def test_empty_batch():
+    """T = 0: an empty result, zero gradients, not None."""
+    for kw in [dict(), dict(load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1, add_bias_linear=True)]:
+        layer = MoELayer(MoEConfig(8, 4, 4, 2, **kw))
+        for f in (layer, compiled(layer)):
+            x = torch.zeros(0, 3, 8, requires_grad=True)
+            y = f(x)
+            assert y.shape == (0, 3, 8)
+            for g in grads(y, [x, *layer.parameters()]):
+                assert (g == 0).all()
+
+
+def test_all_padding_changes_nothing():
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1))
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    y = layer(x, torch.ones(3, 2, dtype=torch.bool))
+    assert (y == 0).all()
+    assert all((g == 0).all() for g in grads(y, [x, *layer.parameters()]))
+
+
+def test_padding_mask_true_means_padding():
+    """What a padded token holds changes no other output, no loss and no gradient (Megatron-LM #1984 #5569 #6111)."""
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.5, z_loss_coeff=0.5))
+    x, mask = torch.randn(6, 2, 8), torch.rand(6, 2) < 0.4
+    noisy = torch.where(mask[..., None], torch.randn_like(x) * 10, x)
+    results = []
+    for value in (x, noisy):
+        y = layer(value, mask)
+        assert (y[mask] == 0).all()
+        results.append([y, *grads(y, list(layer.parameters()))])
+    same(results[0], results[1])
+    valid = layer(x[~mask])                                           # the same tokens with no padding at all
+    close(valid, results[0][0][~mask], 1e-6)
+    for a, b in zip(grads(valid, list(layer.parameters())), results[0][1:]):
+        close(a, b, 1e-6)
+
+
+def test_nan_in_one_token_stays_there():
+    layer = MoELayer(MoEConfig(8, 4, 6, 2, add_bias_linear=True, init_std=0.5))
+    x = torch.randn(9, 8)
+    bad = x.clone()
+    bad[4] = NAN
+    for f in (layer, compiled(layer)):
+        probs, indices = layer.router.route(bad)
+        y = f(bad)
+        others = torch.arange(9) != 4
+        assert y[4].isnan().all()
+        same(y[others], layer(x)[others])
+        fc1, fc2, b1, b2 = grads(y[others].sum() + y[4].nan_to_num().sum(), [*layer.experts.parameters()])
+        touched = torch.zeros(6, dtype=torch.bool).scatter(0, indices[4], True)
+        for g in (fc1, fc2, b1, b2):
+            assert g[~touched].isfinite().all()
+        assert not touched.all()
+
+
+def test_jitter_reaches_the_router_alone():
+    """Same experts' input, other routing weights; off in eval (transformers #33969)."""
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, input_jitter_eps=0.5, init_std=0.5))
+    x, seen = torch.randn(20, 8), []
+    layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    layer(x), layer(x)
+    same(seen[0], x), same(seen[1], x)
+    noisy = layer.router.apply_input_jitter(x) / x
+    assert noisy.min() >= 0.5 and noisy.max() <= 1.5 and noisy.std() > 0.1
+    assert not torch.equal(layer.router.route(x)[0], layer.router.route(x)[0])
+    layer.eval()
+    same(layer.router.apply_input_jitter(x), x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_router_stays_fp32(whole):
+    """In a bf16 model and under autocast, also compiled (megablocks #91, prime-rl #2952)."""
+    layer = MoELayer(MoEConfig(16, 8, 8, 2, params_dtype=torch.bfloat16))
+    x = torch.randn(50, 16).bfloat16().requires_grad_()
+    logits = layer.router.gating(x)
+    assert logits.dtype == torch.float32
+    close(logits, x.double() @ layer.router.weight.double().t(), 1e-5)
+    y = (compiled(layer) if whole else layer)(x)
+    assert y.dtype == torch.bfloat16
+    for g, p in zip(grads(y, [x, *layer.parameters()]), [x, *layer.parameters()], strict=True):
+        assert g.dtype == p.dtype == torch.bfloat16
+
+    layer = MoELayer(MoEConfig(16, 8, 8, 2, init_std=0.3))
+    function, x = compiled(layer) if whole else layer, torch.randn(50, 16, requires_grad=True)
+    want = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.router.gating(x).dtype == torch.float32
+        y = function(x)
+    close(layer.router.gating(x), x.double() @ layer.router.weight.double().t(), 1e-5)
+    assert y.dtype == torch.float32 and not torch.equal(y, want)
+    close(y, want, 0.05)                                              # the experts ran in bf16
+    for g, p in zip(grads(y, [x, *layer.parameters()]), [x, *layer.parameters()], strict=True):
+        assert g.dtype == p.dtype == torch.float32
+
+
+def test_aux_loss_reaches_the_router():
+    """Without the caller's help, at its full size, and only in training (Automodel #1412, transformers #28255)."""
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.3, z_loss_coeff=0.2))
+    x = torch.randn(7, 2, 8)
+    logits = layer.router.gating(x)
+    routing_map, scores = compute_routing_scores_for_aux_loss(logits.flatten(0, 1), 2, "softmax")
+    loss = switch_load_balancing_loss_func(scores, routing_map.sum(0), 14, 2, 4, 0.3) + z_loss_func(logits, 0.2)
+    want = grads(loss, [layer.router.weight])[0]
+    got = torch.autograd.grad(layer(x).sum() * 0, [layer.router.weight])[0]
+    close(got, want, 1e-6)
+    set_aux_loss_scale(torch.tensor(4.0))
+    close(torch.autograd.grad(layer(x).sum() * 0, [layer.router.weight])[0], want * 4, 1e-6)
+    layer.eval()
+    assert (torch.autograd.grad(layer(x).sum() * 0, [layer.router.weight])[0] == 0).all()
+
+
+def test_loss_scale_in_compiled_code():
+    """One graph for all values; what counts is the value at the backward."""
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.3))
+    function, x = compiled(layer, "inductor"), torch.randn(7, 8)
+    base = torch.autograd.grad(function(x).sum() * 0, [layer.router.weight])[0]
+    graphs = counters["stats"]["unique_graphs"]
+    for scale in (0.5, 3.0, torch.tensor(7.0)):
+        y = function(x)
+        set_aux_loss_scale(scale)
+        close(torch.autograd.grad(y.sum() * 0, [layer.router.weight])[0], base * scale, 1e-6)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_every_used_parameter_gets_a_gradient():
+    """Zeros for an expert without tokens, never None or NaN (Automodel #935, Megatron-LM #4851)."""
+    layer = MoELayer(MoEConfig(8, 4, 16, 2, add_bias_linear=True))
+    layer(torch.randn(3, 8)).sum().backward()
+    used = layer.router.route(torch.randn(3, 8))[1]
+    for name, p in layer.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), name
+    assert (layer.experts.fc1.grad.flatten(1).abs().amax(1) == 0).sum() >= 10 and used.shape == (3, 2)
+
+
+def test_metrics_of_the_latest_training_forward():
+    model = torch.nn.Sequential(MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.3)),
+                                MoELayer(MoEConfig(8, 4, 4, 3, z_loss_coeff=0.2)))
+    x = torch.randn(9, 8)
+    for f in (model, compiled(model)):
+        f(x)
+        indices = [model[0].router.route(x)[1], model[1].router.route(model[0](x))[1]]
+        m = load_balancing_metrics(model)
+        counts = torch.stack([torch.bincount(i.flatten(), minlength=4) for i in indices])
+        same(m["tokens_per_expert"], counts)
+        close(m["max_violation"], counts.amax(1) / counts.double().mean(1) - 1, 1e-6)
+        assert list(m) == ["load_balancing_loss", "z_loss", "max_violation", "tokens_per_expert"]
+        assert m["load_balancing_loss"].isnan().tolist() == [False, True] and m["z_loss"].isnan().tolist() == [True, False]
+        close(m["z_loss"][1], z_loss_func(model[1].router.gating(model[0](x)), 1.0), 1e-6)
+        model.eval()(torch.randn(5, 8)), model.train()                # an eval forward is not counted
+        same(load_balancing_metrics(model)["tokens_per_expert"], counts)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_routes_the_same(reentrant):
+    """Tied logits and jitter in a checkpoint: gradients bitwise those of the run without (Automodel #2635 #3140 #3325)."""
+    config = MoEConfig(8, 4, 6, 2, input_jitter_eps=0.3, load_balancing_type="aux_loss", aux_loss_coeff=0.1)
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        layer = MoELayer(config)
+        with torch.no_grad():
+            layer.router.weight[1:] = layer.router.weight[:1]         # every logit of a token is the same
+        x = torch.randn(12, 8, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if checkpointed else layer(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *[p.grad for p in layer.parameters()]])
+    same(results[0], results[1])
+
+
+def test_dtype_casts_keep_the_expert_bias():
+    """fp32 through casts and round trips: steps of 1e-3 vanish in bf16 (Megatron-LM #1482)."""
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, enable_expert_bias=True))
+    layer.router.expert_bias.copy_(torch.tensor([1.001, 1.002, -0.5003, 0.0]))
+    want = layer.router.expert_bias.clone()
+    for cast in (lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(), copy.deepcopy):
+        cast(layer)
+        assert layer.router.expert_bias.dtype == torch.float32
+        same(layer.router.expert_bias, want)
+    other = MoELayer(layer.config).bfloat16()
+    other.load_state_dict(layer.state_dict())
+    same(other.router.expert_bias, want)
+
+
+def test_meta_device_construction():
+    config = MoEConfig(8, 4, 4, 2, enable_expert_bias=True, router_bias=True, add_bias_linear=True)
+    torch.manual_seed(5)
+    want = MoELayer(config)
+    with torch.device("meta"):
+        layer = MoELayer(config)
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    for module in (layer.router, layer.experts):
+        module.reset_parameters()
+    same(layer.state_dict(), want.state_dict())
+    same(layer(torch.ones(3, 8)), want(torch.ones(3, 8)))
+
+
+# ---- Compile, memory, repeatability ----
+
+@pytest.fixture(scope="module")
+def mid_layers():
+    """One layer a dtype, compiled by Inductor once for the tests of this section."""
+    out = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch._dynamo.reset(), metrics.reset(), torch.manual_seed(0)
+        layer = MoELayer(MoEConfig(512, 256, 16, 8, params_dtype=dtype))
+        function = torch.compile(layer, fullgraph=True)
+        function(torch.randn(512, 512, dtype=dtype, requires_grad=True)).sum().backward()
+        out[dtype] = layer, metrics.generated_kernel_count
+    return out
+
+
+def test_kernel_count(mid_layers):
+    """Kernels that Inductor generates for forward and backward; the rest are products, top-k and the ops of kernels.py."""
+    assert_expected_inline(str({str(dtype): count for dtype, (_, count) in mid_layers.items()}), """{'torch.float32': 15, 'torch.bfloat16': 17}""")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["eager", "inductor"])
+def test_bytes_kept_for_the_backward(mid_layers, dtype, how):
+    """T·H + N·2F elements, indices and probs, and at most 5% more."""
+    layer, (T, H, two_f, K) = mid_layers[dtype][0], (512, 512, 512, 8)
+    function = layer if how == "eager" else torch.compile(layer, fullgraph=True)
+    x = torch.randn(T, H, dtype=dtype, requires_grad=True)
+    kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
+    least, ids = (T * H + T * K * two_f) * x.element_size(), T * K * (8 + 4)
+    assert least <= kept <= 1.05 * least + ids, kept / least
+
+
+def test_fp8_store_halves_what_bf16_keeps():
+    layer = MoELayer(MoEConfig(64, 32, 16, 8, params_dtype=torch.bfloat16, activation_fp8_input_store=True))
+    x = torch.randn(256, 64).bfloat16().requires_grad_()
+    kept = saved_bytes(lambda: layer(x), exclude=layer.parameters())
+    assert kept <= 1.05 * (256 * 64 * 2 + 256 * 8 * 64) + 256 * 8 * (3 * 8 + 4)       # three int64 of size N, and probs
+    plain = MoELayer(dataclasses.replace(layer.config, activation_fp8_input_store=False))
+    plain.load_state_dict(layer.state_dict())
+    same(layer(x), plain(x))
+    close(grads(layer(x), [x])[0], grads(plain(x), [x])[0], 0.05)
+
+
+def test_no_recompile_over_T():
+    """One dynamic graph from T = 2 to beyond 32767 assignments, where a sort's own lowering guards."""
+    layer = MoELayer(MoEConfig(8, 4, 16, 8, load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1,
+                               router_bias=True, add_bias_linear=True))
+    function = compiled(layer, "inductor")
+
+    def step(T):
+        function(torch.randn(T, 8, requires_grad=True)).sum().backward()
+        return counters["stats"]["unique_graphs"]
+    step(64), step(65)
+    graphs = counters["stats"]["unique_graphs"]
+    assert [step(T) for T in (2, 3, 17, 100, 1000, 4095, 4096, 4097, 5000, 8192)] == [graphs] * 10
+    assert step(0) <= graphs + 1 and step(1) <= graphs + 2
+
+
+def test_no_host_sync_in_the_graph():
+    """The joint graph holds no .item(), no nonzero, no unbacked size: ready for CUDA graphs and export."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+    targets = []
+
+    def backend(graph, inputs):
+        def record(g, _):
+            targets.extend(str(node.target) for node in g.graph.nodes)
+            assert not any(str(s).startswith("u") for node in g.graph.nodes for s in getattr(node.meta.get("val"), "shape", ()))
+            return g
+        return aot_module_simplified(graph, inputs, fw_compiler=record, bw_compiler=record)
+    for kw in [dict(), dict(load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1, score_function="sigmoid",
+                            num_groups=4, group_topk=2, enable_expert_bias=True, add_bias_linear=True)]:
+        compiled(MoELayer(MoEConfig(8, 4, 8, 2, **kw)), backend)(torch.randn(6, 2, 8, requires_grad=True)).sum().backward()
+    assert any("plan_permutation" in t for t in targets)
+    assert not [t for t in targets if "_local_scalar_dense" in t or "nonzero" in t or "aten.item" in t]
+
+
+@pytest.mark.parametrize("how", ["eager", "inductor"])
+def test_bitwise_repeatable(how):
+    layer = MoELayer(MoEConfig(64, 32, 16, 4, load_balancing_type="aux_loss", aux_loss_coeff=0.1, add_bias_linear=True))
+    function = layer if how == "eager" else torch.compile(layer, fullgraph=True)
+    x = torch.randn(257, 64, requires_grad=True)
+
+    def step():
+        y = function(x)
+        return [y, *grads(y, [x, *layer.parameters()], torch.linspace(-1, 1, y.numel()).view_as(y))]
+    first = step()
+    for _ in range(20):
+        same(step(), first)
+
+
+def test_kernels_compile_whole():
+    """Each function of kernels.py is one graph, forward and backward, with one dynamic graph for every T >= 2."""
+    def all_of_them(tokens, logits, y, w):
+        T, E = logits.shape
+        probs, routing_map = topk_routing_with_score_function(logits, 2, num_groups=2, group_topk=1, expert_bias=logits.detach()[0])
+        probs, routing_map = apply_router_token_dropping(probs, routing_map, 2, 1.0, pad_to_capacity=True)
+        rows, row_probs, index = permute(tokens, pad_routing_map(routing_map, 2), probs, num_out_tokens=T * 4)
+        out = unpermute(rows * row_probs[:, None], index, tokens.shape, probs, routing_map)
+        plan = plan_permutation(topk_routing_with_score_function(logits, 2, dense_output=True)[1], E)
+        out = out + combine_rows(grouped_mm(gather_rows(tokens, plan), w, plan.offsets), plan, probs[:, :2])
+        map_TE, scores = compute_routing_scores_for_aux_loss(logits, 2, "sigmoid")
+        loss = switch_load_balancing_loss_func(scores, map_TE.sum(0), T, 2, E, 0.1) + z_loss_func(logits, 0.1)
+        bias = get_updated_expert_bias(map_TE.sum(0).float(), logits.detach()[0], 0.1)
+        chunks = sort_chunks_by_idxs(gather_rows(tokens, plan), plan.counts, torch.arange(E - 1, -1, -1))[0]
+        return out.sum() + chunks[:T].sum() + loss + weighted_swiglu(y, row_probs[:T, None]).sum() + (sinkhorn(logits).sum() + bias.sum())
+    function = torch.compile(all_of_them, fullgraph=True, backend="aot_eager")
+
+    def inputs(T):
+        torch.manual_seed(T)
+        return [t.requires_grad_() for t in (torch.randn(T, 6), torch.randn(T, 4), torch.randn(T, 8), torch.randn(4, 6, 6))]
+    for T in (9, 10, 2, 31, 4096):
+        args = inputs(T)
+        got, want = function(*args), all_of_them(*args)
+        close(got, want, 1e-4)
+        for a, b in zip(grads(got, args), grads(want, args), strict=True):
+            close(a, b, 1e-4)
+        if T == 10:
+            graphs = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_export_with_dynamic_T():
+    layer = MoELayer(MoEConfig(8, 4, 8, 2, score_function="sigmoid", num_groups=4, group_topk=2)).eval()
+    T = torch.export.Dim("T", min=1, max=65536)
+    program = torch.export.export(layer, (torch.randn(12, 8),), dynamic_shapes=({0: T},))
+    for n in (1, 5, 300):
+        x = torch.randn(n, 8)
+        same(program.module()(x), layer(x))
+
+
+def test_ops_pass_opcheck():
+    indices = random_indices(9, 4, 2)
+    plan = plan_permutation(indices, 4)
+    x, w, out_w = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 8, 3)
+    h, scale = torch.randn(18, 6), torch.rand(18, 1)
+    for op, args in [
+        (kernels._plan_permutation, (indices, 4)), (kernels._value_in_backward, (torch.ones(()), x)), (kernels._argsort_columns, (x,)), (kernels._sinkhorn, (x, 1e-4)),
+        (kernels._grouped_mm, (x, plan.order, 2, scale, w, torch.randn(4, 6), plan.offsets)),
+        (kernels._grouped_mm_back, (h, x, plan.order, 2, None, w, plan.offsets)),
+        (kernels._fc2_back, (x, plan.order, 2, h, scale, out_w, plan.offsets, "swiglu", 1.7, 0.0, None)),
+        (kernels._gating_back, (torch.randn(9, 4), x, torch.randn(4, 8), torch.float32)), (kernels._sum_blocks, (x, plan.order, 2, scale, plan.offsets)), (kernels._record_counts, (torch.zeros(4).long(), indices)),
+    ]:
+        torch.library.opcheck(op, args)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_layer_matches_cpu():
+    layer = MoELayer(MoEConfig(64, 32, 8, 2))
+    x = torch.randn(100, 64)
+    want = layer(x)
+    gpu = copy.deepcopy(layer).cuda().bfloat16()
+    for f in (gpu, torch.compile(gpu, fullgraph=True)):
+        xg = x.cuda().bfloat16().requires_grad_()
+        y = f(xg)
+        close(y.float().cpu(), want, 0.05)
+        first = grads(y, [xg, *gpu.parameters()])
+        for _ in range(20):
+            same(grads(f(xg), [xg, *gpu.parameters()]), first)
+
+
+# ---- Files: copied, run, benchmarked ----
+
+def run(*args, cwd=HERE, timeout=300, **env) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, timeout=timeout, capture_output=True, text=True,
+                          env={**os.environ, **env})
+
+
+def test_two_files_copied_elsewhere(tmp_path):
+    """Into a folder, and into a package; both at once in one process, so that their ops must not collide."""
+    package = tmp_path / "package"
+    package.mkdir(), (package / "__init__.py").touch()
+    for folder in (tmp_path, package):
+        for name in ("kernels.py", "moe.py"):
+            shutil.copy(HERE / name, folder)
+    code = ("import torch, moe, package.moe as pm; x = torch.ones(3, 8)\n"
+            "for m in (moe, pm): print(tuple(m.MoELayer(m.MoEConfig(8, 4, 4, 2))(x).shape), m.kernels.__name__)")
+    done = run("-W", "error::SyntaxWarning", "-c", code, cwd=tmp_path)
+    assert done.stdout.split("\n")[:2] == ["(3, 8) kernels", "(3, 8) package.kernels"], done.stderr
+
+
+def test_sources_import_torch_and_einops_alone():
+    for name, local in [("kernels.py", set()), ("moe.py", {"kernels"})]:
+        found = set(re.findall(r"^\s*(?:import|from) (\w+)", (HERE / name).read_text(), re.M))
+        assert found <= {"torch", "einops", "abc", "dataclasses", "enum", "functools", "math", "typing"} | local, found
