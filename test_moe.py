@@ -1325,3 +1325,45 @@ def test_sources_import_torch_and_einops_alone():
     for name, local in [("kernels.py", set()), ("moe.py", {"kernels"})]:
         found = set(re.findall(r"^\s*(?:import|from) (\w+)", (HERE / name).read_text(), re.M))
         assert found <= {"torch", "einops", "abc", "dataclasses", "enum", "functools", "math", "typing"} | local, found
+
+
+TINY = "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 --no-compile".split()
+
+
+def test_train_resumes_bit_for_bit(tmp_path):
+    """Stopped at step 3 by an exception in step 4, resumed: the same weights and optimizer state as in one go."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(10):
+        (data / f"{i}.txt").write_text(f"file {i}: " + "all work and no play " * 60)
+    whole = run(HERE / "train.py", *TINY, "--data", data, "--out", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    stop = ("import sys, train\nreal = train.get_batch\n"
+            "def get_batch(data, args, step, device):\n"
+            "    if step == 4: raise SystemExit(7)\n"
+            "    return real(data, args, step, device)\n"
+            "train.get_batch = get_batch\ntrain.main()")
+    cut = run("-c", stop, *TINY, "--data", data, "--out", tmp_path / "cut", PYTHONPATH=str(HERE))
+    assert cut.returncode == 7, cut.stderr
+    resumed = run(HERE / "train.py", *TINY, "--data", data, "--out", tmp_path / "cut", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    files = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "cut")]
+    same(files[0]["model"], files[1]["model"])
+    same(files[0]["optimizer"]["state"], files[1]["optimizer"]["state"])
+
+    good = (tmp_path / "cut" / "checkpoint.pt").read_bytes()
+    bad = {"truncated": good[:len(good) // 2], "foreign": b"not a checkpoint", "empty": b""}
+    for name, content in bad.items():
+        (tmp_path / f"{name}.pt").write_bytes(content)
+        done = run(HERE / "train.py", *TINY, "--data", data, "--out", tmp_path / "x", "--resume", tmp_path / f"{name}.pt")
+        assert done.returncode == 2 and "error" in done.stderr and "Traceback" not in done.stderr, (name, done.stderr)
+    other = run(HERE / "train.py", *TINY, "--experts", 8, "--data", data, "--out", tmp_path / "cut", "--resume")
+    assert other.returncode == 2 and "experts" in other.stderr and "Traceback" not in other.stderr
+    assert (tmp_path / "cut" / "checkpoint.pt").read_bytes() == good
+
+
+def test_bench_runs_quickly(tmp_path):
+    done = run(HERE / "bench.py", "--quick", "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.json").stat().st_size > 1000
+    assert "recompiles" in done.stdout and "kernels" in done.stdout
