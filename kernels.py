@@ -182,6 +182,23 @@ def _sum_tokens(x: Tensor) -> Tensor:
     return x.sum(0, dtype=torch.float64)
 
 
+class _WeightedTokenSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, slope):
+        ctx.slope, ctx.like = slope, scores.shape    # not save_for_backward: see weighted_token_sum
+        return (_sum_tokens(scores) * slope).sum().to(_wide(scores).dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad * ctx.slope).to(grad.dtype).expand(ctx.like), None
+
+
+def weighted_token_sum(scores: Tensor, slope: Tensor) -> Tensor:
+    """Σ_e slope[e] · Σ_t scores[t, e], 0-d, scores [T, E] in fp32 at least, slope [E] fp64 without gradient. The backward
+    uses the slope of this forward even if an activation checkpoint computes another one in its recomputation."""
+    return _WeightedTokenSum.apply(_wide(scores), slope.detach())
+
+
 def switch_load_balancing_loss_func(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int,
     moe_aux_loss_coeff: float,
@@ -192,8 +209,7 @@ def switch_load_balancing_loss_func(
     int or a 0-d tensor): of one batch, or of all ranks. Its minimum is coeff, reached with even load.
     """
     total = total_num_tokens.clamp(min=1) if isinstance(total_num_tokens, Tensor) else max(total_num_tokens, 1)
-    loss = (_sum_tokens(probs) / total * (tokens_per_expert.double() / total)).sum() * (moe_aux_loss_coeff * num_experts / topk)
-    return loss.to(_wide(probs).dtype)
+    return weighted_token_sum(probs, tokens_per_expert.double() / total / total * (moe_aux_loss_coeff * num_experts / topk))
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
@@ -208,11 +224,13 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 
 
 @_op
-def _sinkhorn(cost: Tensor, tol: float) -> Tensor:
+def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     if cost.numel() == 0:
         return torch.zeros_like(cost)
     T, E = cost.shape
     A_TE = (cost - cost.amax(1, keepdim=True)).exp()                  # never overflows; rescales d0 alone
+    if padding_mask is not None:
+        A_TE, T = A_TE.masked_fill(padding_mask[:, None], 0.0), (~padding_mask).sum().clamp(min=1)
     d0_T, d1_E = A_TE.new_ones(T), A_TE.new_ones(E)
     done = torch.zeros((), dtype=torch.bool, device=cost.device)
     for _ in range(256):
@@ -226,17 +244,18 @@ def _sinkhorn(cost: Tensor, tol: float) -> Tensor:
 
 
 @_sinkhorn.register_fake
-def _(cost, tol):
+def _(cost, tol, padding_mask):
     return torch.empty_like(cost, memory_format=torch.contiguous_format)
 
 
-def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
+def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
     """A doubly normalised exp(cost) [T, E]: rows sum to 1/T, columns to 1/E, within tol. No gradient.
 
     A = exp(cost); from ones, d0 = (1/T)/(A·d1 + 1e-8), d1 = (1/E)/(Aᵀ·d0 + 1e-8) until the mean absolute change of d1
     is at most tol, or for 256 rounds; d1·A·d0[:, None]. Finite for costs up to ±1e4: a row's maximum is taken off.
+    Tokens with padding_mask [T] True carry no mass: T counts the others, as if they were alone.
     """
-    return _sinkhorn(_wide(cost.detach()), tol).to(cost.dtype)
+    return _sinkhorn(_wide(cost.detach()), tol, padding_mask).to(cost.dtype)
 
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
@@ -305,15 +324,20 @@ def get_updated_expert_bias(
         return expert_bias + (total - counts.double() * E).sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
-@functools.partial(_op, mutates_args=("counts",))
-def _record_counts(counts: Tensor, indices: Tensor) -> None:
-    ids = indices.flatten()
-    counts.copy_(ids.new_zeros(counts.shape[0] + 1).scatter_add_(0, ids, torch.ones_like(ids))[:-1])
+@_op
+def _count_experts(indices: Tensor, num_experts: int) -> Tensor:
+    ids_N = indices.flatten()
+    return ids_N.new_zeros(num_experts + 1).scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_experts].clone()
 
 
-def record_counts(counts: Tensor, indices: Tensor) -> None:
-    """Overwrites counts [E] int64 with the assignments per expert of indices [T, K] int64; index E is not counted."""
-    _record_counts(counts, indices)
+@_count_experts.register_fake
+def _(indices, num_experts):
+    return indices.new_empty(num_experts)
+
+
+def count_experts(indices: Tensor, num_experts: int) -> Tensor:
+    """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; index E is not counted."""
+    return _count_experts(indices, num_experts)
 
 
 @_op
@@ -348,7 +372,7 @@ def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     order_N = ids_N.argsort(stable=True)                              # stable: an expert's tokens stay in order
     rows_N = torch.arange(ids_N.numel(), device=ids_N.device)
     inverse_TK = torch.empty_like(order_N).scatter_(0, order_N, rows_N).view(indices.shape)
-    counts_E = ids_N.new_zeros(num_experts + 1).scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_experts].clone()
+    counts_E = _count_experts(indices, num_experts)
     return order_N, inverse_TK.t().contiguous(), counts_E, counts_E.cumsum(0).int()
 
 

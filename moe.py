@@ -4,11 +4,13 @@
                               │                          │
                               └──────────────────> plan_permutation ──> Experts ──> [S, B, H]
 """
+import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 if __package__:
@@ -19,7 +21,9 @@ else:
 
 # ---- Config ----
 
-LOAD_BALANCING_TYPES = ("none", "aux_loss")
+LOSS_NAMES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
+              "global_aux_loss": "global_load_balancing_loss"}                 # balancing type -> name in the metrics
+LOAD_BALANCING_TYPES = ("none", *LOSS_NAMES, "sinkhorn")
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,17 @@ class MoEConfig:
     scaling_factor: float | None = None
     router_bias: bool = False                      # a trainable bias on the logits
     router_dtype: torch.dtype = torch.float32
-    enable_expert_bias: bool = False               # a buffer added to the scores for the choice alone
+    enable_expert_bias: bool = False               # a buffer added to the scores for the choice alone, kept by
+    bias_update_rate: float = 1e-3                 # update_expert_bias (arXiv 2408.15664)
     load_balancing_type: str | tuple[str, ...] = "none"
     aux_loss_coeff: float | tuple[float, ...] = 0.0
     z_loss_coeff: float | None = None
     input_jitter_eps: float | None = None          # noise on the router's input, in training
+    force_load_balancing: bool = False             # random logits, for benchmarks
+    calculate_per_token_loss: bool = False         # losses times the count of valid tokens
+    capacity_factor: float | None = None           # None: dropless
+    token_drop_policy: str = "probs"               # "probs", "position"
+    pad_to_capacity: bool = False
     params_dtype: torch.dtype = torch.float32
     init_std: float = 0.02
 
@@ -68,7 +78,8 @@ class MoEConfig:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 refuse(name, "needs a positive int")
         for name, known in (("activation", kernels.ACTIVATIONS), ("score_function", tuple(kernels.SCORE_FUNCTIONS)),
-                            ("apply_probs_on", ("input", "activation", "output"))):
+                            ("apply_probs_on", ("input", "activation", "output")),
+                            ("token_drop_policy", ("probs", "position"))):
             if getattr(self, name) not in known:
                 refuse(name, f"needs one of {', '.join(known)}")
         for name in ("router_dtype", "params_dtype"):
@@ -87,7 +98,7 @@ class MoEConfig:
         normalised = self.norm_topk_prob
         if normalised is None:
             normalised = self.score_function == "softmax" and not self.pre_softmax
-        if self.topk == 1 and normalised:
+        if self.topk == 1 and normalised and "sinkhorn" not in self.balancing:
             refuse("topk norm_topk_prob pre_softmax", "the one prob is always 1, so the router gets no gradient; set "
                    "pre_softmax=True or norm_topk_prob=False")
         if self.pre_softmax and self.score_function != "softmax":
@@ -119,6 +130,19 @@ class MoEConfig:
                 refuse("load_balancing_type", f"needs {', '.join(LOAD_BALANCING_TYPES)}, or a tuple of them")
         if len(set(self.balancing)) != len(self.balancing) or len(self.balancing) > 1 and "none" in self.balancing:
             refuse("load_balancing_type", "each type at most once, and \"none\" beside no other")
+        if "none" in self.balancing and self.balancing["none"]:
+            refuse("load_balancing_type aux_loss_coeff", "a coefficient of no loss; name the type, or leave it out")
+        if "sinkhorn" in self.balancing:
+            for name in ("num_groups", "scaling_factor", "enable_expert_bias", "norm_topk_prob", "pre_softmax"):
+                if getattr(self, name):
+                    refuse(f"load_balancing_type {name}", f"sinkhorn has its own choice and probs; leave {name} out")
+            if len(self.balancing) > 1 or self.balancing["sinkhorn"] or self.score_function != "softmax":
+                refuse("load_balancing_type aux_loss_coeff score_function", "sinkhorn goes alone, without a coefficient, "
+                       "and with softmax")
+        if self.capacity_factor is None and (self.pad_to_capacity or self.token_drop_policy != "probs"):
+            refuse("capacity_factor pad_to_capacity token_drop_policy", "nothing is dropped; set capacity_factor too")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            refuse("capacity_factor", "needs a positive factor, or None")
         for name in ("z_loss_coeff", "input_jitter_eps"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 refuse(name, "needs 0 or more, or None")
@@ -136,6 +160,33 @@ class MoEConfig:
         return 1 if self.activation == "relu2" else 2
 
 
+@dataclass(frozen=True)
+class ProcessGroups:
+    """torch.distributed groups; None is a group of one, without communication and without init_process_group.
+
+    tp: tensor parallel. ep: expert parallel; each ep rank holds its own tokens. tp_cp: the ranks that hold one sequence
+    between them. dp_cp: all ranks of one tp rank. tp_dp_cp: all ranks. expt_dp: the ranks of one ep rank.
+    """
+    tp: dist.ProcessGroup | None = None
+    ep: dist.ProcessGroup | None = None
+    tp_cp: dist.ProcessGroup | None = None
+    dp_cp: dist.ProcessGroup | None = None
+    tp_dp_cp: dist.ProcessGroup | None = None
+    expt_dp: dist.ProcessGroup | None = None
+
+
+def _size(group) -> int:
+    return 1 if group is None else group.size()
+
+
+def _all_sum(x: Tensor, group) -> Tensor:
+    """x summed over the group, without gradient; in compiled code too."""
+    if group is None:
+        return x
+    functional = dist._functional_collectives
+    return functional.wait_tensor(functional.all_reduce(x.detach(), "sum", group))
+
+
 def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
     """Drawn in fp32 whatever the dtype, so that a seed gives the same model in every dtype."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
@@ -149,10 +200,10 @@ class MoELayer(nn.Module):
     One device; `torch.compile(layer, fullgraph=True)` takes it whole. layer.router, layer.experts.
     """
 
-    def __init__(self, config: MoEConfig):
+    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__()
         self.config = config
-        self.router = TopKRouter(config)
+        self.router = TopKRouter(config, pg_collection)
         self.experts = Experts(config)
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None) -> Tensor:
@@ -199,9 +250,10 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 class Router(ABC, nn.Module):
     """weight [E, H] -> logits. Subclasses say what the logits choose: `routing` and `forward`."""
 
-    def __init__(self, config: MoEConfig):
+    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__()
         self.config = config
+        self.groups = pg_collection or ProcessGroups()
         self.layer_number: int | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=config.params_dtype)) if config.router_bias else None
@@ -229,31 +281,72 @@ class Router(ABC, nn.Module):
         self.layer_number = layer_number
 
 
+def _recomputing() -> bool:
+    """Whether a non-reentrant checkpoint is running its forward again, inside a backward. (A reentrant one runs its
+    first pass without grad, so there the second pass is the one to count.) Private names of torch, in this one place."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+# Ops, since only the running program can tell a recomputation, compiled code cannot.
+
+@functools.partial(kernels._op, mutates_args=("buffer",))
+def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
+    """buffer += value, or = value; nothing in a recomputation."""
+    if not _recomputing():
+        buffer.copy_(buffer + value if add else value)
+
+
+@functools.partial(kernels._op, mutates_args=("sums", "steps"))
+def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
+    """Adds counts [E] to sums [E] and 1 to steps [], not in a recomputation; returns sums / steps in fp64."""
+    if not _recomputing():
+        sums.add_(counts)
+        steps.add_(1)
+    return sums.double() / steps.double().clamp(min=1)
+
+
+@_running_mean.register_fake
+def _(sums, steps, counts):
+    return torch.empty_like(sums, dtype=torch.float64)
+
+
 class TopKRouter(Router):
     """Each token to its top K experts. `route` gives the [T, K] form that the layer runs on, `forward` the [T, E] form.
 
     In training, with grad enabled, losses are attached to probs: they are in the gradient already, do not add them.
+    Counts and the running sums of the global loss grow once per training forward, under activation checkpoints too.
     """
 
-    def __init__(self, config: MoEConfig):
-        super().__init__(config)
+    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
+        super().__init__(config, pg_collection)
         E = config.num_experts
-        self.register_buffer("expert_bias", torch.empty(E, dtype=torch.float32) if config.enable_expert_bias else None)
-        # of the latest training forward, for load_balancing_metrics
-        self.register_buffer("last_tokens_per_expert", torch.empty(E, dtype=torch.int64), persistent=False)
-        self.register_buffer("last_losses", torch.empty(len(LOSSES), dtype=torch.float32), persistent=False)
+
+        def buffer(name, *shape, dtype=torch.float32, on=True, persistent=False):
+            self.register_buffer(name, torch.empty(shape, dtype=dtype) if on else None, persistent=persistent)
+        buffer("expert_bias", E, on=config.enable_expert_bias, persistent=True)
+        buffer("local_tokens_per_expert", E, on=config.enable_expert_bias)          # since the last update_expert_bias
+        buffer("global_tokens_per_expert", E, on="global_aux_loss" in config.balancing)
+        buffer("ga_steps", on="global_aux_loss" in config.balancing)                # forwards in the sums above
+        buffer("last_tokens_per_expert", E, dtype=torch.int64)                      # of the latest training forward
+        buffer("last_losses", len(METRICS))
+        # loss -> (group whose ranks hold parts of it, whether that has the data-parallel ranks)
+        self._reduced_over = {name: (self.groups.tp_cp, False) for name in METRICS}
+        self._reduced_over["global_load_balancing_loss"] = self.groups.tp_dp_cp, True
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew (normal, init_std); biases and counts become zero."""
+        """Draws the weight anew (normal, init_std); biases, counts and sums become zero."""
         super().reset_parameters()
-        if self.expert_bias is not None:
-            self.expert_bias.zero_()
-        self.last_tokens_per_expert.zero_()
+        for tensor in self.buffers(recurse=False):
+            tensor.zero_()
         self.last_losses.fill_(math.nan)
 
+    # -- the buffers stay fp32: a bias in bf16 would lose its updates of 1e-3, counts their units --
+
     def _apply(self, fn, recurse=True):
-        """Casts reach the parameters only: a bias in bf16 would lose the updates of 1e-3 (arXiv 2408.15664)."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -261,6 +354,19 @@ class TopKRouter(Router):
             if moved.dtype != buffer.dtype:
                 setattr(self, name, buffer.to(moved.device))
         return self
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """Casts the expert bias back where something outside of `_apply` has cast it."""
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = self.expert_bias.float()
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self._maintain_float32_expert_bias()                          # load_state_dict(assign=True) takes any dtype
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        self._maintain_float32_expert_bias()
+        super()._save_to_state_dict(*args, **kwargs)
 
     # -- the steps of a routing, in order --
 
@@ -272,22 +378,116 @@ class TopKRouter(Router):
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """logits [S, B, E] with the z-loss attached, in training with grad (arXiv 2202.08906)."""
-        if not self.config.z_loss_coeff or not self._losses_on():
+        """logits [S, B, E] with the z-loss attached, in training with grad (arXiv 2202.08906). Over tp_cp: the sum over
+        the local valid tokens, divided by the valid tokens of all."""
+        coeff, group = self.config.z_loss_coeff, self.groups.tp_cp
+        if not coeff or not self._losses_on():
             return logits
-        loss = kernels.z_loss_func(logits, self.config.z_loss_coeff, padding_mask)
-        return self._attach(logits, loss, "z_loss", self.config.z_loss_coeff)
+        loss = kernels.z_loss_func(logits, coeff, padding_mask)
+        if padding_mask is None:
+            tokens = math.prod(logits.shape[:-1]) * _size(group)
+            loss = loss / _size(group)
+        else:
+            local = (~padding_mask).sum()
+            tokens = _all_sum(local, group)
+            loss = loss * local / tokens.clamp(min=1)
+        return self.attach_and_log_load_balancing_loss(logits, coeff, loss, "z_loss", group, valid_token_count=tokens)
+
+    def _choose(self, logits_TE: Tensor, padding_T: Tensor | None, topk_indices: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(probs [T, K], indices [T, K]) before padding and dropping."""
+        config = self.config
+        if "sinkhorn" in config.balancing:
+            return self._choose_sinkhorn(logits_TE, padding_T, topk_indices)
+        return kernels.topk_routing_with_score_function(
+            logits_TE, config.topk, config.pre_softmax, config.num_groups, config.group_topk, config.scaling_factor,
+            config.score_function, self.expert_bias, True, topk_indices, config.norm_topk_prob, config.norm_eps,
+            config.group_score_topk)
+
+    def _choose_sinkhorn(self, logits_TE: Tensor, padding_T: Tensor | None, topk_indices: Tensor | None):
+        K, E = self.config.topk, self.config.num_experts
+        if topk_indices is None:
+            with torch.no_grad():
+                balanced_TE = kernels.sinkhorn(kernels._wide(logits_TE), padding_mask=padding_T) if self.training else logits_TE
+                topk_indices = balanced_TE.topk(K, dim=1).indices
+        wide_TE = kernels._wide(logits_TE)
+        scores_TE = wide_TE.sigmoid() if K == 1 else wide_TE.softmax(-1)
+        probs_TK = scores_TE.gather(1, topk_indices.clamp(max=E - 1)).masked_fill(topk_indices >= E, 0.0)
+        return probs_TK.to(logits_TE.dtype), topk_indices
+
+    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [.., E] -> (probs [T, E], routing_map [T, E]): in training the top K of sinkhorn(logits), in eval of the
+        logits; probs are, there, the sigmoid (K = 1) or the fp32 softmax over all E, not normalised again."""
+        return kernels.routing_to_map(*self._choose_sinkhorn(logits.flatten(0, -2), None, None), self.config.num_experts)
+
+    def _drop(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """What is over an expert's capacity goes nowhere."""
+        config, E = self.config, self.config.num_experts
+        probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
+        kept_TE = kernels.apply_router_token_dropping(
+            probs_TE, map_TE, config.topk, config.capacity_factor, config.token_drop_policy)[1]
+        gone_TK = ~kept_TE.gather(1, indices_TK.clamp(max=E - 1)) | (indices_TK >= E)
+        return probs_TK.masked_fill(gone_TK, 0.0), indices_TK.masked_fill(gone_TK, E)
 
     def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
-        """probs with the switch loss attached; scores, routing_map [T, E]: those of the balance losses, padding zero."""
-        config, counts_E, coeff = self.config, routing_map.sum(0), self.get_aux_loss_coeff("aux_loss")
+        """probs with the switch loss attached. scores, routing_map [T, E]: those of the balance losses, zero where
+        padding is. Counts and T are those of tp_cp (arXiv 2101.03961)."""
+        config, coeff = self.config, self.get_aux_loss_coeff("aux_loss")
+        counts_E = _all_sum(routing_map.sum(0), self.groups.tp_cp)
+        tokens = counts_E.sum() / config.topk
         loss = kernels.switch_load_balancing_loss_func(
-            scores_for_aux_loss, counts_E, counts_E.sum() / config.topk, config.topk, config.num_experts, coeff)
-        return self._attach(probs, loss, "load_balancing_loss", coeff)
+            scores_for_aux_loss, counts_E, tokens, config.topk, config.num_experts, coeff)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, loss, "load_balancing_loss", self.groups.tp_cp, valid_token_count=tokens)
 
-    def _attach(self, activation: Tensor, loss: Tensor, name: str, coeff: float) -> Tensor:
-        self.last_losses[LOSSES.index(name)] = loss.detach() / coeff
-        return MoEAuxLossAutoScaler.apply(activation, loss, _loss_scale(activation.device))
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int, bsz: int,
+    ) -> Tensor:
+        """probs with the switch loss of each sequence attached, the mean over the B = bsz sequences, S = seq_length (of
+        this rank). Each has its own counts and its own valid tokens, over tp_cp; all padding gives 0."""
+        config, coeff, shape = self.config, self.get_aux_loss_coeff("seq_aux_loss"), (seq_length, bsz * self.config.num_experts)
+        counts_BE = _all_sum(routing_map.view(shape).sum(0).view(bsz, config.num_experts), self.groups.tp_cp).double()
+        tokens_B1 = counts_BE.sum(1, keepdim=True) / config.topk
+        slope_BE = counts_BE / tokens_B1.clamp(min=1).square() * (coeff * config.num_experts / config.topk / max(bsz, 1))
+        loss = kernels.weighted_token_sum(scores_for_aux_loss.view(shape), slope_BE.flatten())
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, loss, "seq_load_balancing_loss", self.groups.tp_cp, valid_token_count=tokens_B1.sum())
+
+    def _apply_global_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
+        """probs with the global switch loss attached (arXiv 2501.11873): counts and T over tp_dp_cp, averaged over the
+        forwards since reset_global_aux_loss_tracker."""
+        config, coeff = self.config, self.get_aux_loss_coeff("global_aux_loss")
+        local_E = routing_map.sum(0)
+        mean_E = _running_mean(
+            self.global_tokens_per_expert, self.ga_steps, _all_sum(local_E, self.groups.tp_dp_cp).float())
+        loss = kernels.switch_load_balancing_loss_func(
+            scores_for_aux_loss, mean_E, mean_E.sum() / config.topk, config.topk, config.num_experts, coeff)
+        valid = _all_sum(local_E.sum(), self.groups.tp_cp) / config.topk
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, loss, "global_load_balancing_loss", self.groups.tp_dp_cp, True, valid_token_count=valid)
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Starts the averages of the global loss anew: call it after each optimizer step."""
+        if self.ga_steps is not None:
+            self.global_tokens_per_expert.zero_()
+            self.ga_steps.zero_()
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, reduce_group,
+        reduce_group_has_dp: bool = False, valid_token_count: int | Tensor | None = None,
+    ) -> Tensor:
+        """activation with aux_loss in its backward; the loss over its coefficient is kept for load_balancing_metrics,
+        which sums it over reduce_group and, unless that has the data-parallel ranks, averages over those. With
+        calculate_per_token_loss it is attached times valid_token_count (default: the activation's rows over tp_cp)."""
+        if aux_loss_name not in METRICS:
+            raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
+        _update_once(self.last_losses[METRICS.index(aux_loss_name)], (aux_loss.detach() / aux_loss_coeff).float(), False)
+        if self._reduced_over[aux_loss_name] != (reduce_group, reduce_group_has_dp):
+            self._reduced_over[aux_loss_name] = (reduce_group, reduce_group_has_dp)
+        if self.config.calculate_per_token_loss:
+            if valid_token_count is None:
+                valid_token_count = activation.shape[0] * _size(self.groups.tp_cp)
+            aux_loss = aux_loss * valid_token_count
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """The coefficient of a balancing type, 0.0 when it is off."""
@@ -295,30 +495,64 @@ class TopKRouter(Router):
 
     def is_aux_loss_enabled(self) -> bool:
         """Whether any balance loss has a coefficient other than 0."""
-        return any(self.get_aux_loss_coeff(kind) for kind in LOAD_BALANCING_TYPES)
+        return any(self.get_aux_loss_coeff(kind) for kind in LOSS_NAMES)
 
     def _losses_on(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
+    def _apply_losses(self, probs: Tensor, logits: Tensor, padding_T: Tensor | None) -> Tensor:
+        """probs [T, K] with every balance loss that is on; logits [S, B, E], or [T, E]: one sequence."""
+        map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
+            logits.flatten(0, -2), self.config.topk, self.config.score_function, padding_T)
+        if self.get_aux_loss_coeff("aux_loss"):
+            probs = self._apply_aux_loss(probs, scores_TE, map_TE)
+        if self.get_aux_loss_coeff("seq_aux_loss"):
+            S, B = logits.shape[0], logits.shape[1] if logits.ndim == 3 else 1
+            probs = self._apply_seq_aux_loss(probs, scores_TE, map_TE, S, B)
+        if self.get_aux_loss_coeff("global_aux_loss"):
+            probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
+        return probs
+
+    def _apply_expert_bias(self, routing_map: Tensor) -> None:
+        """Adds the map's [T, E] counts, before dropping and without padding, to those of the expert bias: once per
+        training forward with grad."""
+        self._count(routing_map.sum(0))
+
+    def _count(self, counts_E: Tensor) -> None:
+        if self._losses_on():
+            _update_once(self.last_tokens_per_expert, counts_E, False)
+            if self.local_tokens_per_expert is not None:
+                _update_once(self.local_tokens_per_expert, counts_E, True)
+
     def _route_logits(self, logits: Tensor, padding_mask: Tensor | None, topk_indices: Tensor | None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
         config = self.config
-        logits_TE = self.apply_z_loss(logits, padding_mask).flatten(0, -2)
-        probs_TK, indices_TK = kernels.topk_routing_with_score_function(
-            logits_TE, config.topk, config.pre_softmax, config.num_groups, config.group_topk, config.scaling_factor,
-            config.score_function, self.expert_bias, True, topk_indices, config.norm_topk_prob, config.norm_eps,
-            config.group_score_topk)
+        self._maintain_float32_expert_bias()
+        if config.force_load_balancing:                               # random values, the gradient of the logits
+            logits = logits + (torch.randn_like(logits) - logits).detach()
+        logits = self.apply_z_loss(logits, padding_mask)
         padding_T = None if padding_mask is None else padding_mask.flatten()
+        probs_TK, indices_TK = self._choose(logits.flatten(0, -2), padding_T, topk_indices)
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], config.num_experts)
             probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
-        if self._losses_on():
-            kernels.record_counts(self.last_tokens_per_expert, indices_TK)
+        chosen_TK = indices_TK
+        if config.capacity_factor is not None:
+            probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
         if self._losses_on() and self.is_aux_loss_enabled():
-            map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
-                logits_TE, config.topk, config.score_function, padding_T)
-            probs_TK = self._apply_aux_loss(probs_TK, scores_TE, map_TE)
+            probs_TK = self._apply_losses(probs_TK, logits, padding_T)
+        if self._losses_on():
+            self._count(kernels.count_experts(chosen_TK, config.num_experts))
         return probs_TK, indices_TK
+
+    def _to_map(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The [T, E] form, with the capacity fillers that only it can hold."""
+        config = self.config
+        probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, config.num_experts)
+        if config.pad_to_capacity:
+            map_TE = kernels.apply_router_token_dropping(
+                probs_TE.detach(), map_TE, config.topk, config.capacity_factor, config.token_drop_policy, True)[1]
+        return probs_TE, map_TE
 
     # -- the three ways in --
 
@@ -346,27 +580,54 @@ class TopKRouter(Router):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
-        return kernels.routing_to_map(*self._route_logits(logits, padding_mask, None), self.config.num_experts)
+        return self._to_map(*self._route_logits(logits, padding_mask, None))
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None):
         """`route` in its [T, E] form: (probs [T, E], routing_map [T, E] bool)."""
-        return kernels.routing_to_map(*self.route(input, padding_mask, topk_indices), self.config.num_experts)
+        return self._to_map(*self.route(input, padding_mask, topk_indices))
 
 
-LOSSES = ("load_balancing_loss", "z_loss")
+METRICS = (*LOSS_NAMES.values(), "z_loss")                            # the order of TopKRouter.last_losses
 
 
-def load_balancing_metrics(model: nn.Module) -> dict[str, Tensor]:
-    """Of each router's latest training forward, layers in module order: "tokens_per_expert" [layers, E] int64,
-    "max_violation" [layers] = max_e n_e / mean n - 1 (arXiv 2408.15664), and each loss that is on in any layer,
-    [layers], divided by its coefficient, NaN for a layer without it. For logging: the gradient has the losses already."""
+def _routers(model: nn.Module) -> list[TopKRouter]:
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     if not routers:
         raise ValueError(f"model ({type(model).__name__}) has no TopKRouter")
-    counts = torch.stack([router.last_tokens_per_expert for router in routers])
-    on = {"load_balancing_loss": "aux_loss"}
-    metrics = {name: torch.stack([router.last_losses[i] for router in routers]) for i, name in enumerate(LOSSES)
-               if any(r.config.z_loss_coeff if name == "z_loss" else r.get_aux_loss_coeff(on[name]) for r in routers)}
+    return routers
+
+
+def update_expert_bias(model: nn.Module) -> None:
+    """After the optimizer step: every router's expert bias moves by bias_update_rate towards an even load, by the counts
+    of all ranks since the last update, which become zero (arXiv 2408.15664)."""
+    for router in _routers(model):
+        if router.expert_bias is not None:
+            router._maintain_float32_expert_bias()
+            router.expert_bias.copy_(kernels.get_updated_expert_bias(
+                router.local_tokens_per_expert, router.expert_bias, router.config.bias_update_rate, router.groups.tp_dp_cp))
+            router.local_tokens_per_expert.zero_()
+
+
+def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
+    """Of each router's latest training forward, layers in module order: "tokens_per_expert" [layers, E] int64, before
+    dropping and without padding; "max_violation" [layers] = max_e n_e / mean n - 1 (arXiv 2408.15664); and each loss that
+    is on in any layer, [layers], divided by its coefficient, NaN for a layer without it.
+
+    reduce: over all ranks (collective): counts summed, losses summed over the ranks that share them and averaged over
+    the others. For logging only: the losses are in the gradient already, do not add them.
+    """
+    routers = _routers(model)
+    counts, losses = [r.last_tokens_per_expert for r in routers], [r.last_losses for r in routers]
+    if reduce:
+        counts = [_all_sum(n, r.groups.tp_dp_cp) for n, r in zip(counts, routers)]
+        losses = [_all_sum(x, r.groups.tp_dp_cp) / torch.tensor(
+            [_size(r.groups.tp_dp_cp) / _size(group) if not has_dp else 1 for group, has_dp in
+             (r._reduced_over[name] for name in METRICS)], device=x.device)
+            for x, r in zip(losses, routers)]
+    counts = torch.stack(counts)
+    metrics = {name: torch.stack([x[i] for x in losses]) for i, name in enumerate(METRICS)
+               if any(r.config.z_loss_coeff for r in routers) and name == "z_loss" or
+               any(r.get_aux_loss_coeff(kind) for r in routers for kind in LOSS_NAMES if LOSS_NAMES[kind] == name)}
     mean = counts.double().mean(1).clamp(min=torch.finfo(torch.float64).tiny)
     return {**metrics, "max_violation": (counts.amax(1) / mean - 1).float(), "tokens_per_expert": counts}
 

@@ -1277,11 +1277,12 @@ def test_ops_pass_opcheck():
     x, w, out_w = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 8, 3)
     h, scale = torch.randn(18, 6), torch.rand(18, 1)
     for op, args in [
-        (kernels._plan_permutation, (indices, 4)), (kernels._value_in_backward, (torch.ones(()), x)), (kernels._argsort_columns, (x,)), (kernels._sinkhorn, (x, 1e-4)),
+        (kernels._plan_permutation, (indices, 4)), (kernels._value_in_backward, (torch.ones(()), x)), (kernels._argsort_columns, (x,)), (kernels._sinkhorn, (x, 1e-4, None)),
         (kernels._grouped_mm, (x, plan.order, 2, scale, w, torch.randn(4, 6), plan.offsets)),
         (kernels._grouped_mm_back, (h, x, plan.order, 2, None, w, plan.offsets)),
         (kernels._fc2_back, (x, plan.order, 2, h, scale, out_w, plan.offsets, "swiglu", 1.7, 0.0, None)),
-        (kernels._gating_back, (torch.randn(9, 4), x, torch.randn(4, 8), torch.float32)), (kernels._sum_blocks, (x, plan.order, 2, scale, plan.offsets)), (kernels._record_counts, (torch.zeros(4).long(), indices)),
+        (kernels._gating_back, (torch.randn(9, 4), x, torch.randn(4, 8), torch.float32)), (kernels._sum_blocks, (x, plan.order, 2, scale, plan.offsets)), (kernels._count_experts, (indices, 4)), (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
+        (moe._running_mean, (torch.zeros(4), torch.zeros(()), torch.ones(4))),
     ]:
         torch.library.opcheck(op, args)
 
