@@ -227,14 +227,14 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     if cost.numel() == 0:
         return torch.zeros_like(cost)
-    T, E = cost.shape
+    (T, E), tokens = cost.shape, cost.shape[0]
     A_TE = (cost - cost.amax(1, keepdim=True)).exp()                  # never overflows; rescales d0 alone
     if padding_mask is not None:
-        A_TE, T = A_TE.masked_fill(padding_mask[:, None], 0.0), (~padding_mask).sum().clamp(min=1)
+        A_TE, tokens = A_TE.masked_fill(padding_mask[:, None], 0.0), (~padding_mask).sum().clamp(min=1)
     d0_T, d1_E = A_TE.new_ones(T), A_TE.new_ones(E)
     done = torch.zeros((), dtype=torch.bool, device=cost.device)
     for _ in range(256):
-        new0_T = (1 / T) / (A_TE @ d1_E + 1e-8)
+        new0_T = (1 / tokens) / (A_TE @ d1_E + 1e-8)
         new1_E = (1 / E) / (new0_T @ A_TE + 1e-8)
         d0_T, last_E, d1_E = torch.where(done, d0_T, new0_T), d1_E, torch.where(done, d1_E, new1_E)
         done = done | ((d1_E - last_E).abs().mean() <= tol)

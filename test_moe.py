@@ -31,7 +31,8 @@ from kernels import (
     expert_mlp, gather_rows, get_capacity, get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
     plan_permutation, sinkhorn, sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
     topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
-from moe import MoEConfig, MoELayer, TopKRouter, load_balancing_metrics, set_aux_loss_scale
+from moe import (
+    MoEConfig, MoELayer, ProcessGroups, TopKRouter, load_balancing_metrics, set_aux_loss_scale, update_expert_bias)
 
 HERE = Path(__file__).resolve().parent
 INF, NAN = math.inf, math.nan
@@ -743,6 +744,12 @@ def test_refused_configs():
         refused(load_balancing_type="auxloss"), refused(load_balancing_type=("aux_loss",), aux_loss_coeff=0.1),
         refused(load_balancing_type=("none", "aux_loss"), aux_loss_coeff=(0.1, 0.1)),
         refused(z_loss_coeff=-1.0), refused(input_jitter_eps=-0.1),
+        refused(aux_loss_coeff=0.1), refused(load_balancing_type="sinkhorn", scaling_factor=2.0),
+        refused(load_balancing_type="sinkhorn", aux_loss_coeff=0.1), refused(load_balancing_type="sinkhorn", score_function="sigmoid"),
+        refused(load_balancing_type=("sinkhorn", "aux_loss"), aux_loss_coeff=(0.0, 0.1)),
+        refused(load_balancing_type="sinkhorn", num_groups=2, group_topk=1), refused(load_balancing_type="sinkhorn", enable_expert_bias=True),
+        refused(pad_to_capacity=True), refused(token_drop_policy="position"), refused(capacity_factor=0.0),
+        refused(capacity_factor=1.0, token_drop_policy="random"),
     ]), """\
 ValueError: topk = 9, num_experts = 8: a token cannot have more experts than there are; lower topk
 ValueError: topk = 0: needs a positive int
@@ -764,11 +771,22 @@ ValueError: activation = 'relu2', glu_linear_offset = 1.0, activation_clamp_valu
 ValueError: activation = 'relu2', glu_linear_offset = 0.0, activation_clamp_value = 7.0: relu2 is not gated; leave the other two out
 ValueError: activation = 'swiglu', glu_alpha = 1.0: only quick_geglu has an alpha; leave glu_alpha out
 ValueError: activation_clamp_value = 0.0: needs a positive bound, or None
-ValueError: load_balancing_type = 'auxloss': needs none, aux_loss, or a tuple of them
+ValueError: load_balancing_type = 'auxloss': needs none, aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, or a tuple of them
 ValueError: load_balancing_type = ('aux_loss',), aux_loss_coeff = 0.1: one type takes a float, several a tuple of the same length
 ValueError: load_balancing_type = ('none', 'aux_loss'): each type at most once, and "none" beside no other
 ValueError: z_loss_coeff = -1.0: needs 0 or more, or None
 ValueError: input_jitter_eps = -0.1: needs 0 or more, or None
+ValueError: load_balancing_type = 'none', aux_loss_coeff = 0.1: a coefficient of no loss; name the type, or leave it out
+ValueError: load_balancing_type = 'sinkhorn', scaling_factor = 2.0: sinkhorn has its own choice and probs; leave scaling_factor out
+ValueError: load_balancing_type = 'sinkhorn', aux_loss_coeff = 0.1, score_function = 'softmax': sinkhorn goes alone, without a coefficient, and with softmax
+ValueError: load_balancing_type = 'sinkhorn', aux_loss_coeff = 0.0, score_function = 'sigmoid': sinkhorn goes alone, without a coefficient, and with softmax
+ValueError: load_balancing_type = ('sinkhorn', 'aux_loss'), aux_loss_coeff = (0.0, 0.1), score_function = 'softmax': sinkhorn goes alone, without a coefficient, and with softmax
+ValueError: load_balancing_type = 'sinkhorn', num_groups = 2: sinkhorn has its own choice and probs; leave num_groups out
+ValueError: load_balancing_type = 'sinkhorn', enable_expert_bias = True: sinkhorn has its own choice and probs; leave enable_expert_bias out
+ValueError: capacity_factor = None, pad_to_capacity = True, token_drop_policy = 'probs': nothing is dropped; set capacity_factor too
+ValueError: capacity_factor = None, pad_to_capacity = False, token_drop_policy = 'position': nothing is dropped; set capacity_factor too
+ValueError: capacity_factor = 0.0: needs a positive factor, or None
+ValueError: token_drop_policy = 'random': needs one of probs, position
 """)
 
 
@@ -1139,6 +1157,430 @@ def test_meta_device_construction():
         module.reset_parameters()
     same(layer.state_dict(), want.state_dict())
     same(layer(torch.ones(3, 8)), want(torch.ones(3, 8)))
+
+
+# ---- Router: balancing, counting ----
+
+TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def random_balance(rng: random.Random) -> dict:
+    """Fields of MoEConfig: any subset of the losses, per-token, dropping, bias; or sinkhorn."""
+    drop = rng.random() < 0.4
+    common = dict(z_loss_coeff=rng.choice([None, 0.1]), calculate_per_token_loss=rng.random() < 0.3,
+                  capacity_factor=rng.choice([0.5, 1.0]) if drop else None, pad_to_capacity=drop and rng.random() < 0.5,
+                  token_drop_policy=rng.choice(["probs", "position"]) if drop else "probs")
+    if rng.random() < 0.15:
+        return dict(common, load_balancing_type="sinkhorn", aux_loss_coeff=0.0, score_function="softmax", num_groups=None,
+                    group_topk=None, group_score_topk=None, scaling_factor=None, enable_expert_bias=False,
+                    norm_topk_prob=None, pre_softmax=False)
+    types = tuple(t for t in TYPES if rng.random() < 0.5)
+    return dict(common, load_balancing_type=types or "none", aux_loss_coeff=tuple(0.1 * (i + 1) for i in range(len(types))) or 0.0)
+
+
+class RouterLoop:
+    """Oracle of TopKRouter in training: choice, dropping, losses, counts; one token at a time, keeps its own sums."""
+
+    def __init__(self, c: MoEConfig, bias_E):
+        self.c, self.bias_E, self.counts, self.sums, self.steps = c, bias_E, [0] * c.num_experts, [0] * c.num_experts, 0
+
+    def switch(self, logits_TE, tokens, counts, total, coeff):
+        c, out = self.c, logits_TE.new_zeros(())
+        for t in tokens:
+            s = score_loop(list(logits_TE[t]), c.score_function)
+            out = out + sum(n * x for n, x in zip(counts, s)) / sum(s)
+        return coeff * c.num_experts / (c.topk * max(total, 1) ** 2) * out
+
+    def plain_counts(self, logits_TE, tokens):
+        counts = [0] * self.c.num_experts
+        for t in tokens:
+            for e in best(list(logits_TE[t]), self.c.topk):
+                counts[e] += 1
+        return counts
+
+    def sinkhorn_choice(self, logits_TE, valid):
+        """exp(logits) of the valid tokens, balanced by the plain loop."""
+        A = logits_TE.detach()[valid].exp()
+        d1, chosen = torch.ones(A.shape[1], dtype=A.dtype), {}
+        for _ in range(256):
+            d0 = (1 / max(len(valid), 1)) / (A @ d1 + 1e-8)
+            new = (1 / A.shape[1]) / (d0 @ A + 1e-8)
+            change, d1 = (new - d1).abs().mean(), new
+            if change <= 1e-4:
+                break
+        for i, t in enumerate(valid):
+            chosen[t] = best(list(d1 * A[i] * d0[i]), self.c.topk)
+        return chosen
+
+    def __call__(self, logits_SBE, mask=None, given=None):
+        """(probs [T, K], indices [T, K], loss)."""
+        c, logits_TE, (S, B, E) = self.c, logits_SBE.flatten(0, 1), logits_SBE.shape
+        valid = [t for t in range(S * B) if mask is None or not mask.flatten()[t]]
+        if "sinkhorn" in c.balancing:
+            chosen = self.sinkhorn_choice(logits_TE, valid)
+            indices = torch.tensor([chosen.get(t, [0] * c.topk) for t in range(S * B)]) if given is None else given.clone()
+            s = [score_loop(list(row), "sigmoid" if c.topk == 1 else "softmax") for row in logits_TE]
+            probs = torch.stack([torch.stack([s[t][e] if e < E else logits_TE.new_zeros(()) for e in row])
+                                 for t, row in enumerate(indices.tolist())])
+        else:
+            probs, indices = route_loop(logits_TE, c, self.bias_E, given)
+        probs, indices = probs.clone(), indices.clone()
+        for t in set(range(S * B)) - set(valid):
+            indices[t] = E
+        for e in indices.flatten().tolist():
+            if e < E:
+                self.counts[e] += 1
+        if c.capacity_factor is not None:
+            C = math.ceil(S * B * c.topk / E * c.capacity_factor)
+            for e in range(E):
+                takers = [(t, k) for t, row in enumerate(indices.tolist()) for k, i in enumerate(row) if i == e]
+                if c.token_drop_policy == "probs":
+                    takers.sort(key=lambda tk: -probs[tk].item())
+                for t, k in takers[C:]:
+                    indices[t, k] = E
+        probs = torch.where(indices < E, probs, 0.0)
+
+        loss = logits_TE.new_zeros(())
+        per_token = len(valid) if c.calculate_per_token_loss else 1
+        if c.z_loss_coeff:
+            loss = loss + z_loss_loop(logits_TE, c.z_loss_coeff, valid) * per_token
+        n = self.plain_counts(logits_TE, valid)
+        if "aux_loss" in c.balancing:
+            loss = loss + per_token * self.switch(logits_TE, valid, n, len(valid), c.balancing["aux_loss"])
+        if "seq_aux_loss" in c.balancing:
+            for b in range(B):
+                own = [t for t in valid if t % B == b]
+                loss = loss + per_token / B * self.switch(
+                    logits_TE, own, self.plain_counts(logits_TE, own), len(own), c.balancing["seq_aux_loss"])
+        if "global_aux_loss" in c.balancing:
+            self.sums, self.steps = [a + b for a, b in zip(self.sums, n)], self.steps + 1
+            mean = [x / self.steps for x in self.sums]
+            loss = loss + per_token * self.switch(logits_TE, valid, mean, sum(mean) / c.topk, c.balancing["global_aux_loss"])
+        return probs, indices, loss
+
+
+def check_router_against_loop(seed: int, backend: str | None) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed), torch._dynamo.reset()
+    config = random_config(rng, **random_balance(rng))
+    router = random_layer(config).router
+    oracle, scale = RouterLoop(config, router.expert_bias), rng.choice([1.0, 0.5])
+    route = router.route if backend is None else compiled(router.route, backend)
+    S, B = rng.choice([(3, 2), (4, 3), (7, 1)])
+    masked, replay = rng.random() < 0.4, rng.random() < 0.2
+    set_aux_loss_scale(scale)
+    for _ in range(2):                                                # two microbatches: the sums of the global loss
+        x = torch.randn(S, B, 6, dtype=torch.float64) * 2
+        mask = torch.rand(S, B) < 0.3 if masked else None
+        given = torch.where(torch.rand(S * B, config.topk) < 0.2, 8, torch.rand(S * B, 8).argsort(1)[:, :config.topk]) if replay else None
+        probs, indices = route(x, mask, given)
+        logits = torch.stack([router.weight @ row for row in x.flatten(0, 1)]).view(S, B, 8)
+        logits = logits if router.bias is None else logits + router.bias
+        want_probs, want_indices, loss = oracle(logits, mask, given)
+        same(indices, want_indices)
+        close(probs, want_probs)
+        upstream, params = torch.randn_like(probs), [p for p in router.parameters()]
+        for got, want in zip(grads(probs, params, upstream), torch.autograd.grad(
+                (want_probs * upstream).sum() + scale * loss, params, allow_unused=True, materialize_grads=True)):
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8, msg=lambda m: f"seed {seed}, {config}: {m}")
+    if config.enable_expert_bias:
+        assert router.local_tokens_per_expert.tolist() == oracle.counts
+    if "global_aux_loss" in config.balancing:
+        assert router.global_tokens_per_expert.tolist() == oracle.sums and router.ga_steps == oracle.steps
+
+
+FUZZ = int(os.environ.get("MOE_FUZZ", "300"))                         # random router configurations; more: MOE_FUZZ=5000
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_router_matches_loop(part):
+    """All options mixed, two microbatches each; one in ten also as one graph."""
+    for seed in range(part, FUZZ, 5):
+        check_router_against_loop(seed, "aot_eager" if seed % 50 == part else None)
+
+
+def test_router_through_inductor_matches_loop():
+    for seed in (7001, 7002):
+        check_router_against_loop(seed, "inductor")
+
+
+def test_router_padded_capacity_map():
+    """The [T, E] form holds the fillers, at prob 0; the [T, K] form never does."""
+    router = random_layer(MoEConfig(8, 4, 5, 2, capacity_factor=1.0, pad_to_capacity=True)).router
+    x = torch.randn(13, 8)
+    probs_TE, map_TE = router(x)
+    probs, indices = router.route(x)
+    assert map_TE.sum(0).tolist() == [math.ceil(13 * 2 / 5)] * 5
+    real = kernels.routing_to_map(probs, indices, 5)
+    same(probs_TE, real[0])
+    assert (map_TE & real[1]).equal(real[1]) and (probs_TE[map_TE & ~real[1]] == 0).all()
+
+
+def test_router_forced_balance():
+    """Random experts of even load whatever the weights, and still a gradient."""
+    router = MoELayer(MoEConfig(8, 4, 5, 2, force_load_balancing=True)).router
+    with torch.no_grad():
+        router.weight[0] += 100
+    probs, indices = router.route(torch.rand(2000, 8))
+    assert torch.bincount(indices.flatten(), minlength=5).sub(800).abs().max() < 120
+    assert grads(probs[:, 0], [router.weight])[0].abs().sum() > 0
+
+
+def counting_layer() -> MoELayer:
+    torch.manual_seed(3)
+    layer = MoELayer(MoEConfig(8, 4, 6, 2, score_function="sigmoid", enable_expert_bias=True, input_jitter_eps=0.1))
+    return layer
+
+
+def nested(f, x, inner, outer):
+    from torch.utils.checkpoint import checkpoint
+    return checkpoint(lambda y: checkpoint(f, y, use_reentrant=inner), x, use_reentrant=outer)
+
+
+def selective(f, x):
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    return checkpoint(f, x, use_reentrant=False, context_fn=functools.partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.topk.default]))
+
+
+def checkpointed(f, x, reentrant):
+    return torch.utils.checkpoint.checkpoint(f, x, use_reentrant=reentrant)
+
+
+WAYS = {
+    "plain": lambda f: f,
+    "reentrant": lambda f: lambda x: checkpointed(f, x, True),
+    "non-reentrant": lambda f: lambda x: checkpointed(f, x, False),
+    "compiled": lambda f: compiled(f),
+    "compiled inside reentrant": lambda f: functools.partial(checkpointed, compiled(f), reentrant=True),
+    "compiled inside non-reentrant": lambda f: functools.partial(checkpointed, compiled(f), reentrant=False),
+    "compiled around reentrant": lambda f: torch.compile(lambda x: checkpointed(f, x, True), backend="aot_eager"),
+    "compiled around non-reentrant": lambda f: compiled(lambda x: checkpointed(f, x, False)),
+    "inductor around non-reentrant": lambda f: compiled(lambda x: checkpointed(f, x, False), "inductor"),
+    "inductor inside non-reentrant": lambda f: functools.partial(checkpointed, compiled(f, "inductor"), reentrant=False),
+    "nested non in non": lambda f: lambda x: nested(f, x, False, False),
+    "nested non in re": lambda f: lambda x: nested(f, x, False, True),
+    "nested re in non": lambda f: lambda x: nested(f, x, True, False),
+    "nested re in re": lambda f: lambda x: nested(f, x, True, True),
+    "selective": lambda f: lambda x: selective(f, x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_router_counts_exactly_once(way):
+    """torchtitan #1593: a checkpoint's second forward must not count again. One step, two forwards in flight, three
+    accumulated; nothing in eval or under no_grad."""
+    layer = counting_layer()
+    function, counts = WAYS[way](layer), layer.router.local_tokens_per_expert
+
+    def x():
+        return torch.randn(7, 8, requires_grad=True)
+    function(x()).sum().backward()
+    assert counts.sum() == 14
+    a, b = function(x()), function(x())
+    a.sum().backward(), b.sum().backward()
+    assert counts.sum() == 42
+    for _ in range(3):
+        function(x()).sum().backward()
+    assert counts.sum() == 84
+    with torch.no_grad():
+        function(x())
+    layer.eval()
+    function(x()).sum().backward()
+    assert counts.sum() == 84
+    if "inductor" not in way:
+        same(load_balancing_metrics(layer)["tokens_per_expert"].sum(), torch.tensor(14))
+
+
+@pytest.mark.parametrize("way", ["plain", "reentrant", "non-reentrant", "compiled", "compiled inside reentrant", "nested re in re"])
+def test_router_global_loss_under_checkpoints(way):
+    """The running sums grow once, and each forward's gradient uses the sums of its own first pass, also with two in
+    flight; the reentrant ones compute the loss, and so count, in the order of the backwards."""
+    results = []
+    for name in ("plain", way):
+        torch.manual_seed(3)
+        layer = MoELayer(MoEConfig(8, 4, 6, 2, load_balancing_type="global_aux_loss", aux_loss_coeff=0.5))
+        function = WAYS[name](layer)
+        a, b = [torch.randn(n, 8).requires_grad_() for n in (7, 9)]
+        if "reentrant" in way.replace("non-reentrant", "") or way.startswith("nested"):
+            function(a).sum().backward(), function(b).sum().backward()
+        else:
+            ya, yb = function(a), function(b)
+            ya.sum().backward(), yb.sum().backward()
+        assert layer.router.ga_steps == 2 and layer.router.global_tokens_per_expert.sum() == 32
+        results.append([layer.router.weight.grad, layer.router.global_tokens_per_expert])
+        layer.router.reset_global_aux_loss_tracker()
+        assert layer.router.ga_steps == 0 and layer.router.global_tokens_per_expert.sum() == 0
+    close(results[0][0], results[1][0], 1e-6)
+    same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_router_recomputation_is_bitwise(reentrant):
+    """Ties, jitter and dropping in a checkpoint: routing and gradients of the run without (Automodel #2635 #3140 #3325
+    #3743, NeMo-RL #1203)."""
+    config = MoEConfig(8, 4, 6, 2, input_jitter_eps=0.3, capacity_factor=0.7, z_loss_coeff=0.1,
+                       load_balancing_type=TYPES, aux_loss_coeff=(0.1, 0.2, 0.3))
+    results = []
+    for again in (False, True):
+        torch.manual_seed(3)
+        layer = MoELayer(config)
+        with torch.no_grad():
+            layer.router.weight[1:4] = layer.router.weight[:1]
+        x = torch.randn(6, 2, 8, requires_grad=True)
+        y = checkpointed(layer, x, reentrant) if again else layer(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *[p.grad for p in layer.parameters()]])
+    same(results[0], results[1])
+
+
+def test_router_counts_do_not_depend_on_the_split():
+    """Bias counts exactly, per-token losses' gradient to rounding, however a batch is cut (Megatron-LM #3672 #5798 #7213,
+    torchtitan #4148)."""
+    results = []
+    for pieces in (1, 4):
+        torch.manual_seed(3)
+        layer = MoELayer(MoEConfig(8, 4, 6, 2, score_function="sigmoid", enable_expert_bias=True, z_loss_coeff=0.1,
+                                   load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2, calculate_per_token_loss=True))
+        x = torch.randn(5, 8, 8)
+        for piece in x.chunk(pieces, dim=1):
+            layer(piece).sum().backward()
+        counts = layer.router.local_tokens_per_expert.clone()
+        update_expert_bias(layer)
+        assert (layer.router.local_tokens_per_expert == 0).all()
+        results.append([counts, layer.router.expert_bias, layer.router.weight.grad])
+    same(results[0][:2], results[1][:2])
+    assert results[0][0].sum() == 80 and results[0][1].abs().max() == 1e-3
+    close(results[0][2], results[1][2], 1e-5)
+
+
+def test_router_counts_beyond_what_bf16_holds():
+    """Units survive in sums that bf16 would round (Megatron-LM #7081)."""
+    layer = counting_layer().bfloat16()
+    layer.router.local_tokens_per_expert.fill_(2.0 ** 23)
+    layer(torch.randn(7, 8).bfloat16())
+    assert (layer.router.local_tokens_per_expert - 2.0 ** 23).sum() == 14
+    assert layer.router.local_tokens_per_expert.dtype == torch.float32
+
+
+def test_router_losses_each_with_its_own_coefficient():
+    """Several at once add up to each alone (Megatron-LM #1378 #1441 #1693 #1971)."""
+    def gradient(types, coeffs, z=None):
+        torch.manual_seed(3)
+        router = MoELayer(MoEConfig(8, 4, 6, 2, load_balancing_type=types, aux_loss_coeff=coeffs, z_loss_coeff=z)).router
+        return torch.autograd.grad(router.route(torch.randn(7, 3, 8))[0].sum() * 0, [router.weight])[0]
+    coeffs = (0.1, 0.7, 0.3)
+    alone = sum(gradient(t, c) for t, c in zip(TYPES, coeffs)) + gradient("none", 0.0, 0.2)
+    close(gradient(TYPES, coeffs, 0.2), alone, 1e-6)
+    router = TopKRouter(MoEConfig(8, 4, 6, 2, load_balancing_type=TYPES, aux_loss_coeff=coeffs))
+    assert [router.get_aux_loss_coeff(t) for t in (*TYPES, "sinkhorn")] == [0.1, 0.7, 0.3, 0.0] and router.is_aux_loss_enabled()
+    assert not TopKRouter(MoEConfig(8, 4, 6, 2)).is_aux_loss_enabled()
+
+
+def test_router_balances_by_bias():
+    """A skewed router evens out under update_expert_bias, and not without."""
+    violations = []
+    for rate in (0.0, 0.02):
+        torch.manual_seed(3)
+        layer = MoELayer(MoEConfig(8, 4, 8, 2, score_function="sigmoid", enable_expert_bias=True, bias_update_rate=rate, init_std=0.3))
+        x = torch.randn(512, 8) + 0.5
+        for _ in range(60):
+            layer.router.route(x)
+            update_expert_bias(layer)
+        layer.router.route(x)
+        violations.append(load_balancing_metrics(layer)["max_violation"].item())
+    assert violations[1] < 0.15 < 0.6 < violations[0]
+
+
+def test_router_every_balancing_option_is_one_graph():
+    """No break, no recompile over T and over loss scales."""
+    for kw in [dict(load_balancing_type="sinkhorn", capacity_factor=1.0, pad_to_capacity=True),
+               dict(load_balancing_type=TYPES, aux_loss_coeff=(0.1, 0.2, 0.3), z_loss_coeff=0.1, calculate_per_token_loss=True,
+                    score_function="sigmoid", enable_expert_bias=True, capacity_factor=1.0, token_drop_policy="position"),
+               dict(force_load_balancing=True, input_jitter_eps=0.1, capacity_factor=2.0)]:
+        torch._dynamo.reset(), counters.clear()
+        layer = MoELayer(MoEConfig(8, 4, 16, 8, **kw))
+        function = compiled(layer, dynamic=True)
+        for i, T in enumerate((9, 2, 4097)):
+            set_aux_loss_scale(1.0 + i)
+            function(torch.randn(T, 2, 8, requires_grad=True)).sum().backward()
+        assert counters["stats"]["unique_graphs"] == 1, kw
+
+
+# ---- Process groups ----
+
+def spawn_gloo(function, ranks: int, *args) -> None:
+    """function(rank, ranks, *args) in `ranks` processes of one gloo group; all are joined or killed whatever fails."""
+    import socket
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = torch.multiprocessing.start_processes(
+        _rank_main, (ranks, port, function, args), nprocs=ranks, join=False, start_method="spawn")
+    try:
+        deadline = 90
+        while not context.join(timeout=5):
+            deadline -= 5
+            assert deadline > 0, "ranks hang"
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def _rank_main(rank, ranks, port, function, args):
+    import datetime
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
+                                         timeout=datetime.timedelta(seconds=60))
+    try:
+        function(rank, ranks, *args)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def balanced_over_ranks(rank, ranks, over_sequence):
+    """Two microbatches on each rank against one process on the whole batch; the sequence or the batch is cut up."""
+    group = torch.distributed.group.WORLD
+    config = MoEConfig(8, 4, 6, 2, score_function="sigmoid", enable_expert_bias=True, router_dtype=torch.float64,
+                       params_dtype=torch.float64, load_balancing_type=TYPES if over_sequence else "global_aux_loss",
+                       aux_loss_coeff=(0.1, 0.2, 0.3) if over_sequence else 0.3, z_loss_coeff=0.1 if over_sequence else None)
+    groups = ProcessGroups(tp_dp_cp=group, dp_cp=group, tp_cp=group if over_sequence else None)
+    for compile in (False, True):
+        torch.manual_seed(0)
+        whole, mine = MoELayer(config), MoELayer(config, groups)
+        mine.load_state_dict(whole.state_dict())
+        route = compiled(mine.router.route) if compile else mine.router.route
+        for step in range(3):
+            for _ in range(2):
+                x, mask = torch.randn(8, 4, 8, dtype=torch.float64), torch.rand(8, 4) < 0.3
+                want = whole.router.route(x, mask)[0]
+                upstream = torch.randn(8, 4, 2, dtype=torch.float64)
+                want.backward(upstream.flatten(0, 1))
+                x_r, mask_r, up_r = [t.chunk(ranks, 0 if over_sequence else 1)[rank].contiguous() for t in (x, mask, upstream)]
+                probs, indices = route(x_r, mask_r)
+                probs.backward(up_r.flatten(0, 1))
+            gradient = mine.router.weight.grad.clone()
+            torch.distributed.all_reduce(gradient)
+            close(gradient, whole.router.weight.grad, 1e-9)
+            a, b = load_balancing_metrics(mine, reduce=True), load_balancing_metrics(whole)
+            same(a["tokens_per_expert"], b["tokens_per_expert"]), same(a["max_violation"], b["max_violation"])
+            for name in b:
+                close(a[name].double(), b[name].double(), 1e-5)
+            update_expert_bias(mine), update_expert_bias(whole)
+            same(mine.router.expert_bias, whole.router.expert_bias)
+            others = [torch.empty(6) for _ in range(ranks)]
+            torch.distributed.all_gather(others, mine.router.expert_bias)
+            assert all(torch.equal(o, others[0]) for o in others)
+            mine.zero_grad(), whole.zero_grad()
+            for layer in (mine, whole):
+                layer.router.reset_global_aux_loss_tracker()
+
+
+@pytest.mark.parametrize("over_sequence", [False, True])
+def test_router_over_two_ranks(over_sequence):
+    """Counts, losses and the bias over groups: what one process computes on the whole batch."""
+    spawn_gloo(balanced_over_ranks, 2, over_sequence)
 
 
 # ---- Compile, memory, repeatability ----
