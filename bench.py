@@ -1,0 +1,561 @@
+"""What the layer costs, beside what else one could use.
+
+    python bench.py [layer] [--quick] [--json FILE] [--plot FILE]
+
+Before anything is timed, every candidate's output and gradients are compared with a plain loop over the experts in
+fp64. Candidates take turns in one process, in an order shuffled anew every round; times are medians with the 10th and
+90th percentile, ratios those of medians. A backward is timed with its forward, never subtracted. Letters: kernels.py.
+"""
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+import warnings
+from functools import cache, partial
+from typing import Callable, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+import moe
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32, BF16 = torch.float32, torch.bfloat16
+SHORT = {FP32: "fp32", BF16: "bf16"}
+TOLERANCE = {FP32: 1e-5, BF16: 2e-2}         # on ‖difference‖ / ‖loop in fp64‖ of a tensor
+SLOW = {dtype for dtype in SHORT if DEVICE == "cpu" and kernels._slow_on_cpu(dtype)}     # no matrix instructions
+OURS, PEER = "layer, compiled", "Hugging Face grouped_mm, compiled"
+
+
+class Case(NamedTuple):
+    T: int
+    H: int
+    F: int
+    E: int
+    K: int
+    dtype: torch.dtype
+
+    def __str__(self):
+        return f"T={self.T} H={self.H} F={self.F} E={self.E} K={self.K} {SHORT[self.dtype]} {DEVICE}"
+
+
+class Scale(NamedTuple):
+    cases: list[Case]
+    permute: list[Case]
+    decode: Case
+    rounds: int                               # at most so many runs of a candidate
+    seconds: float                            # and about so much time, but two runs at least
+
+
+FULL = Scale(
+    cases=[Case(2048, 512, 256, 64, 8, FP32), Case(2048, 512, 256, 64, 8, BF16),
+           Case(2048, 512, 1024, 8, 2, FP32 if BF16 in SLOW else BF16)],
+    permute=[Case(2048, 512, 256, E, 8, dtype) for dtype in (FP32, BF16) for E in (64, 256)],
+    decode=Case(1, 2048, 768, 128, 8, BF16),
+    rounds=20, seconds=6.0)
+QUICK = Scale(
+    cases=[Case(64, 32, 16, 8, 4, FP32), Case(64, 32, 16, 8, 2, BF16)],
+    permute=[Case(64, 32, 16, E, 2, FP32) for E in (64, 256)],
+    decode=Case(1, 64, 32, 8, 2, BF16),
+    rounds=5, seconds=0.5)
+GRAPH = Case(48, 64, 32, 16, 8, FP32)         # for recompiles and host syncs, where size does not matter
+
+
+# ---- Report: rows as they come, the targets' table at the end ----
+
+class Report:
+    def __init__(self, header: dict):
+        self.data = {"header": header, "rows": [], "targets": [], "notes": []}
+        print("   ".join(f"{name}: {value}" for name, value in header.items()))
+
+    def times(self, case: Case, part: str, timings: dict, base: str, remarks: dict = {}) -> None:
+        """A line per candidate, ours first: median and spread, over the base's median, and ours over it."""
+        ours = next(iter(timings.values()))
+        print(f"  {part:<36}{'ms':>10}{'10 % .. 90 %':>23}{'runs':>6}{'/ base':>9}{'ours / it':>11}")
+        for name, t in timings.items():
+            row = {"case": str(case), "part": part, "candidate": name, **t._asdict(), "base": base,
+                   "over_base": t.ms / timings[base].ms, "ours_over": ours.ms / t.ms,
+                   "remark": "<- base" if name == base else remarks.get(name, "")}
+            print(f"    {name:<34}{t.ms:>10.3f}{t.ms_10:>11.3f} ..{t.ms_90:>9.3f}{t.runs:>6}{row['over_base']:>9.2f}"
+                  f"{row['ours_over']:>11.2f}  {row['remark']}".rstrip())
+            self.data["rows"].append(row)
+
+    def fact(self, case: Case, what: str, value: float, remark: str = "", limit: float | None = None, judge=True) -> None:
+        """One figure; with a limit also a target, not judged where the limit is for another shape or device."""
+        print(f"    {what:<48}{value:>10.4g}  {remark}".rstrip())
+        self.data["rows"].append({"case": str(case), "what": what, "value": value, "remark": remark})
+        if limit is not None:
+            reached = ("reached" if value <= limit else "MISSED") if judge else "not judged"
+            self.data["targets"].append({**self.data["rows"][-1], "limit": limit, "reached": reached})
+
+    def note(self, text: str) -> None:
+        print(f"  note: {text}")
+        self.data["notes"].append(text)
+
+    def print_targets(self) -> None:
+        print(f"\n  {'target':<86}{'figure':>9}{'at most':>9}")
+        for t in self.data["targets"]:
+            print(f"    {t['what']:<49}{t['case']:<36}{t['value']:>8.4g}{t['limit']:>9.4g}  {t['reached']}")
+
+
+def plot(rows: list[dict], file: str) -> None:
+    """Forward + backward over the bare products, with the spread, case by case."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    rows = [row for row in rows if row.get("part") == "forward + backward"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figure, axes = pyplot.subplots(len(cases), figsize=(9, 3 * len(cases)), squeeze=False)
+    for axis, case in zip(axes.flat, cases):
+        for row in reversed([row for row in rows if row["case"] == case]):
+            low, ratio, high = (row["over_base"] * row[key] / row["ms"] for key in ("ms_10", "ms", "ms_90"))
+            axis.barh(row["candidate"], ratio, xerr=[[ratio - low], [high - ratio]], color="C0")
+        axis.set(title=case, xscale="log", xlabel="forward + backward over the bare products")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+# ---- Timing: candidates in turn ----
+
+class Timing(NamedTuple):
+    ms: float                                 # median
+    ms_10: float
+    ms_90: float
+    runs: int
+
+
+def milliseconds(function: Callable) -> float:
+    synchronize = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def time_in_turn(candidates: dict[str, Callable], scale: Scale) -> dict[str, Timing]:
+    """Every candidate (warm already) once a round, the order shuffled anew; slow ones sit rounds out."""
+    gc.collect()
+    gc.freeze()                               # collections between the runs do not walk through what is loaded
+    samples, shuffle = {name: [] for name in candidates}, random.Random(0)
+    for i in range(scale.rounds):
+        share = scale.seconds * 1e3 * i / scale.rounds
+        due = [name for name, ms in samples.items() if i in (0, scale.rounds - 1) or min(ms) * len(ms) <= share]
+        for name in shuffle.sample(due, len(due)):
+            samples[name].append(milliseconds(candidates[name]))
+    percentiles = torch.tensor([0.5, 0.1, 0.9])
+    return {name: Timing(*torch.tensor(ms).quantile(percentiles).tolist(), len(ms)) for name, ms in samples.items()}
+
+
+# ---- Candidates: functions of x [T, 1, H], on the layer's weights ----
+
+class Candidate(NamedTuple):
+    function: Callable
+    leaves: list[Tensor]                      # what gets gradients: x, router weight, fc1, fc2
+
+    def forward(self) -> Tensor:
+        return self.function(self.leaves[0])
+
+    def step(self, grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self.leaves, grad)
+
+    def results(self, grad: Tensor) -> list[Tensor]:
+        return [self.forward(), *self.step(grad)]
+
+
+def layer_and_input(case: Case) -> tuple[moe.MoELayer, list[Tensor], Tensor]:
+    """(layer, leaves, gradient). Tokens whose K-th and next best expert nearly tie are not taken: there rounding decides,
+    and candidates would route differently."""
+    torch.manual_seed(0)
+    layer = moe.MoELayer(moe.MoEConfig(case.H, case.F, case.E, case.K, params_dtype=case.dtype)).to(DEVICE)
+    drawn = torch.randn(2 * case.T + 16, case.H).to(DEVICE, case.dtype)
+    best = (drawn.double() @ layer.router.weight.detach().double().t()).topk(case.K + 1).values
+    x = drawn[best[:, -2] - best[:, -1] > 1e-4][:case.T, None].clone().requires_grad_()
+    return layer, [x, layer.router.weight, layer.experts.fc1, layer.experts.fc2], torch.randn_like(x)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ, like the project's own products in fp32 where the dtype has no matrix instructions."""
+    return F.linear(x.float(), weight.float()).to(x.dtype) if x.dtype in SLOW else F.linear(x, weight)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def loop_over_experts(topk: int, x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    """y_t = Σ_k p_tk · fc2_e · swiglu(fc1_e · x_t), e = i_tk, one expert after the other: nothing of the project's."""
+    x_TH = x.flatten(0, 1)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    chosen_TK, indices_TK = F.linear(x_TH.to(wide), router.to(wide)).topk(topk)
+    probs_TK = chosen_TK.softmax(-1)
+    y_TH = torch.zeros_like(x_TH)
+    for e, (fc1_2FH, fc2_HF) in enumerate(zip(fc1.flatten(1, 2).unbind(), fc2.unbind())):
+        token, k = (indices_TK == e).nonzero(as_tuple=True)
+        rows = linear(swiglu(linear(x_TH[token], fc1_2FH)), fc2_HF)
+        y_TH = y_TH.index_add(0, token, (rows * probs_TK[token, k, None]).to(x.dtype))
+    return y_TH.view_as(x)
+
+
+def dense_ffn(x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    return linear(swiglu(linear(x, fc1)), fc2)
+
+
+def dense_candidates(case: Case, x: Tensor) -> dict[str, Candidate]:
+    """A SwiGLU of width K·F: the same active parameters and arithmetic, no routing."""
+    fc1 = (0.02 * torch.randn(2 * case.K * case.F, case.H)).to(x).requires_grad_()
+    fc2 = (0.02 * torch.randn(case.H, case.K * case.F)).to(x).requires_grad_()
+    function = partial(dense_ffn, fc1=fc1, fc2=fc2)
+    return {"dense FFN, compiled": Candidate(torch.compile(function, fullgraph=True), [x, fc1, fc2]),
+            "dense FFN, eager": Candidate(function, [x, fc1, fc2])}
+
+
+class GateInFp32(torch.nn.Module):
+    """Their gate on fp32 logits, as our router: on bf16 logits its choices are other ones."""
+
+    def __init__(self, gate: torch.nn.Module, weight: Tensor):
+        super().__init__()
+        self.gate = gate
+        gate.weight = torch.nn.Parameter(weight.detach().float())
+
+    def forward(self, x_TH: Tensor):
+        logits, probs, indices = self.gate(x_TH.float())
+        return logits, probs.to(x_TH.dtype), indices
+
+
+def hugging_face_block(case: Case, router: Tensor, fc1: Tensor, fc2: Tensor, experts: str) -> torch.nn.Module:
+    """Qwen3-MoE's block on our weights, its experts "eager" or "grouped_mm" (Mixtral's are the same code)."""
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
+    config = Qwen3MoeConfig(hidden_size=case.H, moe_intermediate_size=case.F, num_experts=case.E,
+                            num_experts_per_tok=case.K, norm_topk_prob=True)
+    config._experts_implementation = experts
+    block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
+    block.gate = GateInFp32(block.gate, router)
+    block.experts.gate_up_proj = torch.nn.Parameter(fc1.detach().flatten(1, 2))
+    block.experts.down_proj = torch.nn.Parameter(fc2.detach())
+    return block
+
+
+@cache
+def hugging_face_product() -> Callable:
+    return importlib.import_module("transformers.integrations.moe")._grouped_mm
+
+
+def hugging_face_candidates(case: Case, leaves: list[Tensor]) -> dict[str, Candidate]:
+    """Outside bf16 the backward of their product does not compile: there the compiled block calls it in eager mode."""
+    if importlib.util.find_spec("transformers") is None:
+        return {}
+    whole, product = case.dtype == BF16, hugging_face_product()
+    sys.modules[product.__module__]._grouped_mm = product if whole else torch.compiler.disable(product)
+    x, *weights = leaves
+    found = {}
+    for name in ("Hugging Face eager", "Hugging Face grouped_mm, eager", PEER):
+        block = hugging_face_block(case, *weights, name.split()[2].strip(","))
+        theirs = [x, block.gate.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
+        found[name] = Candidate(torch.compile(block, fullgraph=whole) if name == PEER else block, theirs)
+    return found
+
+
+# ---- The bare products: what no layer can do without ----
+
+def bare_products(case: Case, layer: moe.MoELayer, x: Tensor, backward: bool) -> dict[str, Callable]:
+    """The two products of a forward and, with `backward`, the four of a backward: the layer's own split, contiguous rows
+    in expert order, fresh outputs; by F.grouped_mm, by torch.mm per expert, by the project's own per expert."""
+    plan = kernels.plan_permutation(layer.router.route(x)[1], case.E)
+    blocks = [block for block in kernels._blocks(plan.offsets) if block[1] < block[2]]
+    x_TH, N = x.detach().flatten(0, 1), case.T * case.K
+    rows_NH, act_NF = x_TH[plan.order // case.K], x_TH.new_empty(N, case.F).normal_()
+    grad_NH, grad_N2F = x_TH.new_empty(N, case.H).normal_(), x_TH.new_empty(N, 2 * case.F).normal_()
+    fc1, fc2 = layer.experts.fc1.detach().flatten(1, 2), layer.experts.fc2.detach()         # [E, 2F, H], [E, H, F]
+
+    def all_products(product, weight_product):
+        out = [product(rows_NH, fc1.transpose(1, 2)), product(act_NF, fc2.transpose(1, 2))]
+        if backward:
+            out += [product(grad_NH, fc2), weight_product(grad_NH, act_NF),
+                    product(grad_N2F, fc1), weight_product(grad_N2F, rows_NH)]
+        return out
+
+    def by_loop(mm):
+        def product(rows, weights):
+            out = rows.new_empty(N, weights.shape[2])
+            for e, start, end in blocks:
+                mm(rows[start:end], weights[e], out[start:end])
+            return out
+
+        def weight_product(grad, rows):
+            out = grad.new_zeros(case.E, grad.shape[1], rows.shape[1])
+            for e, start, end in blocks:
+                mm(grad[start:end].t(), rows[start:end], out[e])
+            return out
+        return all_products(product, weight_product)
+
+    def by_grouped_mm():
+        return all_products(lambda rows, weights: F.grouped_mm(rows, weights, offs=plan.offsets),
+                            lambda grad, rows: F.grouped_mm(grad.t(), rows, offs=plan.offsets))
+    ways = {"products by torch.mm": partial(by_loop, lambda a, b, out: torch.mm(a, b, out=out)),
+            "products by kernels._mm": partial(by_loop, kernels._mm)}
+    return ways | ({"products by F.grouped_mm": by_grouped_mm} if DEVICE == "cpu" or case.dtype == BF16 else {})
+
+
+def fastest(timings: dict[str, Timing]) -> str:
+    return min((name for name in timings if name.startswith("products")), key=lambda name: timings[name].ms)
+
+
+# ---- Checks: a failure ends the program with code 1 ----
+
+def require_close(name: str, got, want, dtype: torch.dtype) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        a, b = a.detach().double().flatten(), b.detach().double().flatten()
+        error = ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
+        if not error <= TOLERANCE[dtype]:
+            sys.exit(f"check failed: {name}, tensor {i}: relative error {error:.2e} > {TOLERANCE[dtype]:.0e}; nothing timed")
+
+
+def loop_in_fp64(case: Case, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """[y, and the gradients of x, router weight, fc1, fc2] of the plain loop."""
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    return Candidate(lambda x: loop_over_experts(case.K, x, *wide[1:]), wide).results(grad.double())
+
+
+def differing_runs(candidate: Candidate, grad: Tensor, runs: int = 20) -> int:
+    first = candidate.results(grad)
+    return sum(not all(map(torch.equal, first, candidate.results(grad))) for _ in range(runs - 1))
+
+
+# ---- Compilation: seconds, kernels, breaks, recompiles, host syncs, bytes kept ----
+
+def compile_cold(layer: moe.MoELayer, leaves: list[Tensor], grad: Tensor) -> tuple[Callable, float, int, int]:
+    """(the compiled layer, seconds for a forward and backward with nothing cached, kernels generated, graph breaks)."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+    from torch._inductor.utils import fresh_cache
+    torch._dynamo.reset()
+    counters.clear()
+    metrics.reset()
+    with fresh_cache():
+        compiled = torch.compile(layer, fullgraph=True)
+        seconds = milliseconds(lambda: Candidate(compiled, leaves).step(grad)) / 1e3
+    return compiled, seconds, metrics.generated_kernel_count, sum(counters["graph_break"].values())
+
+
+def host_syncs() -> list[str]:
+    """The nodes of the captured forward and backward that wait for the device."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    nodes = []
+
+    def keep(graph_module, _):
+        nodes.extend(graph_module.graph.nodes)
+        return make_boxed_func(graph_module.forward)
+    torch._dynamo.reset()
+    layer, leaves, grad = layer_and_input(GRAPH)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    Candidate(torch.compile(layer, fullgraph=True, dynamic=True, backend=backend), leaves).step(grad)
+
+    def syncs(node):
+        value = node.meta.get("val")
+        return "_local_scalar_dense" in str(node.target) or "nonzero" in str(node.target) or \
+            isinstance(value, (Tensor, torch.SymInt)) and bool(free_unbacked_symbols(value))
+    return [str(node.target) for node in nodes if syncs(node)]
+
+
+def new_graphs() -> tuple[int, int, int]:
+    """Graphs compiled, after the first dynamic compile, over ten T in 2 .. 8192; for T = 0; for T = 1."""
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    layer, (_, *weights), _ = layer_and_input(GRAPH)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+
+    def compiles(*sizes):
+        before = counters["stats"]["unique_graphs"]
+        for T in sizes:
+            x = torch.randn(T, 1, GRAPH.H, device=DEVICE, requires_grad=True)
+            Candidate(compiled, [x, *weights]).step(torch.randn_like(x))
+        return counters["stats"]["unique_graphs"] - before
+    compiles(GRAPH.T)
+    return compiles(2, 3, 7, 16, 65, 256, 1000, 2048, 4096, 8192), compiles(0), compiles(1)
+
+
+def bytes_kept(candidate: Candidate) -> int:
+    """Bytes of the storages that the forward saves for the backward, without the parameters'."""
+    parameters = {leaf.untyped_storage().data_ptr() for leaf in candidate.leaves[1:]}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _alive = candidate.forward()
+    return sum(size for pointer, size in kept.items() if pointer not in parameters)
+
+
+# ---- The layer: its cases, the permute part, one token, the graphs ----
+
+def bench_case(report: Report, scale: Scale, case: Case) -> None:
+    """The layer beside the bare products, a dense FFN, the loop and Hugging Face's block."""
+    layer, leaves, grad = layer_and_input(case)
+    compiled, *cost = compile_cold(layer, leaves, grad)
+    candidates = {OURS: Candidate(compiled, leaves), "layer, eager": Candidate(layer, leaves),
+                  "loop over experts, eager": Candidate(lambda x: loop_over_experts(case.K, x, *leaves[1:]), leaves),
+                  **hugging_face_candidates(case, leaves)}
+    want = loop_in_fp64(case, leaves, grad)
+    for name, candidate in candidates.items():
+        require_close(name, candidate.results(grad), want, case.dtype)
+    dense = dense_candidates(case, leaves[0])
+    require_close("dense FFN", *(candidate.results(grad) for candidate in dense.values()), case.dtype)
+    products = {backward: bare_products(case, layer, leaves[0], backward) for backward in (False, True)}
+    results = {name: product() for name, product in products[True].items()}
+    for name, result in results.items():
+        require_close(name, result, results["products by kernels._mm"], case.dtype)
+    candidates |= dense
+
+    print(f"\n{case}")
+    case_facts(report, scale, case, candidates, grad, *cost)
+    remarks = {name: "its products lack bf16 instructions here" for name in candidates
+               if case.dtype in SLOW and name.startswith("Hugging")}
+    timings = time_in_turn({name: c.forward for name, c in candidates.items()} | products[False], scale)
+    report.times(case, "forward", timings, fastest(timings), remarks)
+    timings = time_in_turn({name: partial(c.step, grad) for name, c in candidates.items()} | products[True], scale)
+    report.times(case, "forward + backward", timings, fastest(timings), remarks)
+    limits = {"the products alone": (fastest(timings), {FP32: 1.15, BF16: 1.35}), PEER: (PEER, {FP32: 0.85, BF16: 0.6})}
+    for what, (name, limit) in limits.items():
+        if name in timings:
+            report.fact(case, f"f + b / {what}", timings[OURS].ms / timings[name].ms, remarks.get(name, name),
+                        limit[case.dtype], scale is FULL and case.E == 64)
+
+
+def case_facts(report, scale, case, candidates, grad, seconds: float, count: int, breaks: int) -> None:
+    N = case.T * case.K
+    minimum = (case.T * case.H + N * 2 * case.F) * case.dtype.itemsize            # the input and fc1's output
+    small = N * (3 * 8 + 4) + case.E * 4      # indices, order, inverse int64; probs fp32; offsets int32
+    report.fact(case, "cold compile, seconds", seconds, "forward and backward, nothing cached")
+    report.fact(case, "graph breaks, fullgraph=True", breaks, limit=0)
+    report.fact(case, "kernels generated, forward + backward", count, "", {FP32: 17, BF16: 20}[case.dtype], DEVICE == "cpu")
+    for name in (OURS, "layer, eager"):
+        kept = bytes_kept(candidates[name]) - small
+        report.fact(case, f"bytes kept / (T·H + N·2F), {name}", kept / minimum,
+                    f"{kept / 2**20:.2f} MiB, beside {small / 2**20:.2f} MiB of indices and probs", 1.05, scale is FULL)
+        report.fact(case, f"runs of 20 that differ in a bit, {name}", differing_runs(candidates[name], grad), limit=0)
+
+
+def index_path(tokens: Tensor, probs_TK: Tensor, indices_TK: Tensor, E: int) -> Tensor:
+    plan = kernels.plan_permutation(indices_TK, E)
+    rows = kernels.gather_rows(tokens, plan)
+    rows = kernels.activation(rows, weights=probs_TK.flatten()[plan.order][:, None])
+    return kernels.combine_rows(rows, plan)
+
+
+def map_path(tokens: Tensor, probs_TE: Tensor, map_TE: Tensor, K: int) -> Tensor:
+    rows, probs, sorted_indices = kernels.permute(tokens, map_TE, probs_TE, num_out_tokens=len(tokens) * K)
+    rows = kernels.weighted_swiglu(rows, probs[:, None])
+    return kernels.unpermute(rows, sorted_indices, (len(tokens), rows.shape[1]))
+
+
+def bench_permute(report: Report, scale: Scale, case: Case) -> None:
+    """permute + weighted SwiGLU + unpermute, no products between: [T, H] -> [N, H] -> [N, H/2] -> [T, H/2]."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    tokens = torch.randn(case.T, case.H).to(DEVICE, case.dtype).requires_grad_()
+    grad = torch.randn(case.T, case.H // 2).to(DEVICE, case.dtype)
+    probs_TK, indices_TK = torch.rand(case.T, case.E, device=DEVICE).topk(case.K)
+    probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, case.E)
+    compiled_index, compiled_map = (torch.compile(path, fullgraph=True) for path in (index_path, map_path))
+    ours = Candidate(lambda x: compiled_index(x, probs_TK, indices_TK, case.E), [tokens, probs_TK.requires_grad_()])
+    theirs = Candidate(lambda x: compiled_map(x, probs_TE, map_TE, case.K), [tokens, probs_TE.requires_grad_()])
+
+    wide = [tokens.detach().double().requires_grad_(), probs_TK.detach().double().requires_grad_()]
+    want = Candidate(lambda x: sum(swiglu(x) * wide[1][:, k, None] for k in range(case.K)), wide).results(grad.double())
+    require_close("index path", ours.results(grad), want, case.dtype)
+    y, grad_tokens, grad_probs = theirs.results(grad)
+    require_close("[T,E] path", [y, grad_tokens, grad_probs.gather(1, indices_TK)], want, case.dtype)
+
+    print(f"\nT={case.T} H={case.H} E={case.E} K={case.K} {SHORT[case.dtype]} {DEVICE}: without the products")
+    index_name, map_name = "index path [T,K], compiled", "[T,E] path, compiled"
+    timings = time_in_turn({index_name: partial(ours.step, grad), map_name: partial(theirs.step, grad)}, scale)
+    report.times(case, "permute, SwiGLU, unpermute: f + b", timings, map_name)
+    report.fact(case, "permute part: index path / [T,E] path", timings[index_name].ms / timings[map_name].ms, "", 1.0,
+                scale is FULL)
+
+
+@torch.no_grad()
+def bench_decode(report: Report, scale: Scale) -> None:
+    """One token in eval: the layer beside the products of the K chosen experts."""
+    case = scale.decode
+    layer, leaves, _ = layer_and_input(case)
+    layer.eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    want = loop_over_experts(case.K, *(leaf.double() for leaf in leaves))
+    calls = {OURS: partial(compiled, leaves[0]), "layer, eager": partial(layer, leaves[0])}
+    for name, call in calls.items():
+        require_close(name, [call()], [want], case.dtype)
+    print(f"\n{case}: one token, eval")
+    timings = time_in_turn(calls | bare_products(case, layer, leaves[0], backward=False), scale)
+    base = fastest(timings)
+    report.times(case, "forward", timings, base)
+    report.fact(case, "decoding / the K chosen experts' products", timings[OURS].ms / timings[base].ms, base, 1.5,
+                scale is FULL)
+
+
+def bench_graphs(report: Report) -> None:
+    print(f"\n{GRAPH}: compiled with dynamic=True")
+    syncs, (others, zero, one) = host_syncs(), new_graphs()
+    report.fact(GRAPH, "host syncs in the captured graphs", len(syncs), " ".join(syncs), 0)
+    report.fact(GRAPH, "recompiles, ten T in 2 .. 8192", others, limit=0)
+    report.fact(GRAPH, "compiles for T = 0", zero, limit=1)
+    report.fact(GRAPH, "compiles for T = 1", one, limit=1)
+
+
+def bench_layer(report: Report, scale: Scale) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        report.note("transformers is not installed: Hugging Face's blocks are left out")
+    for case in scale.cases:
+        bench_case(report, scale, case)
+    for case in scale.permute:
+        bench_permute(report, scale, case)
+    bench_decode(report, scale)
+    bench_graphs(report)
+
+
+# ---- Command line ----
+
+COMMANDS = {"layer": bench_layer}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the layer costs, beside what else one could use.")
+    parser.add_argument("command", nargs="?", default="layer", choices=COMMANDS)
+    parser.add_argument("--quick", action="store_true", help="small shapes, few rounds, no verdict on time and bytes")
+    parser.add_argument("--json", metavar="FILE", help="all that is printed, as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="the ratios to the bare products (needs matplotlib)")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")      # transformers'
+    scale = QUICK if args.quick else FULL
+    report = Report({
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "bf16 matrix instructions": BF16 not in SLOW,
+        "runs": f"at most {scale.rounds} or about {scale.seconds:g} s a candidate", "load": round(os.getloadavg()[0], 1)})
+    COMMANDS[args.command](report, scale)
+    report.print_targets()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        report.note("matplotlib is not installed: no plot")
+    elif args.plot:
+        plot(report.data["rows"], args.plot)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report.data, file, indent=1)
+    differing = [t["what"] for t in report.data["targets"] if t["what"].startswith("runs of 20") and t["value"] > 0]
+    sys.exit(f"check failed: {', '.join(differing)}" if differing else 0)
+
+
+if __name__ == "__main__":
+    main()
