@@ -625,9 +625,11 @@ def _gate_and_slope(a: Tensor, kind: str, alpha: float) -> tuple[Tensor, Tensor]
     return a * s, s * (1 + alpha * a * (1 - s))
 
 
-def _halves(y: Tensor, clamp_value: float | None) -> tuple[Tensor, Tensor]:
+def _halves(y: Tensor, clamp_value: float | None, linear_offset: float) -> tuple[Tensor, Tensor]:
     a, b = rearrange(y, "... (two f) -> two ... f", two=2)
-    return (a, b) if clamp_value is None else (a.clamp(max=clamp_value), b.clamp(-clamp_value, clamp_value))
+    if clamp_value is not None:
+        a, b = a.clamp(max=clamp_value), b.clamp(-clamp_value, clamp_value)
+    return a, b + linear_offset if linear_offset else b
 
 
 def _activate(y, kind, weights, alpha, linear_offset, clamp_value) -> Tensor:
@@ -636,8 +638,8 @@ def _activate(y, kind, weights, alpha, linear_offset, clamp_value) -> Tensor:
     if kind == "relu2":
         out = wide.relu().square()
     else:
-        a, b = _halves(wide, clamp_value)
-        out = _gate(a, kind, alpha) * (b + linear_offset)
+        a, b = _halves(wide, clamp_value, linear_offset)
+        out = _gate(a, kind, alpha) * b
     return (out if weights is None else out * weights).to(y.dtype)
 
 
@@ -649,11 +651,11 @@ def _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value) -> tu
         r = wide.relu()
         value, grads = r * r, [g_out * 2 * r]
     else:
-        a, b = _halves(wide, clamp_value)
+        a, b = _halves(wide, clamp_value, linear_offset)
         gate, slope = _gate_and_slope(a, kind, alpha)
-        value, grads = gate * (b + linear_offset), [g_out * (b + linear_offset) * slope, g_out * gate]
+        value, grads = gate * b, [g_out * b * slope, g_out * gate]
         if clamp_value is not None:                                   # torch.clamp's gradient: 1 at the bound
-            raw_a, raw_b = _halves(wide, None)
+            raw_a, raw_b = _halves(wide, None, 0.0)
             grads = [grads[0].masked_fill(~(raw_a <= clamp_value), 0.0),
                      grads[1].masked_fill(~(raw_b.abs() <= clamp_value), 0.0)]
     return [grad.to(y.dtype) for grad in grads], None if weights is None else (g_wide * value).sum(-1, keepdim=True)
@@ -771,9 +773,13 @@ def _blocks(offsets: Tensor):
         start = end
 
 
-def _rows_of(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, start: int, end: int) -> Tensor:
-    """Rows start to end of x [N, ..], or, with `order`, of the tokens x [T, ..] they came from; times scale [N, 1]."""
-    rows = x[start:end] if order is None else x.index_select(0, order[start:end] // topk)
+def _token_of(order: Tensor | None, topk: int) -> Tensor | None:
+    return None if order is None else order // topk
+
+
+def _rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, start: int, end: int) -> Tensor:
+    """Rows start to end of x [N, ..], or, with `token_N`, of the tokens x [T, ..] they came from; times scale [N, 1]."""
+    rows = x[start:end] if token_N is None else x.index_select(0, token_N[start:end])
     return rows if scale is None else (rows * scale[start:end]).to(x.dtype)
 
 
@@ -781,10 +787,10 @@ def _rows_of(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, s
 def _grouped_mm(
     x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
 ) -> Tensor:
-    out, end = x.new_empty((x if order is None else order).shape[0], weights.shape[1]), 0
+    out, end, token_N = x.new_empty((x if order is None else order).shape[0], weights.shape[1]), 0, _token_of(order, topk)
     for e, start, end in _blocks(offsets):
         if start < end:
-            rows = _rows_of(x, order, topk, scale, start, end)
+            rows = _rows_of(x, token_N, scale, start, end)
             _mm(rows, weights[e].t(), out[start:end], None if bias is None else bias[e])
     out[end:].zero_()
     return out
@@ -800,10 +806,10 @@ def _grouped_mm_back(
     grad: Tensor, x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor, offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
     grad_rows, end = grad.new_empty(grad.shape[0], weights.shape[2]), 0
-    grad_weights = weights.new_empty(weights.shape)
+    grad_weights, token_N = weights.new_empty(weights.shape), _token_of(order, topk)
     for e, start, end in _blocks(offsets):
         _mm(grad[start:end], weights[e], grad_rows[start:end])
-        _mm(grad[start:end].t(), _rows_of(x, order, topk, scale, start, end), grad_weights[e])     # no rows: zeros
+        _mm(grad[start:end].t(), _rows_of(x, token_N, scale, start, end), grad_weights[e])     # no rows: zeros
     grad_rows[end:].zero_()
     return grad_rows, grad_weights
 
@@ -819,9 +825,9 @@ def _fc2_back(
     kind: str, alpha: float, linear_offset: float, clamp_value: float | None,
 ) -> tuple[Tensor, Tensor]:
     grad_act, end = grad.new_empty(order.shape[0], fc2.shape[2]), 0
-    grad_fc2 = fc2.new_empty(fc2.shape)
+    grad_fc2, token_N = fc2.new_empty(fc2.shape), _token_of(order, topk)
     for e, start, end in _blocks(offsets):
-        grad_rows = _rows_of(grad, order, topk, None, start, end)
+        grad_rows = _rows_of(grad, token_N, None, start, end)
         act = _activate(hidden[start:end].to(grad.dtype), kind, None if weights is None else weights[start:end],
                         alpha, linear_offset, clamp_value)
         _mm(grad_rows, fc2[e], grad_act[start:end])
@@ -837,9 +843,9 @@ def _(grad, order, topk, hidden, weights, fc2, offsets, kind, alpha, linear_offs
 
 @_op
 def _sum_blocks(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, offsets: Tensor) -> Tensor:
-    sums = x.new_empty(offsets.shape[0], x.shape[1])
+    sums, token_N = x.new_empty(offsets.shape[0], x.shape[1]), _token_of(order, topk)
     for e, start, end in _blocks(offsets):
-        sums[e] = _wide(_rows_of(x, order, topk, scale, start, end)).sum(0)
+        sums[e] = _wide(_rows_of(x, token_N, scale, start, end)).sum(0)
     return sums
 
 
@@ -861,7 +867,8 @@ def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _all_rows_of(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, offsets: Tensor) -> Tensor:
-    return _zero_tail(_rows_of(x, order, topk, scale, 0, (x if order is None else order).shape[0]), offsets)
+    N = (x if order is None else order).shape[0]
+    return _zero_tail(_rows_of(x, _token_of(order, topk), scale, 0, N), offsets)
 
 
 def _product(x, order, topk, scale, weights, bias, offsets) -> Tensor:
