@@ -160,19 +160,15 @@ class MoEConfig:
         return 1 if self.activation == "relu2" else 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
     """torch.distributed groups; None is a group of one, without communication and without init_process_group.
 
-    tp: tensor parallel. ep: expert parallel; each ep rank holds its own tokens. tp_cp: the ranks that hold one sequence
-    between them. dp_cp: all ranks of one tp rank. tp_dp_cp: all ranks. expt_dp: the ranks of one ep rank.
+    tp_cp: the ranks that hold one sequence between them. tp_dp_cp: all ranks. Gradients are partial on each rank and are
+    to be summed over them; a trainer that averages over R ranks gets the global loss R times too weak.
     """
-    tp: dist.ProcessGroup | None = None
-    ep: dist.ProcessGroup | None = None
     tp_cp: dist.ProcessGroup | None = None
-    dp_cp: dist.ProcessGroup | None = None
     tp_dp_cp: dist.ProcessGroup | None = None
-    expt_dp: dist.ProcessGroup | None = None
 
 
 def _size(group) -> int:

@@ -962,9 +962,16 @@ def test_router_forward_and_route_are_one_choice():
     same(router.routing(router.gating(x), mask), (probs_TE, routing_map))
 
 
+EVERYTHING = [
+    dict(load_balancing_type=("aux_loss", "seq_aux_loss", "global_aux_loss"), aux_loss_coeff=(0.1, 0.1, 0.1), z_loss_coeff=0.1,
+         add_bias_linear=True, router_bias=True, capacity_factor=1.0, calculate_per_token_loss=True, input_jitter_eps=0.1),
+    dict(load_balancing_type="sinkhorn", capacity_factor=1.0, token_drop_policy="position", apply_probs_on="input"),
+]
+
+
 def test_empty_batch():
     """T = 0: an empty result, zero gradients, not None."""
-    for kw in [dict(), dict(load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1, add_bias_linear=True)]:
+    for kw in [dict(), *EVERYTHING]:
         layer = MoELayer(MoEConfig(8, 4, 4, 2, **kw))
         for f in (layer, compiled(layer)):
             x = torch.zeros(0, 3, 8, requires_grad=True)
@@ -975,11 +982,12 @@ def test_empty_batch():
 
 
 def test_all_padding_changes_nothing():
-    layer = MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1))
-    x = torch.randn(3, 2, 8, requires_grad=True)
-    y = layer(x, torch.ones(3, 2, dtype=torch.bool))
-    assert (y == 0).all()
-    assert all((g == 0).all() for g in grads(y, [x, *layer.parameters()]))
+    for kw in EVERYTHING:
+        layer = MoELayer(MoEConfig(8, 4, 4, 2, **kw))
+        x = torch.randn(3, 2, 8, requires_grad=True)
+        y = layer(x, torch.ones(3, 2, dtype=torch.bool))
+        assert (y == 0).all()
+        assert all((g == 0).all() for g in grads(y, [x, *layer.parameters()]))
 
 
 def test_padding_mask_true_means_padding():
@@ -1545,7 +1553,7 @@ def balanced_over_ranks(rank, ranks, over_sequence):
     config = MoEConfig(8, 4, 6, 2, score_function="sigmoid", enable_expert_bias=True, router_dtype=torch.float64,
                        params_dtype=torch.float64, load_balancing_type=TYPES if over_sequence else "global_aux_loss",
                        aux_loss_coeff=(0.1, 0.2, 0.3) if over_sequence else 0.3, z_loss_coeff=0.1 if over_sequence else None)
-    groups = ProcessGroups(tp_dp_cp=group, dp_cp=group, tp_cp=group if over_sequence else None)
+    groups = ProcessGroups(tp_dp_cp=group, tp_cp=group if over_sequence else None)
     for compile in (False, True):
         torch.manual_seed(0)
         whole, mine = MoELayer(config), MoELayer(config, groups)

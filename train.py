@@ -27,12 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe import MoEConfig, MoELayer, load_balancing_metrics
+from moe import MoEConfig, MoELayer, TopKRouter, load_balancing_metrics, update_expert_bias
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
 BALANCE = {                                    # --balance: what the router's config gets
     "aux": dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
+    "seq": dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
+    "global": dict(load_balancing_type="global_aux_loss", aux_loss_coeff=0.01),
+    "bias": dict(score_function="sigmoid", enable_expert_bias=True, bias_update_rate=0.01),
+    "sinkhorn": dict(load_balancing_type="sinkhorn"),
     "none": dict(),
 }
 FORMAT = "moe train.py checkpoint 1"
@@ -188,8 +192,8 @@ def make_ffn(args, kind: str) -> nn.Module:
         return DenseFFN(args)
     return MoELayer(MoEConfig(
         hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_experts=args.experts, topk=args.topk,
-        pre_softmax=args.topk == 1,           # one expert's prob, normalised, is always 1: the router would learn nothing
-        **BALANCE[args.balance]))
+        # one expert's softmax, normalised, is always 1: the router would learn nothing
+        pre_softmax=args.topk == 1 and args.balance not in ("bias", "sinkhorn"), **BALANCE[args.balance]))
 
 
 class Block(nn.Module):
@@ -441,6 +445,8 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if kind == "moe":
+            balance_step(model)
         losses.append(loss.detach())
 
         last, test = step == args.steps, step == args.steps or step % test_every == 0
@@ -474,6 +480,14 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
             sys.exit(130)
     signal.signal(signal.SIGINT, signal.default_int_handler)                 # from here on there is nothing to save
     return model, history
+
+
+def balance_step(model: nn.Module) -> None:
+    """What the routers need after an optimizer step."""
+    update_expert_bias(model)
+    for router in model.modules():
+        if isinstance(router, TopKRouter):
+            router.reset_global_aux_loss_tracker()
 
 
 @torch.no_grad()
