@@ -100,6 +100,11 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 # ---- Data: bytes; whole files are held out ----
 
+def as_bytes(tensor: Tensor) -> bytes:
+    """Of uint8, without numpy, which torch does not install."""
+    return bytes(tensor.flatten().tolist())
+
+
 def corpus_files(path: Path | None, out: Path) -> list[Path]:
     """Files in an order that does not depend on the machine."""
     if path is not None and path.is_file():
@@ -296,7 +301,7 @@ def compiler_works(device: torch.device) -> bool:
 def settings_of(args, kind: str, data: Tensor, blocks: Tensor, device, dtype) -> dict:
     """All that the numbers depend on. A checkpoint goes on only under the same."""
     names = "steps batch context lr seed layers hidden experts topk ffn balance compile".split()
-    digest = hashlib.sha256(data.numpy().tobytes() + blocks.numpy().tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256(as_bytes(data) + as_bytes(blocks)).hexdigest()[:16]
     return {**{name: getattr(args, name) for name in names}, "model": kind, "data": digest, "device": device.type,
             "precision": str(dtype).removeprefix("torch.")}
 
@@ -506,7 +511,7 @@ def sample(model: nn.Module, prompt: bytes, length: int, args, device, dtype, te
 
 def zlib_bits_per_byte(blocks: Tensor) -> float:
     """Level 9, each block by itself, of the bytes that the model predicts: blocks [.., S + 1] without their first."""
-    texts = [block.numpy().tobytes() for block in blocks.flatten(0, 1)[:, 1:]]
+    texts = [as_bytes(block) for block in blocks.flatten(0, 1)[:, 1:]]
     return 8 * sum(len(zlib.compress(text, 9)) for text in texts) / sum(map(len, texts))
 
 
@@ -540,7 +545,7 @@ def main() -> None:
     print(f"    zlib -9   {zlib_bpb:.3f}   on blocks of {args.context} bytes\n")
     draw_curves(args.out / "curves.png", histories, zlib_bpb)
 
-    prompt = blocks[len(blocks) // 2, 0, :64].numpy().tobytes()
+    prompt = as_bytes(blocks[len(blocks) // 2, 0, :64])
     print(f"\nsample, after 64 held-out bytes:\n{printable(prompt)}⟫{printable(sample(model, prompt, 400, args, device, dtype))}")
 
 
