@@ -49,6 +49,7 @@ class Case(NamedTuple):
 class Scale(NamedTuple):
     cases: list[Case]
     permute: list[Case]
+    router: Case
     decode: Case
     rounds: int                               # at most so many runs of a candidate
     seconds: float                            # and about so much time, but two runs at least
@@ -58,11 +59,13 @@ FULL = Scale(
     cases=[Case(2048, 512, 256, 64, 8, FP32), Case(2048, 512, 256, 64, 8, BF16),
            Case(2048, 512, 1024, 8, 2, FP32 if BF16 in SLOW else BF16)],
     permute=[Case(2048, 512, 256, E, 8, dtype) for dtype in (FP32, BF16) for E in (64, 256)],
+    router=Case(2048, 512, 256, 256, 8, FP32 if BF16 in SLOW else BF16),
     decode=Case(1, 2048, 768, 128, 8, BF16),
     rounds=20, seconds=6.0)
 QUICK = Scale(
     cases=[Case(64, 32, 16, 8, 4, FP32), Case(64, 32, 16, 8, 2, BF16)],
     permute=[Case(64, 32, 16, E, 2, FP32) for E in (64, 256)],
+    router=Case(64, 32, 16, 32, 2, FP32),
     decode=Case(1, 64, 32, 8, 2, BF16),
     rounds=5, seconds=0.5)
 GRAPH = Case(48, 64, 32, 16, 8, FP32)         # for recompiles and host syncs, where size does not matter
@@ -486,6 +489,23 @@ def bench_permute(report: Report, scale: Scale, case: Case) -> None:
                 scale is FULL)
 
 
+def bench_router(report: Report, scale: Scale) -> None:
+    """The router by itself beside the whole layer: logits, choice, probs, and the gradients of x and the weight."""
+    case = scale.router
+    layer, leaves, grad = layer_and_input(case)
+    torch._dynamo.reset()
+    compiled, route = torch.compile(layer, fullgraph=True), torch.compile(layer.router.route, fullgraph=True)
+    whole = Candidate(compiled, leaves)
+    router = Candidate(lambda x: route(x)[0], leaves[:2])
+    require_close(OURS, whole.results(grad), loop_in_fp64(case, leaves, grad), case.dtype)
+    grad_TK = torch.randn_like(router.forward())
+    print(f"\n{case}: the router's share")
+    timings = time_in_turn({"router, compiled": partial(router.step, grad_TK), OURS: partial(whole.step, grad)}, scale)
+    report.times(case, "forward + backward", timings, OURS)
+    share = timings["router, compiled"].ms / timings[OURS].ms
+    report.fact(case, "f + b: router / layer", share, "", 0.08, scale is FULL)
+
+
 @torch.no_grad()
 def bench_decode(report: Report, scale: Scale) -> None:
     """One token in eval: the layer beside the products of the K chosen experts."""
@@ -522,6 +542,7 @@ def bench_layer(report: Report, scale: Scale) -> None:
         bench_case(report, scale, case)
     for case in scale.permute:
         bench_permute(report, scale, case)
+    bench_router(report, scale)
     bench_decode(report, scale)
     bench_graphs(report)
 

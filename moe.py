@@ -4,14 +4,19 @@
                               │                          │
                               └──────────────────> plan_permutation ──> Experts ──> [S, B, H]
 """
+import enum
 import functools
 import math
+import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:
     from . import kernels
@@ -66,6 +71,10 @@ class MoEConfig:
     capacity_factor: float | None = None           # None: dropless
     token_drop_policy: str = "probs"               # "probs", "position"
     pad_to_capacity: bool = False
+    shared_expert_intermediate_size: int | None = None     # Fs; None: no shared expert
+    shared_expert_gate: bool = False               # its output times sigmoid(x · gate_weightᵀ)
+    shared_expert_overlap: bool = False            # in five steps, on a side stream, around the routed path
+    sequence_parallel: bool = False                # over tp each rank has its part of the sequence
     params_dtype: torch.dtype = torch.float32
     init_std: float = 0.02
 
@@ -143,6 +152,12 @@ class MoEConfig:
             refuse("capacity_factor pad_to_capacity token_drop_policy", "nothing is dropped; set capacity_factor too")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             refuse("capacity_factor", "needs a positive factor, or None")
+        size = self.shared_expert_intermediate_size
+        if size is None and (self.shared_expert_gate or self.shared_expert_overlap):
+            refuse("shared_expert_intermediate_size shared_expert_gate shared_expert_overlap",
+                   "there is no shared expert; set shared_expert_intermediate_size too")
+        if size is not None and (not isinstance(size, int) or size < 1):
+            refuse("shared_expert_intermediate_size", "needs a positive int, or None")
         for name in ("z_loss_coeff", "input_jitter_eps"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 refuse(name, "needs 0 or more, or None")
@@ -160,15 +175,45 @@ class MoEConfig:
         return 1 if self.activation == "relu2" else 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProcessGroups:
     """torch.distributed groups; None is a group of one, without communication and without init_process_group.
 
-    tp_cp: the ranks that hold one sequence between them. tp_dp_cp: all ranks. Gradients are partial on each rank and are
-    to be summed over them; a trainer that averages over R ranks gets the global loss R times too weak.
+    tp: ranks that shard the shared expert. ep: ranks that share out the experts, each with tokens of its own. tp_cp: ranks
+    that hold one sequence between them. dp_cp: all with the same tp rank. tp_dp_cp: all. expt_dp: all with the same
+    experts (the same ep rank). Gradients are partial on each rank and are to be summed: reduce_gradients. A trainer that
+    averages over R ranks instead gets the global loss R times too weak: multiply its coefficient by R.
     """
+    tp: dist.ProcessGroup | None = None
+    ep: dist.ProcessGroup | None = None
     tp_cp: dist.ProcessGroup | None = None
+    dp_cp: dist.ProcessGroup | None = None
     tp_dp_cp: dist.ProcessGroup | None = None
+    expt_dp: dist.ProcessGroup | None = None
+
+    def __post_init__(self):
+        if self.ep is not None and self.tp_dp_cp is None:
+            raise ValueError("ep is given and tp_dp_cp is None; needs tp_dp_cp too, the group of all ranks: the expert "
+                             "biases of the ranks would drift apart (ProcessGroups.from_mesh makes all groups)")
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
+        """Of a mesh with any of the dims "dp", "cp", "tp", "ep". Collective: every rank of the mesh calls it."""
+        names = mesh.mesh_dim_names or ()
+        if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
+            raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
+
+        def over(*dims):
+            dims = [i for i, name in enumerate(names) if name in dims]
+            if not dims:
+                return None
+            if len(dims) == 1:
+                return mesh.get_group(dims[0])
+            rest = [i for i in range(len(names)) if i not in dims]
+            ranks = mesh.mesh.permute(*rest, *dims).flatten(len(rest)).view(-1, math.prod(mesh.mesh.shape[i] for i in dims))
+            return dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+        return cls(tp=over("tp"), ep=over("ep"), tp_cp=over("tp", "cp"), dp_cp=over("dp", "cp", "ep"),
+                   tp_dp_cp=over("dp", "cp", "tp", "ep"), expt_dp=over("dp", "cp", "tp"))
 
 
 def _size(group) -> int:
@@ -183,6 +228,18 @@ def _all_sum(x: Tensor, group) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.detach(), "sum", group))
 
 
+def _gather_dim0(x: Tensor, group) -> Tensor:
+    """The ranks' x one after the other along the first axis."""
+    functional = dist._functional_collectives
+    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group))
+
+
+def _scatter_sum(x: Tensor, group) -> Tensor:
+    """This rank's part, along the first axis, of x summed over the group."""
+    functional = dist._functional_collectives
+    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group))
+
+
 def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
     """Drawn in fp32 whatever the dtype, so that a seed gives the same model in every dtype."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
@@ -191,24 +248,74 @@ def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
 # ---- Layer ----
 
 class MoELayer(nn.Module):
-    """hidden_states [S, B, H] -> same shape and dtype: y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t).
+    """hidden_states [S, B, H] -> same shape and dtype: y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the
+    shared expert's output. Parts: layer.router, layer.experts, layer.shared_experts (None without).
 
-    One device; `torch.compile(layer, fullgraph=True)` takes it whole. layer.router, layer.experts.
+    `torch.compile(layer, fullgraph=True)` takes it whole; with shared_expert_overlap, where streams have to be kept in
+    order by eager code, `layer.compile()` compiles the pieces between.
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__()
-        self.config = config
+        self.config, self.groups = config, pg_collection or ProcessGroups()
         self.router = TopKRouter(config, pg_collection)
-        self.experts = Experts(config)
+        self.experts = Experts(config, pg_collection)
+        self.shared_experts = None
+        if config.shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExpertMLP(config, config.shared_expert_gate, pg_collection)
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None) -> Tensor:
-        """hidden_states [S, B, H] or [T, H]; padding_mask [S, B] (or [T]) bool, True = padding: no expert, output 0;
+        """hidden_states [S, B, H] or [T, H]; padding_mask [S, B] (or [T]) bool, True = padding: no routed expert;
         topk_indices [T, K] or [S, B, K] int64 replaces the router's choice (see TopKRouter.route)."""
-        probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
-        plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
+        if self.config.shared_expert_overlap:
+            return self._forward_in_steps(hidden_states, padding_mask, topk_indices)
+        probs_TK, plan = self._plan(hidden_states, padding_mask, topk_indices)
         y_TH = self.experts(hidden_states.flatten(0, -2), probs_TK, plan)
-        return y_TH.view(hidden_states.shape)
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
+        return self._add(y_TH, shared, hidden_states)
+
+    @torch.compiler.disable(reason="streams are kept in order by eager code: use layer.compile(), which compiles the pieces")
+    def _forward_in_steps(self, hidden_states: Tensor, padding_mask: Tensor | None, topk_indices: Tensor | None) -> Tensor:
+        """The shared expert on its stream beside the routed path."""
+        shared = self.shared_experts
+        try:
+            shared.pre_forward_comm(hidden_states)
+            probs_TK, plan = self._plan(hidden_states, padding_mask, topk_indices)
+            shared.linear_fc1_forward_and_act()
+            y_TH = self.experts(hidden_states.flatten(0, -2), probs_TK, plan)
+            shared.linear_fc2_forward()
+            shared.post_forward_comm()
+            return self._add(y_TH, shared.get_output(), hidden_states)
+        except BaseException:
+            shared.reset_overlap()
+            raise
+
+    def _plan(self, hidden_states, padding_mask, topk_indices) -> tuple[Tensor, kernels.Permutation]:
+        probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
+        return probs_TK, kernels.plan_permutation(indices_TK, self.config.num_experts)
+
+    def _add(self, y_TH: Tensor, shared: Tensor | None, hidden_states: Tensor) -> Tensor:
+        y = y_TH.view(hidden_states.shape)
+        return y if shared is None else y + shared.to(y.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
+        """prefix + state-dict name -> the layer's own tensors, as DTensors over tp or ep where those are given:
+        torch.distributed.checkpoint.save writes them and load into them is the whole load, also at other sizes of tp and
+        ep, and without any process group. ValueError unless sharded_offsets and metadata are empty."""
+        parts = {name: part for name, part in self.named_children() if part is not None}
+        return {name: tensor for part in parts for name, tensor in
+                parts[part].sharded_state_dict(f"{prefix}{part}.", sharded_offsets, metadata).items()}
+
+    def compile(self, **options) -> None:
+        """In place, with torch.compile's options: the whole layer as one graph; with shared_expert_overlap its pieces
+        (router and plan, experts, shared fc1, shared fc2, sum), each one graph."""
+        if not self.config.shared_expert_overlap:
+            return super().compile(**{"fullgraph": True, **options})
+        for owner, names in ((self, ("_plan", "_add")), (self.experts, ("forward",)),
+                             (self.shared_experts, ("_fc1_and_act", "_fc2"))):
+            for name in names:                                        # a bound method, so that deepcopy binds it anew
+                function = torch.compile(getattr(type(owner), name), **{"fullgraph": True, **options})
+                setattr(owner, name, types.MethodType(function, owner))
 
 
 # ---- Router ----
@@ -248,8 +355,10 @@ class Router(ABC, nn.Module):
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__()
-        self.config = config
-        self.groups = pg_collection or ProcessGroups()
+        self.config, self.groups = config, pg_collection or ProcessGroups()
+        if _size(self.groups.tp) > 1 and not config.sequence_parallel:
+            raise ValueError(f"tp has {_size(self.groups.tp)} ranks and sequence_parallel is False: they would route the same "
+                             f"tokens; set sequence_parallel=True")
         self.layer_number: int | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=config.params_dtype)) if config.router_bias else None
@@ -363,6 +472,10 @@ class TopKRouter(Router):
     def _save_to_state_dict(self, *args, **kwargs):
         self._maintain_float32_expert_bias()
         super()._save_to_state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
+        """See MoELayer.sharded_state_dict."""
+        return _sharded(self, self.groups.tp, {}, prefix, sharded_offsets, metadata)
 
     # -- the steps of a routing, in order --
 
@@ -633,9 +746,9 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
 class Experts(nn.Module):
     """All experts in one tensor per projection; see kernels.expert_mlp."""
 
-    def __init__(self, config: MoEConfig):
+    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__()
-        self.config = config
+        self.config, self.groups = config, pg_collection or ProcessGroups()
         E, P, F, H = config.num_experts, config.parts, config.ffn_hidden_size, config.hidden_size
 
         def parameter(*shape):
@@ -669,3 +782,287 @@ class Experts(nn.Module):
             x, probs, plan, fc1, fc2, fc1_bias, fc2_bias, config.apply_probs_on, config.activation, config.glu_alpha,
             config.glu_linear_offset, config.activation_clamp_value, config.activation_fp8_input_store)
         return out.to(tokens.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
+        """See MoELayer.sharded_state_dict."""
+        names = dict(self.named_parameters())
+        return _sharded(self, self.groups.ep, dict.fromkeys(names, 0), prefix, sharded_offsets, metadata)
+
+
+# ---- Shared expert: every token's; in one go, or in five steps on a side stream beside the routed path ----
+
+class _NoStream:
+    """Stands where there is no accelerator: everything runs in the order of the program, nothing has to wait."""
+
+    def wait_stream(self, stream) -> None: ...
+
+    def __enter__(self): ...
+
+    def __exit__(self, *_): ...
+
+
+def _side_stream():
+    return torch.Stream(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else _NoStream()
+
+
+def _current_stream():
+    return torch.accelerator.current_stream() if torch.accelerator.is_available() else _NoStream()
+
+
+def _used_on(tensor: Tensor, stream) -> None:
+    """Keeps the memory of a tensor that crosses to `stream` until that has read it, in the backward too."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(stream)
+
+
+class SharedExpertState(enum.Enum):
+    """Which of the five steps was the last."""
+    IDLE = 0
+    PRE_FORWARD_COMM_DONE = 1
+    FC1_FORWARD_DONE = 2
+    FC2_FORWARD_DONE = 3
+    POST_FORWARD_COMM_DONE = 4
+
+
+_CACHED_IN = {SharedExpertState.PRE_FORWARD_COMM_DONE: "cached_fc1_input", SharedExpertState.FC1_FORWARD_DONE: "cached_fc2_input",
+              SharedExpertState.FC2_FORWARD_DONE: "cached_fc2_output", SharedExpertState.POST_FORWARD_COMM_DONE: "cached_output"}
+
+
+def overlap_state_check(required_state: SharedExpertState, next_state: SharedExpertState):
+    """Decorates a step: RuntimeError, and nothing changes, unless overlap is on, the state is `required_state` and the
+    step before has left its tensors; then runs it and moves to `next_state`. An exception in it drops all caches."""
+    def decorate(step):
+        @functools.wraps(step)
+        def checked(self, *args, **kwargs):
+            if not self.config.shared_expert_overlap:
+                raise RuntimeError(f"{step.__name__} needs shared_expert_overlap=True, found False: call the module itself")
+            if self._overlap_state is not required_state:
+                raise RuntimeError(f"{step.__name__} needs the state {required_state.name}, found {self._overlap_state.name}")
+            needed = [_CACHED_IN[required_state]] if required_state in _CACHED_IN else []
+            needed += ["gate_score"] if needed and self.gate_weight is not None else []
+            for name in needed:
+                if getattr(self, name) is None:
+                    raise RuntimeError(f"{step.__name__} needs {name} from the step before, found None")
+            try:
+                result = step(self, *args, **kwargs)
+            except BaseException:
+                self.reset_overlap()
+                raise
+            self._overlap_state = next_state
+            return result
+        return checked
+    return decorate
+
+
+class _BackwardStreamWait(torch.autograd.Function):
+    """input -> input; in the backward `stream` waits for the current one, so that what runs there next does not start
+    before what the routed path has launched."""
+
+    @staticmethod
+    def forward(ctx, input, stream):
+        ctx.stream = stream
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.stream.wait_stream(_current_stream())
+        return grad, None
+
+
+def set_tensor_grad_fn_sequence_sr(tensor: Tensor, value: int) -> None:
+    """Of the nodes that are ready, the backward takes the one with the highest number first. Without a grad_fn: nothing."""
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(value)
+
+
+class _EnterTP(torch.autograd.Function):
+    """Each rank's part of the tokens -> all of them (sequence parallel); else all tokens stay. Backward: the sum."""
+
+    @staticmethod
+    def forward(ctx, x, group, sequence_parallel):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return _gather_dim0(x, group) if sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _scatter_sum(grad, ctx.group) if ctx.sequence_parallel else _all_sum(grad, ctx.group), None, None
+
+
+class _LeaveTP(torch.autograd.Function):
+    """Partial sums of all tokens -> each rank's part, summed (sequence parallel); else all, summed. The other way round
+    of _EnterTP."""
+
+    @staticmethod
+    def forward(ctx, x, group, sequence_parallel):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return _scatter_sum(x, group) if sequence_parallel else _all_sum(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather_dim0(grad, ctx.group) if ctx.sequence_parallel else grad, None, None
+
+
+class SharedExpertMLP(nn.Module):
+    """An MLP of width shared_expert_intermediate_size with the config's activation, without biases; with `gate` its
+    output times sigmoid(x · gate_weightᵀ). hidden_states [.., H] -> the same shape; over tp, with sequence_parallel the
+    first axis is each rank's part of the sequence, else every rank holds all of it.
+
+    `forward` is one go. With shared_expert_overlap five steps do the same on the class-wide `stream`, for a dispatcher
+    to put between its communications: pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward,
+    post_forward_comm, get_output. Each gives RuntimeError out of order.
+    """
+    stream = None                                                     # of the class; an instance without overlap: None
+
+    def __init__(self, config: MoEConfig, gate: bool, pg_collection: ProcessGroups | None = None):
+        super().__init__()
+        self.config, self.groups = config, pg_collection or ProcessGroups()
+        size, ranks = config.shared_expert_intermediate_size, _size(self.groups.tp)
+        if size is None or size % ranks:
+            raise ValueError(f"shared_expert_intermediate_size is {size}; needs a multiple of the tp size, {ranks}")
+        shape = config.parts, size // ranks, config.hidden_size
+        self.fc1 = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))                       # [P, Fs / tp, H]
+        self.fc2 = nn.Parameter(torch.empty(shape[2], shape[1], dtype=config.params_dtype))          # [H, Fs / tp]
+        self.gate_weight = nn.Parameter(torch.empty(1, shape[2], dtype=config.params_dtype)) if gate else None
+        if not config.shared_expert_overlap:
+            self.stream = None
+        elif SharedExpertMLP.stream is None:
+            SharedExpertMLP.stream = _side_stream()
+        self.reset_overlap()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the unsharded weights (normal, init_std) on every rank and keeps its part: the same at every tp."""
+        (P, F, H), tp = self.fc1.shape, self.groups.tp
+        rank, ranks, std = 0 if tp is None else tp.rank(), _size(tp), self.config.init_std
+        with torch.no_grad():
+            self.fc1.copy_(_normal((P, F * ranks, H), std, self.fc1).chunk(ranks, 1)[rank])
+            self.fc2.copy_(_normal((H, F * ranks), std, self.fc2).chunk(ranks, 1)[rank])
+            if self.gate_weight is not None:
+                self.gate_weight.copy_(_normal(self.gate_weight.shape, std, self.gate_weight))
+
+    # -- the parts --
+
+    def _score(self, x: Tensor) -> Tensor | None:
+        if x.shape[-1] != self.config.hidden_size:
+            raise ValueError(f"hidden_states has shape {list(x.shape)}; needs [.., {self.config.hidden_size}]")
+        return None if self.gate_weight is None else F.linear(x, self.gate_weight).sigmoid()
+
+    def _enter(self, x: Tensor) -> Tensor:
+        tp = self.groups.tp
+        return x if tp is None else _EnterTP.apply(x, tp, self.config.sequence_parallel)
+
+    def _fc1_and_act(self, x: Tensor) -> Tensor:
+        config = self.config
+        return kernels.activation(
+            F.linear(x, self.fc1.flatten(0, 1)), config.activation, None, config.glu_alpha, config.glu_linear_offset,
+            config.activation_clamp_value, config.activation_fp8_input_store)
+
+    def _fc2(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.fc2)
+
+    def _leave(self, y: Tensor) -> Tensor:
+        tp = self.groups.tp
+        return y if tp is None else _LeaveTP.apply(y, tp, self.config.sequence_parallel)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate_score = self._score(hidden_states)
+        output = self._leave(self._fc2(self._fc1_and_act(self._enter(hidden_states))))
+        return output if gate_score is None else output * gate_score
+
+    # -- the same in five steps --
+
+    def reset_overlap(self) -> None:
+        """Back to IDLE, without caches: after an exception outside of the steps."""
+        self._overlap_state, self.gate_score = SharedExpertState.IDLE, None
+        self.cached_fc1_input = self.cached_fc2_input = self.cached_fc2_output = self.cached_output = None
+
+    def wait_current_stream(self) -> None:
+        """The side stream waits for what is on the current one so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(_current_stream())
+
+    @overlap_state_check(SharedExpertState.IDLE, SharedExpertState.PRE_FORWARD_COMM_DONE)
+    def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
+        """The gate's score; the tokens of all tp ranks."""
+        if wait_current_stream:
+            self.wait_current_stream()
+        _used_on(input, self.stream)
+        with self.stream:
+            self.gate_score = self._score(input)
+            self.cached_fc1_input = self._enter(input)
+
+    @overlap_state_check(SharedExpertState.PRE_FORWARD_COMM_DONE, SharedExpertState.FC1_FORWARD_DONE)
+    def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
+        """overlapped_comm_output: of the communication that runs beside this step. Its backward is launched before this
+        step's, which then waits for what is on the main stream."""
+        with self.stream:
+            act = self._fc1_and_act(self.cached_fc1_input)
+        act = _BackwardStreamWait.apply(act, self.stream)
+        if overlapped_comm_output is not None and overlapped_comm_output.grad_fn is not None:
+            set_tensor_grad_fn_sequence_sr(act, overlapped_comm_output.grad_fn._sequence_nr() - 1)
+        self.cached_fc1_input, self.cached_fc2_input = None, act
+
+    @overlap_state_check(SharedExpertState.FC1_FORWARD_DONE, SharedExpertState.FC2_FORWARD_DONE)
+    def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
+        """overlapped_comm_output: its backward goes before everything else that is ready."""
+        if overlapped_comm_output is not None:
+            set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
+        with self.stream:
+            self.cached_fc2_output = self._fc2(self.cached_fc2_input)
+        self.cached_fc2_input = None
+
+    @overlap_state_check(SharedExpertState.FC2_FORWARD_DONE, SharedExpertState.POST_FORWARD_COMM_DONE)
+    def post_forward_comm(self) -> None:
+        """The sum over the tp ranks."""
+        with self.stream:
+            self.cached_output = self._leave(self.cached_fc2_output)
+        self.cached_fc2_output = None
+
+    @overlap_state_check(SharedExpertState.POST_FORWARD_COMM_DONE, SharedExpertState.IDLE)
+    def get_output(self) -> Tensor:
+        """The output, gated; the current stream waits for it."""
+        with self.stream:
+            output = self.cached_output if self.gate_score is None else self.cached_output * self.gate_score
+        current = _current_stream()
+        current.wait_stream(self.stream)
+        _used_on(output, current)
+        self.cached_output = self.gate_score = None
+        return output
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
+        """See MoELayer.sharded_state_dict."""
+        return _sharded(self, self.groups.tp, {"fc1": 1, "fc2": 1}, prefix, sharded_offsets, metadata)
+
+
+# ---- Across ranks: checkpoints, gradients ----
+
+def _sharded(module: nn.Module, group, dims: dict[str, int], prefix: str, sharded_offsets, metadata) -> dict[str, Tensor]:
+    """The module's state dict, each tensor as a DTensor over the group: sharded along dims[name], else replicated."""
+    if sharded_offsets or metadata:
+        raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; both need to be empty: layers "
+                         f"are told apart by their prefix")
+    tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    if group is not None:
+        mesh = DeviceMesh.from_group(group, next(iter(tensors.values())).device.type)
+        tensors = {name: DTensor.from_local(tensor, mesh, [Shard(dims[name]) if name in dims else Replicate()], run_check=False)
+                   for name, tensor in tensors.items()}
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them: the router's and the gate's over
+    tp_dp_cp, the shared expert's over dp_cp, the experts' over expt_dp, never ep. For who trains without FSDP and DDP,
+    before the optimizer step. Collective; a parameter that got no gradient on this rank counts as zero."""
+    for part in module.modules():
+        if not isinstance(part, (TopKRouter, Experts, SharedExpertMLP)):
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            groups = part.groups
+            # a gate that sees the same tokens on every tp rank has its whole gradient on each
+            whole = name == "gate_weight" and (groups.tp is None or part.config.sequence_parallel)
+            group = groups.expt_dp if isinstance(part, Experts) else \
+                groups.tp_dp_cp if isinstance(part, Router) or whole else groups.dp_cp
+            if group is not None and parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)

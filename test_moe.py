@@ -32,7 +32,8 @@ from kernels import (
     plan_permutation, sinkhorn, sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
     topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
 from moe import (
-    MoEConfig, MoELayer, ProcessGroups, TopKRouter, load_balancing_metrics, set_aux_loss_scale, update_expert_bias)
+    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter, load_balancing_metrics,
+    reduce_gradients, set_aux_loss_scale, update_expert_bias)
 
 HERE = Path(__file__).resolve().parent
 INF, NAN = math.inf, math.nan
@@ -749,7 +750,8 @@ def test_refused_configs():
         refused(load_balancing_type=("sinkhorn", "aux_loss"), aux_loss_coeff=(0.0, 0.1)),
         refused(load_balancing_type="sinkhorn", num_groups=2, group_topk=1), refused(load_balancing_type="sinkhorn", enable_expert_bias=True),
         refused(pad_to_capacity=True), refused(token_drop_policy="position"), refused(capacity_factor=0.0),
-        refused(capacity_factor=1.0, token_drop_policy="random"),
+        refused(capacity_factor=1.0, token_drop_policy="random"), refused(shared_expert_overlap=True),
+        refused(shared_expert_intermediate_size=0),
     ]), """\
 ValueError: topk = 9, num_experts = 8: a token cannot have more experts than there are; lower topk
 ValueError: topk = 0: needs a positive int
@@ -1589,6 +1591,396 @@ def balanced_over_ranks(rank, ranks, over_sequence):
 def test_router_over_two_ranks(over_sequence):
     """Counts, losses and the bias over groups: what one process computes on the whole batch."""
     spawn_gloo(balanced_over_ranks, 2, over_sequence)
+
+
+# ---- Shared expert ----
+
+STEPS = ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward", "post_forward_comm", "get_output")
+
+
+def shared_config(**fixed) -> MoEConfig:
+    return MoEConfig(**{**dict(hidden_size=6, ffn_hidden_size=5, num_experts=4, topk=2, shared_expert_intermediate_size=8,
+                               params_dtype=torch.float64, router_dtype=torch.float64), **fixed})
+
+
+def shared_loop(x: Tensor, c: MoEConfig, fc1: Tensor, fc2: Tensor, gate_weight: Tensor | None) -> Tensor:
+    """fc2 · act(fc1 · x) · sigmoid(gate · x), one token at a time."""
+    rows = []
+    for x_H in x.flatten(0, -2):
+        y_H = fc2 @ act_loop(fc1.flatten(0, 1) @ x_H, c)
+        rows.append(y_H if gate_weight is None else y_H / (1 + (-(gate_weight[0] * x_H).sum()).exp()))
+    return torch.stack(rows).view(x.shape)
+
+
+def in_steps(shared, x: Tensor) -> Tensor:
+    for step in STEPS:
+        out = getattr(shared, step)(*([x] if step == STEPS[0] else []))
+    return out
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("kind", list(kernels.ACTIVATIONS))
+def test_shared_expert_matches_loop(kind, gate):
+    """One go and five steps, eager and compiled pieces: the loop's output and gradients, bitwise the same as each other."""
+    options = {} if kind == "relu2" else dict(glu_linear_offset=0.5, activation_clamp_value=0.6)
+    shared = SharedExpertMLP(shared_config(activation=kind, init_std=0.5, shared_expert_overlap=True, **options), gate)
+    x = torch.randn(5, 3, 6, dtype=torch.float64, requires_grad=True)
+    upstream, leaves = torch.randn(5, 3, 6, dtype=torch.float64), [x, *shared.parameters()]
+    want = shared_loop(x, shared.config, shared.fc1, shared.fc2, shared.gate_weight)
+    wants = [want, *grads(want, leaves, upstream)]
+    for function in (shared, functools.partial(in_steps, shared), compiled(shared)):
+        got = function(x)
+        for a, b in zip([got, *grads(got, leaves, upstream)], wants):
+            close(a, b)
+    one, five = shared(x), in_steps(shared, x)
+    same(one, five), same(grads(one, leaves, upstream), grads(five, leaves, upstream))
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_shared_expert_in_the_layer_matches_loop(overlap, how):
+    """The layer with a shared expert is the routed loop plus the shared loop; a padding token gets the shared one alone."""
+    layer = random_layer(shared_config(shared_expert_overlap=overlap, shared_expert_gate=True, init_std=0.5))
+    shared, mask = layer.shared_experts, torch.rand(5, 3) < 0.3
+    x = torch.randn(5, 3, 6, dtype=torch.float64, requires_grad=True)
+    want = layer_loop(layer, x, mask)[0] + shared_loop(x, layer.config, shared.fc1, shared.fc2, shared.gate_weight)
+    leaves, upstream = [x, *layer.parameters()], torch.randn(5, 3, 6, dtype=torch.float64)
+    if how != "eager":
+        layer.compile(backend=how)
+    got = layer(x, mask)
+    close(got, want)
+    for a, b in zip(grads(got, leaves, upstream), grads(want, leaves, upstream)):
+        close(a, b)
+    same(got[mask], shared(x)[mask])
+
+
+def test_shared_expert_through_inductor():
+    """Without overlap one graph, with overlap its pieces; both equal eager, also under autocast."""
+    for overlap in (False, True):
+        eager = MoELayer(shared_config(shared_expert_overlap=overlap, params_dtype=torch.float32, router_dtype=torch.float32))
+        layer = copy.deepcopy(eager)
+        layer.compile()
+        for cast in (False, True):
+            x = torch.randn(5, 3, 6)
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                a, b = eager(x), layer(x)
+            assert a.dtype == b.dtype == torch.float32
+            close(b, a, 2e-2 if cast else 1e-6)
+            for got, want in zip(grads(b, list(layer.parameters())), grads(a, list(eager.parameters()))):
+                assert got.dtype == torch.float32
+                close(got, want, 2e-2 if cast else 1e-6)
+
+
+def test_shared_compiled_layer_copies_with_its_own_weights():
+    layer = MoELayer(shared_config(shared_expert_overlap=True))
+    layer.compile(backend="eager")
+    x = torch.randn(4, 1, 6, dtype=torch.float64)
+    y = layer(x)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    same(other(x), torch.zeros_like(x)), same(layer(x), y)
+
+
+def test_shared_overlap_says_how_to_compile():
+    layer = MoELayer(shared_config(shared_expert_overlap=True))
+    with pytest.raises(Exception, match="use layer.compile()"):
+        compiled(layer)(torch.randn(4, 1, 6, dtype=torch.float64))
+
+
+def test_shared_steps_refuse_every_wrong_order():
+    """From every state every other step is refused, with nothing changed; then the right one goes on."""
+    shared = SharedExpertMLP(shared_config(shared_expert_overlap=True), gate=True)
+    x, texts = torch.randn(4, 1, 6, dtype=torch.float64), []
+    cached = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score", "_overlap_state")
+
+    def refused(step):
+        before = [getattr(shared, name) for name in cached]
+        texts.append(error(getattr(shared, step), *([x] if step == STEPS[0] else [])))
+        assert all(a is b for a, b in zip(before, [getattr(shared, name) for name in cached])), step
+    for i, right in enumerate(STEPS):
+        for step in STEPS:
+            if step != right:
+                refused(step)
+        for name in cached[:5]:                                       # a missing tensor: refused too, and nothing changes
+            value = getattr(shared, name)
+            if value is not None:
+                setattr(shared, name, None)
+                refused(right)
+                setattr(shared, name, value)
+        out = getattr(shared, right)(*([x] if i == 0 else []))
+    close(out, shared(x))
+    assert [getattr(shared, name) for name in cached] == [None] * 5 + [SharedExpertState.IDLE]
+    assert len(texts) == 5 * 4 + 2 * 4
+    assert_expected_inline("\n".join(sorted(set(texts))), """""")
+    assert_expected_inline(error(SharedExpertMLP(shared_config(), gate=False).get_output), """""")
+    assert SharedExpertMLP(shared_config(), gate=False).stream is None
+    SharedExpertMLP(shared_config(), gate=False).wait_current_stream()
+
+
+def test_shared_layer_works_again_after_an_exception(monkeypatch):
+    """In any step, in the router, in the experts, in a wrong input: the next forward is right."""
+    layer = MoELayer(shared_config(shared_expert_overlap=True, shared_expert_gate=True))
+    shared, x = layer.shared_experts, torch.randn(4, 1, 6, dtype=torch.float64)
+    want, places = layer(x), [(shared, name) for name in ("_score", "_enter", "_fc1_and_act", "_fc2", "_leave", *STEPS)]
+
+    def fail(*_, **__):
+        raise ZeroDivisionError
+    for owner, name in [*places, (layer.router, "route"), (layer.experts, "forward"), (layer, "_add")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(ZeroDivisionError):
+                layer(x)
+        assert shared._overlap_state is SharedExpertState.IDLE and shared.cached_fc1_input is None
+        same(layer(x), want)
+    with pytest.raises(ValueError):
+        layer(torch.randn(4, 1, 7, dtype=torch.float64))
+    shared.pre_forward_comm(x)
+    with pytest.raises(ValueError), monkeypatch.context() as patch:   # a step by itself, too
+        patch.setattr(shared, "_fc1_and_act", lambda x: (_ for _ in ()).throw(ValueError()))
+        shared.linear_fc1_forward_and_act()
+    assert shared._overlap_state is SharedExpertState.IDLE and shared.gate_score is None
+    same(layer(x), want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_shared_overlap_under_checkpoint(reentrant):
+    layer = MoELayer(shared_config(shared_expert_overlap=True, init_std=0.5))
+    x = torch.randn(4, 2, 6, dtype=torch.float64, requires_grad=True)
+    want = grads(layer(x).sin().sum(), [x, *layer.parameters()])
+    for _ in range(2):
+        layer.zero_grad(), setattr(x, "grad", None)
+        torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sin().sum().backward()
+        for a, b in zip([x, *layer.parameters()], want):
+            same(a.grad, b)
+
+
+class Recorder:
+    """A stream that writes down who waits for whom, and a note of every operation that runs on it."""
+    current: list = []
+
+    def __init__(self, name, trace):
+        self.name, self.trace = name, trace
+
+    def wait_stream(self, other):
+        self.trace.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self):
+        Recorder.current.append(self)
+
+    def __exit__(self, *_):
+        Recorder.current.pop()
+
+
+class Note(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name, trace):
+        ctx.name, ctx.trace = name, trace
+        trace.append(f"{name} on {Recorder.current[-1].name}")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.trace.append(f"{ctx.name} backward")
+        return grad, None, None
+
+
+def recorded(shared, trace, monkeypatch) -> None:
+    """From now on the shared expert's streams and products write to the trace."""
+    Recorder.current = [Recorder("main", trace)]
+    monkeypatch.setattr(moe, "_current_stream", lambda: Recorder.current[-1])
+    monkeypatch.setattr(SharedExpertMLP, "stream", Recorder("side", trace))
+    for name in ("_score", "_enter", "_fc1_and_act", "_fc2", "_leave"):
+        monkeypatch.setattr(shared, name, functools.partial(
+            lambda function, name, x: Note.apply(function(x), "shared" + name, trace), getattr(shared, name), name))
+
+
+def test_shared_order_and_waits(monkeypatch):
+    """Steps given `overlapped_comm_output`: in the backward each communication goes first, and the side stream waits."""
+    shared, trace = SharedExpertMLP(shared_config(shared_expert_overlap=True), gate=True), []
+    recorded(shared, trace, monkeypatch)
+    x = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+    shared.pre_forward_comm(x)
+    dispatched = Note.apply(x.sin(), "dispatch", trace)
+    shared.linear_fc1_forward_and_act(dispatched)
+    rows = Note.apply(dispatched.cos(), "experts", trace)
+    combined = Note.apply(rows.sin(), "combine", trace)
+    shared.linear_fc2_forward(combined)
+    shared.post_forward_comm()
+    out = combined + shared.get_output()
+    trace.append("")
+    out.sum().backward()
+    assert_expected_inline("\n".join(trace), """""")
+
+
+def test_shared_layer_order_and_waits(monkeypatch):
+    """In the layer, local dispatch: the shared expert's steps on the side stream, around the routed experts."""
+    layer, trace = MoELayer(shared_config(shared_expert_overlap=True)), []
+    recorded(layer.shared_experts, trace, monkeypatch)
+    for name in ("_plan", "experts"):
+        def noted(function, name, *args):
+            out = function(*args)
+            return Note.apply(out, name, trace) if name == "experts" else (Note.apply(out[0], name, trace), out[1])
+        owner, attribute = (layer, name) if name == "_plan" else (layer.experts, "forward")
+        monkeypatch.setattr(owner, attribute, functools.partial(noted, getattr(owner, attribute), name))
+    out = layer(torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True))
+    trace.append("")
+    out.sum().backward()
+    assert_expected_inline("\n".join(trace), """""")
+
+
+def test_shared_sequence_number_without_a_graph():
+    moe.set_tensor_grad_fn_sequence_sr(torch.zeros(3), 7)             # no grad_fn: nothing to do
+    y = torch.zeros(3, requires_grad=True).sin()
+    moe.set_tensor_grad_fn_sequence_sr(y, 7)
+    assert y.grad_fn._sequence_nr() == 7
+
+
+def shared_over_tp(rank, ranks):
+    """tp ranks against the unsharded module: outputs and all gradients, in one go, compiled, and in steps."""
+    group = torch.distributed.group.WORLD
+    for parallel, kind, overlap in itertools.product((True, False), ("swiglu", "relu2"), (False, True)):
+        config = shared_config(activation=kind, sequence_parallel=parallel, shared_expert_overlap=overlap, init_std=0.5)
+        torch.manual_seed(0)
+        whole = SharedExpertMLP(dataclasses.replace(config, sequence_parallel=False, shared_expert_overlap=False), gate=True)
+        torch.manual_seed(0)
+        mine = SharedExpertMLP(config, gate=True, pg_collection=ProcessGroups(tp=group))
+        same(mine.fc1, whole.fc1.chunk(ranks, 1)[rank]), same(mine.fc2, whole.fc2.chunk(ranks, 1)[rank])
+        x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
+        upstream, part = torch.randn_like(x), (lambda t: t.chunk(ranks)[rank] if parallel else t)
+        want = whole(x)
+        want_x, want_1, want_2, want_g = grads(want, [x, *whole.parameters()], upstream)
+        x_r = part(x).detach().clone().requires_grad_()
+        for function in [functools.partial(in_steps, mine)] if overlap else [mine, compiled(mine)]:
+            got = function(x_r)
+            close(got, part(want))
+            got.backward(part(upstream).contiguous())
+            reduce_gradients(mine)                                    # the groups say: dp_cp None; so only ..
+            if parallel:                                              # .. the gate, which saw its part of the tokens
+                torch.distributed.all_reduce(mine.gate_weight.grad)
+            close(x_r.grad, part(want_x)), close(mine.gate_weight.grad, want_g)
+            close(mine.fc1.grad, want_1.chunk(ranks, 1)[rank]), close(mine.fc2.grad, want_2.chunk(ranks, 1)[rank])
+            mine.zero_grad(), setattr(x_r, "grad", None)
+
+    assert error(SharedExpertMLP, shared_config(shared_expert_intermediate_size=7), False, ProcessGroups(tp=group)) == \
+        "ValueError: shared_expert_intermediate_size is 7; needs a multiple of the tp size, 2"
+    assert "set sequence_parallel=True" in error(MoELayer, shared_config(), ProcessGroups(tp=group))
+
+
+def test_shared_expert_over_two_tp_ranks():
+    spawn_gloo(shared_over_tp, 2)
+
+
+def layer_over_tp(rank, ranks, folder):
+    """The whole layer with sequence parallelism; then its checkpoint, written at tp 2, and one written at tp 1 and read."""
+    import torch.distributed.checkpoint as dcp
+    mesh = torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    groups = ProcessGroups.from_mesh(mesh)
+    for overlap in (False, True):
+        config = shared_config(sequence_parallel=True, shared_expert_overlap=overlap, shared_expert_gate=True, init_std=0.5,
+                               score_function="sigmoid", enable_expert_bias=True, z_loss_coeff=0.1)
+        torch.manual_seed(0)
+        whole = MoELayer(dataclasses.replace(config, sequence_parallel=False, shared_expert_overlap=False))
+        torch.manual_seed(0)
+        mine = MoELayer(config, groups)
+        if overlap:
+            mine.compile(backend="aot_eager")
+        x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
+        upstream = torch.randn_like(x)
+        want, got = whole(x), mine(x.chunk(ranks)[rank])
+        close(got, want.chunk(ranks)[rank])
+        want.backward(upstream), got.backward(upstream.chunk(ranks)[rank].contiguous())
+        reduce_gradients(mine)
+        sharded = {"shared_experts.fc1", "shared_experts.fc2"}
+        for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+            close(a.grad, b.grad.chunk(ranks, 1)[rank] if name in sharded else b.grad)
+        update_expert_bias(mine), update_expert_bias(whole)
+        same(mine.router.expert_bias, whole.router.expert_bias)
+    mine, sharded = saved_layer(groups), {"shared_experts.fc1", "shared_experts.fc2"}
+    dcp.save(mine.sharded_state_dict("a."), checkpoint_id=f"{folder}/tp2")
+    for tensor in mine.state_dict().values():
+        tensor.zero_()
+    dcp.load(mine.sharded_state_dict("a."), checkpoint_id=f"{folder}/tp1")
+    for (name, a), b in zip(mine.state_dict().items(), saved_layer().state_dict().values()):
+        same(a, b.chunk(ranks, 1)[rank] if name in sharded else b)
+
+
+def saved_layer(groups=None) -> MoELayer:
+    torch.manual_seed(5)
+    layer = MoELayer(shared_config(shared_expert_gate=True, sequence_parallel=True, score_function="sigmoid",
+                                   enable_expert_bias=True, add_bias_linear=True), groups)
+    layer.router.expert_bias.copy_(torch.arange(4.0))
+    return layer
+
+
+def test_shared_layer_and_checkpoints_over_two_tp_ranks(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    layer, other = saved_layer(), saved_layer()
+    state = layer.sharded_state_dict("a.")
+    assert list(state) == ["a." + name for name in layer.state_dict()]
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(state.values(), layer.state_dict().values()))
+    dcp.save(state, checkpoint_id=f"{tmp_path}/tp1")
+    spawn_gloo(layer_over_tp, 2, str(tmp_path))
+    for tensor in other.state_dict().values():
+        tensor.zero_()
+    dcp.load(other.sharded_state_dict("a."), checkpoint_id=f"{tmp_path}/tp2")
+    for a, b in zip(other.state_dict().values(), layer.state_dict().values()):
+        same(a, b)
+    assert_expected_inline(error(layer.sharded_state_dict, "", ((0, 1, 2),)), """""")
+
+
+def mesh_groups(rank, ranks):
+    """from_mesh: who is in which group, as rank 1 of 4 sees it."""
+    from torch.distributed import get_process_group_ranks as members
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    groups = ProcessGroups.from_mesh(mesh)
+    got = {f.name: None if getattr(groups, f.name) is None else members(getattr(groups, f.name)) for f in dataclasses.fields(groups)}
+    if rank == 1:
+        assert got == dict(tp=[0, 1], ep=[1, 3], tp_cp=[0, 1], dp_cp=[1, 3], tp_dp_cp=[0, 1, 2, 3], expt_dp=[0, 1]), got
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    groups = ProcessGroups.from_mesh(mesh)
+    got = {f.name: None if getattr(groups, f.name) is None else members(getattr(groups, f.name)) for f in dataclasses.fields(groups)}
+    if rank == 1:
+        assert got == dict(tp=None, ep=[0, 1], tp_cp=None, dp_cp=[0, 1, 2, 3], tp_dp_cp=[0, 1, 2, 3], expt_dp=[1, 3]), got
+    assert "needs names among" in error(ProcessGroups.from_mesh, torch.distributed.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",)))
+    assert "needs tp_dp_cp too" in error(ProcessGroups, ep=torch.distributed.group.WORLD)
+
+
+def test_shared_groups_from_a_mesh():
+    spawn_gloo(mesh_groups, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_shared_overlap_on_cuda():
+    """200 steps with overlap on and off: bitwise the same gradients."""
+    config = MoEConfig(256, 128, 16, 4, shared_expert_intermediate_size=512, shared_expert_gate=True)
+    one = MoELayer(config).cuda()
+    two = MoELayer(dataclasses.replace(config, shared_expert_overlap=True)).cuda()
+    two.load_state_dict(one.state_dict())
+    for _ in range(200):
+        x = torch.randn(512, 2, 256, device="cuda")
+        for layer in (one, two):
+            layer.zero_grad()
+            layer(x).sin().sum().backward()
+        for a, b in zip(one.parameters(), two.parameters()):
+            same(a.grad, b.grad)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_shared_kernels_run_beside_the_routed_path_on_cuda():
+    """A profiler trace: kernels of the side stream run while kernels of the main one do."""
+    from torch.profiler import ProfilerActivity, profile
+    layer = MoELayer(MoEConfig(1024, 512, 16, 4, shared_expert_intermediate_size=2048, shared_expert_overlap=True,
+                               params_dtype=torch.bfloat16)).cuda()
+    x = torch.randn(4096, 1, 1024, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        layer(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        layer(x).sum().backward()
+        torch.cuda.synchronize()
+    spans = [(e.time_range.start, e.time_range.end, e.device_resource_id) for e in trace.events() if e.device_type.name == "CUDA"]
+    assert any(a[2] != b[2] and a[0] < b[1] and b[0] < a[1] for a in spans for b in spans)
 
 
 # ---- Compile, memory, repeatability ----
