@@ -789,6 +789,8 @@ ValueError: capacity_factor = None, pad_to_capacity = True, token_drop_policy = 
 ValueError: capacity_factor = None, pad_to_capacity = False, token_drop_policy = 'position': nothing is dropped; set capacity_factor too
 ValueError: capacity_factor = 0.0: needs a positive factor, or None
 ValueError: token_drop_policy = 'random': needs one of probs, position
+ValueError: shared_expert_intermediate_size = None, shared_expert_gate = False, shared_expert_overlap = True: there is no shared expert; set shared_expert_intermediate_size too
+ValueError: shared_expert_intermediate_size = 0: needs a positive int, or None
 """)
 
 
@@ -1713,8 +1715,36 @@ def test_shared_steps_refuse_every_wrong_order():
     close(out, shared(x))
     assert [getattr(shared, name) for name in cached] == [None] * 5 + [SharedExpertState.IDLE]
     assert len(texts) == 5 * 4 + 2 * 4
-    assert_expected_inline("\n".join(sorted(set(texts))), """""")
-    assert_expected_inline(error(SharedExpertMLP(shared_config(), gate=False).get_output), """""")
+    assert_expected_inline("\n".join(sorted(set(texts))), """\
+RuntimeError: get_output needs cached_output from the step before, found None
+RuntimeError: get_output needs gate_score from the step before, found None
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found FC1_FORWARD_DONE
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found FC2_FORWARD_DONE
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found IDLE
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found PRE_FORWARD_COMM_DONE
+RuntimeError: linear_fc1_forward_and_act needs cached_fc1_input from the step before, found None
+RuntimeError: linear_fc1_forward_and_act needs gate_score from the step before, found None
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found FC1_FORWARD_DONE
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found FC2_FORWARD_DONE
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found IDLE
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found POST_FORWARD_COMM_DONE
+RuntimeError: linear_fc2_forward needs cached_fc2_input from the step before, found None
+RuntimeError: linear_fc2_forward needs gate_score from the step before, found None
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found FC2_FORWARD_DONE
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found IDLE
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found POST_FORWARD_COMM_DONE
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found PRE_FORWARD_COMM_DONE
+RuntimeError: post_forward_comm needs cached_fc2_output from the step before, found None
+RuntimeError: post_forward_comm needs gate_score from the step before, found None
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found FC1_FORWARD_DONE
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found IDLE
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found POST_FORWARD_COMM_DONE
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found PRE_FORWARD_COMM_DONE
+RuntimeError: pre_forward_comm needs the state IDLE, found FC1_FORWARD_DONE
+RuntimeError: pre_forward_comm needs the state IDLE, found FC2_FORWARD_DONE
+RuntimeError: pre_forward_comm needs the state IDLE, found POST_FORWARD_COMM_DONE
+RuntimeError: pre_forward_comm needs the state IDLE, found PRE_FORWARD_COMM_DONE""")
+    assert_expected_inline(error(SharedExpertMLP(shared_config(), gate=False).get_output), """RuntimeError: get_output needs shared_expert_overlap=True, found False: call the module itself""")
     assert SharedExpertMLP(shared_config(), gate=False).stream is None
     SharedExpertMLP(shared_config(), gate=False).wait_current_stream()
 
@@ -1793,7 +1823,8 @@ def recorded(shared, trace, monkeypatch) -> None:
     monkeypatch.setattr(SharedExpertMLP, "stream", Recorder("side", trace))
     for name in ("_score", "_enter", "_fc1_and_act", "_fc2", "_leave"):
         monkeypatch.setattr(shared, name, functools.partial(
-            lambda function, name, x: Note.apply(function(x), "shared" + name, trace), getattr(shared, name), name))
+            lambda function, name, x: None if (y := function(x)) is None else Note.apply(y, "shared" + name, trace),
+            getattr(shared, name), name))
 
 
 def test_shared_order_and_waits(monkeypatch):
@@ -1811,7 +1842,27 @@ def test_shared_order_and_waits(monkeypatch):
     out = combined + shared.get_output()
     trace.append("")
     out.sum().backward()
-    assert_expected_inline("\n".join(trace), """""")
+    assert_expected_inline("\n".join(trace), """\
+side waits for main
+shared_score on side
+shared_enter on side
+dispatch on main
+shared_fc1_and_act on side
+experts on main
+combine on main
+shared_fc2 on side
+shared_leave on side
+main waits for side
+
+combine backward
+shared_leave backward
+shared_fc2 backward
+experts backward
+dispatch backward
+side waits for main
+shared_fc1_and_act backward
+shared_enter backward
+shared_score backward""")
 
 
 def test_shared_layer_order_and_waits(monkeypatch):
@@ -1827,7 +1878,23 @@ def test_shared_layer_order_and_waits(monkeypatch):
     out = layer(torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True))
     trace.append("")
     out.sum().backward()
-    assert_expected_inline("\n".join(trace), """""")
+    assert_expected_inline("\n".join(trace), """\
+side waits for main
+shared_enter on side
+_plan on main
+shared_fc1_and_act on side
+experts on main
+shared_fc2 on side
+shared_leave on side
+main waits for side
+
+shared_leave backward
+shared_fc2 backward
+experts backward
+side waits for main
+shared_fc1_and_act backward
+_plan backward
+shared_enter backward""")
 
 
 def test_shared_sequence_number_without_a_graph():
@@ -1927,7 +1994,7 @@ def test_shared_layer_and_checkpoints_over_two_tp_ranks(tmp_path):
     dcp.load(other.sharded_state_dict("a."), checkpoint_id=f"{tmp_path}/tp2")
     for a, b in zip(other.state_dict().values(), layer.state_dict().values()):
         same(a, b)
-    assert_expected_inline(error(layer.sharded_state_dict, "", ((0, 1, 2),)), """""")
+    assert_expected_inline(error(layer.sharded_state_dict, "", ((0, 1, 2),)), """ValueError: sharded_offsets is ((0, 1, 2),) and metadata None; both need to be empty: layers are told apart by their prefix""")
 
 
 def mesh_groups(rank, ranks):

@@ -78,7 +78,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--experts", type=int, default=8, help="E, experts a layer")
     add("--topk", type=int, default=2, help="K, experts a byte goes to")
     add("--ffn", type=int, help="F, width of one expert (default: 4 H / K, rounded up to a multiple of 8)")
-    add("--balance", choices=list(BALANCE), default="aux", help="what keeps the experts evenly used")
+    add("--balance", choices=list(BALANCE), default="bias", help="what keeps the experts evenly used")
     add("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
     args = parser.parse_args(argv)
 
