@@ -469,6 +469,25 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     return _CombineRows.apply(rows, probs, plan.order, plan.inverse, plan.offsets)
 
 
+def gather_probs(probs: Tensor, plan: Permutation) -> Tensor:
+    """probs [T, K] -> [N]: each row's. Zeros for rows that go nowhere; the backward is a gather."""
+    return _GatherRows.apply(probs.reshape(-1, 1), plan.order, plan.inverse.reshape(-1, 1), plan.offsets).view(-1)
+
+
+def pad_plan(plan: Permutation, capacity: int) -> Permutation:
+    """The plan with exactly C = `capacity` rows an expert, E·C + 1 in all: row e·C + c is expert e's c-th. Rows to spare,
+    and the last one, hold the plan's last assignment: give that token zeros, prob 0 and no expert. An expert with more
+    than C rows is not checked for: that would sync."""
+    starts_E, (E,) = plan.offsets.long() - plan.counts, plan.counts.shape
+    slot_EC = torch.arange(capacity, device=starts_E.device).expand(E, capacity)
+    row_EC = torch.where(slot_EC < plan.counts[:, None], starts_E[:, None] + slot_EC, plan.order.shape[0] - 1)
+    order = torch.cat((plan.order[row_EC.flatten()], plan.order[-1:]))
+    expert_TK = torch.bucketize(plan.inverse.t(), plan.offsets, right=True).t()                       # E: nowhere
+    slot_TK = expert_TK * capacity + plan.inverse - starts_E[expert_TK.clamp(max=E - 1)]
+    offsets = torch.arange(1, E + 1, device=starts_E.device, dtype=torch.int32) * capacity
+    return Permutation(order, slot_TK.masked_fill(expert_TK == E, E * capacity), torch.full_like(plan.counts, capacity), offsets)
+
+
 # ---- Permute, [T, E] form: Megatron's functions ----
 
 @functools.cache
@@ -983,7 +1002,7 @@ class _ExpertMLP(torch.autograd.Function):
         if fc2_bias is not None:
             grad_fc2_bias = _block_sums(grad, order, K, weights, offsets)
             if not on_input:
-                expert_TK = torch.bucketize(inverse, offsets, right=True).clamp(max=len(offsets) - 1)
+                expert_TK = torch.bucketize(inverse.t(), offsets, right=True).t().clamp(max=len(offsets) - 1)
                 grad_probs = grad_probs + _dot_rows(fc2_bias, expert_TK, grad)
         grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
         return (grad_tokens, grad_probs, grad_fc1.view_as(fc1), grad_fc2, grad_fc1_bias, grad_fc2_bias,

@@ -221,23 +221,26 @@ def _size(group) -> int:
 
 
 def _all_sum(x: Tensor, group) -> Tensor:
-    """x summed over the group, without gradient; in compiled code too."""
+    """x summed over the group, without gradient."""
     if group is None:
         return x
-    functional = dist._functional_collectives
-    return functional.wait_tensor(functional.all_reduce(x.detach(), "sum", group))
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _gather_dim0(x: Tensor, group) -> Tensor:
     """The ranks' x one after the other along the first axis."""
-    functional = dist._functional_collectives
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group))
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
 
 
 def _scatter_sum(x: Tensor, group) -> Tensor:
     """This rank's part, along the first axis, of x summed over the group."""
-    functional = dist._functional_collectives
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group))
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
 
 
 def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
@@ -267,36 +270,93 @@ class MoELayer(nn.Module):
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None) -> Tensor:
         """hidden_states [S, B, H] or [T, H]; padding_mask [S, B] (or [T]) bool, True = padding: no routed expert;
         topk_indices [T, K] or [S, B, K] int64 replaces the router's choice (see TopKRouter.route)."""
-        if self.config.shared_expert_overlap:
+        if self._in_steps:
             return self._forward_in_steps(hidden_states, padding_mask, topk_indices)
         probs_TK, plan = self._plan(hidden_states, padding_mask, topk_indices)
         y_TH = self.experts(hidden_states.flatten(0, -2), probs_TK, plan)
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         return self._add(y_TH, shared, hidden_states)
 
-    @torch.compiler.disable(reason="streams are kept in order by eager code: use layer.compile(), which compiles the pieces")
+    @torch.compiler.disable(reason="streams and all-to-alls are kept in order by eager code: use layer.compile(), which "
+                                   "compiles the pieces between")
     def _forward_in_steps(self, hidden_states: Tensor, padding_mask: Tensor | None, topk_indices: Tensor | None) -> Tensor:
-        """The shared expert on its stream beside the routed path."""
-        shared = self.shared_experts
+        """The routed path, over ep if there is one; with overlap the shared expert's steps between, on their stream.
+        The backward runs through it in reverse: a communication issued, the shared expert's part, the wait."""
+        overlap, shared, ep = self.config.shared_expert_overlap, self.shared_experts, self.groups.ep
         try:
-            shared.pre_forward_comm(hidden_states)
-            probs_TK, plan = self._plan(hidden_states, padding_mask, topk_indices)
-            shared.linear_fc1_forward_and_act()
-            y_TH = self.experts(hidden_states.flatten(0, -2), probs_TK, plan)
-            shared.linear_fc2_forward()
-            shared.post_forward_comm()
-            return self._add(y_TH, shared.get_output(), hidden_states)
+            if overlap:
+                shared.pre_forward_comm(hidden_states)
+            if ep is None:
+                probs_TK, plan = self._plan(hidden_states, padding_mask, topk_indices)
+            else:
+                rows_NH, probs_N, plan = self._plan_and_gather(hidden_states, padding_mask, topk_indices)
+                send, receive, local = self._splits(plan)
+                out, back = _Exchange(ep, send, receive), _Exchange(ep, receive, send)
+                pending = _Issue.apply(out, rows_NH[:sum(send)], probs_N[:sum(send)])
+            if overlap:
+                shared.linear_fc1_forward_and_act()
+            if ep is None:
+                y_TH = self.experts(hidden_states.flatten(0, -2), probs_TK, plan)
+            else:
+                rows_MH, probs_M = _Wait.apply(out, *pending)
+                rows_MH = self.experts(rows_MH, probs_M[:, None], local)
+                pending = _Issue.apply(back, rows_MH)
+            if overlap:
+                shared.linear_fc2_forward()
+                shared.post_forward_comm()
+            if ep is not None:
+                y_TH = self._combine(_Wait.apply(back, *pending)[0], plan, hidden_states)
+            output = None if shared is None else shared.get_output() if overlap else shared(hidden_states)
+            return self._add(y_TH, output, hidden_states)
         except BaseException:
-            shared.reset_overlap()
+            if overlap:
+                shared.reset_overlap()
             raise
 
     def _plan(self, hidden_states, padding_mask, topk_indices) -> tuple[Tensor, kernels.Permutation]:
         probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
         return probs_TK, kernels.plan_permutation(indices_TK, self.config.num_experts)
 
+    def _plan_and_gather(self, hidden_states, padding_mask, topk_indices) -> tuple[Tensor, Tensor, kernels.Permutation]:
+        """(rows [N, H], their probs [N], plan): in the order of all E experts, so of the ranks that hold them."""
+        config = self.config
+        probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
+        x_TH = hidden_states.flatten(0, -2)
+        if config.pad_to_capacity:                                    # fillers come from a token of zeros that goes nowhere
+            x_TH, probs_TK = F.pad(x_TH, (0, 0, 0, 1)), F.pad(probs_TK, (0, 0, 0, 1))
+            indices_TK = F.pad(indices_TK, (0, 0, 0, 1), value=config.num_experts)
+        plan = kernels.plan_permutation(indices_TK, config.num_experts)
+        if config.pad_to_capacity:
+            T = x_TH.shape[0] - 1
+            plan = kernels.pad_plan(plan, min(T, kernels.get_capacity(T * config.topk, config.num_experts, config.capacity_factor)))
+        return kernels.gather_rows(x_TH, plan), kernels.gather_probs(probs_TK, plan), plan
+
+    def _splits(self, plan: kernels.Permutation) -> tuple[list[int], list[int], kernels.Permutation]:
+        """(rows to each rank, rows from each rank, plan of the received rows over the local experts). The one host sync;
+        with pad_to_capacity none: all splits are equal, for which all ranks need the same T."""
+        ep, ranks, (E,) = self.groups.ep, self.groups.ep.size(), plan.counts.shape
+        expert_M = torch.arange(E // ranks, device=plan.counts.device).repeat(ranks)          # of each block received
+        if self.config.pad_to_capacity:
+            send = receive = [(plan.order.shape[0] - 1) // ranks] * ranks
+            expert_M = expert_M.repeat_interleave((plan.order.shape[0] - 1) // E)
+        else:
+            received = torch.empty_like(plan.counts)                                          # [ranks · E / ranks]
+            dist.all_to_all_single(received, plan.counts, group=ep)
+            send, receive = torch.stack((plan.counts, received)).view(2, ranks, -1).sum(2).tolist()
+            expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
+        return send, receive, kernels.plan_permutation(expert_M[:, None], E // ranks)
+
+    def _combine(self, rows: Tensor, plan: kernels.Permutation, hidden_states: Tensor) -> Tensor:
+        rows_NH = F.pad(rows, (0, 0, 0, plan.order.shape[0] - rows.shape[0]))                  # those that went nowhere
+        return kernels.combine_rows(rows_NH, plan)[:hidden_states[..., 0].numel()]
+
     def _add(self, y_TH: Tensor, shared: Tensor | None, hidden_states: Tensor) -> Tensor:
         y = y_TH.view(hidden_states.shape)
         return y if shared is None else y + shared.to(y.dtype)
+
+    @property
+    def _in_steps(self) -> bool:
+        return self.config.shared_expert_overlap or self.groups.ep is not None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
         """prefix + state-dict name -> the layer's own tensors, as DTensors over tp or ep where those are given:
@@ -307,15 +367,15 @@ class MoELayer(nn.Module):
                 parts[part].sharded_state_dict(f"{prefix}{part}.", sharded_offsets, metadata).items()}
 
     def compile(self, **options) -> None:
-        """In place, with torch.compile's options: the whole layer as one graph; with shared_expert_overlap its pieces
-        (router and plan, experts, shared fc1, shared fc2, sum), each one graph."""
-        if not self.config.shared_expert_overlap:
-            return super().compile(**{"fullgraph": True, **options})
-        for owner, names in ((self, ("_plan", "_add")), (self.experts, ("forward",)),
+        """In place, with torch.compile's options: the whole layer as one graph; with shared_expert_overlap or ep its
+        pieces (router and plan, experts, shared fc1, shared fc2, combine, sum), each one graph."""
+        options = {"fullgraph": True, **options}
+        if not self._in_steps:
+            return super().compile(**options)
+        for owner, names in ((self, ("_plan", "_plan_and_gather", "_combine", "_add")), (self.experts, ("forward",)),
                              (self.shared_experts, ("_fc1_and_act", "_fc2"))):
-            for name in names:                                        # a bound method, so that deepcopy binds it anew
-                function = torch.compile(getattr(type(owner), name), **{"fullgraph": True, **options})
-                setattr(owner, name, types.MethodType(function, owner))
+            for name in names if owner is not None else ():           # a bound method, so that deepcopy binds it anew
+                setattr(owner, name, types.MethodType(torch.compile(getattr(type(owner), name), **options), owner))
 
 
 # ---- Router ----
@@ -750,6 +810,9 @@ class Experts(nn.Module):
         super().__init__()
         self.config, self.groups = config, pg_collection or ProcessGroups()
         E, P, F, H = config.num_experts, config.parts, config.ffn_hidden_size, config.hidden_size
+        if E % _size(self.groups.ep):
+            raise ValueError(f"num_experts is {E}; needs a multiple of the ep size, {_size(self.groups.ep)}")
+        E //= _size(self.groups.ep)                                                 # the local ones
 
         def parameter(*shape):
             return nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
@@ -760,11 +823,14 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws every expert's weights in global order (normal, init_std); biases to zero."""
+        """Draws the weights of all E experts on every rank and keeps its part: the same at every ep. Biases to zero."""
+        E_local, first = len(self.fc1), 0 if self.groups.ep is None else self.groups.ep.rank() * len(self.fc1)
         with torch.no_grad():
-            for fc1, fc2 in zip(self.fc1, self.fc2):
-                fc1.copy_(_normal(fc1.shape, self.config.init_std, fc1))
-                fc2.copy_(_normal(fc2.shape, self.config.init_std, fc2))
+            for e in range(self.config.num_experts):
+                for weight in (self.fc1, self.fc2):
+                    drawn = _normal(weight.shape[1:], self.config.init_std, weight)
+                    if first <= e < first + E_local:
+                        weight[e - first].copy_(drawn)
             for bias in (self.fc1_bias, self.fc2_bias):
                 if bias is not None:
                     bias.zero_()
@@ -1034,7 +1100,53 @@ class SharedExpertMLP(nn.Module):
         return _sharded(self, self.groups.tp, {"fc1": 1, "fc2": 1}, prefix, sharded_offsets, metadata)
 
 
-# ---- Across ranks: checkpoints, gradients ----
+# ---- Across ranks: rows, checkpoints, gradients ----
+
+class _Exchange:
+    """An all-to-all of rows over `group`: send, receive say how many go to and come from each rank. Between start and
+    finish other work runs. Its backward is the opposite exchange, started where the forward finishes."""
+
+    def __init__(self, group, send: list[int], receive: list[int]):
+        self.group, self.send, self.receive, self.pending = group, send, receive, []
+
+    def start(self, tensors, backward: bool) -> tuple[Tensor, ...]:
+        send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
+        buffers = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
+        self.pending = [(buffer, dist.all_to_all_single(buffer, x.contiguous(), receive, send, self.group, async_op=True))
+                        for buffer, x in zip(buffers, tensors)]
+        return buffers
+
+    def finish(self) -> tuple[Tensor, ...]:
+        buffers = tuple(buffer for buffer, work in self.pending if work.wait() or True)
+        self.pending = []
+        return buffers
+
+
+class _Issue(torch.autograd.Function):
+    """Tensors -> buffers that _Wait makes valid. Its backward waits for what _Wait's backward has issued."""
+
+    @staticmethod
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange = exchange
+        return exchange.start(tensors, backward=False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *ctx.exchange.finish()
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, *buffers):
+        ctx.exchange = exchange
+        exchange.finish()
+        return tuple(buffer.view_as(buffer) for buffer in buffers)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.exchange.start(grads, backward=True)
+        return None, *grads                                           # _Issue's backward takes the buffers in their place
+
 
 def _sharded(module: nn.Module, group, dims: dict[str, int], prefix: str, sharded_offsets, metadata) -> dict[str, Tensor]:
     """The module's state dict, each tensor as a DTensor over the group: sharded along dims[name], else replicated."""

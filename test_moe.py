@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -1521,22 +1522,34 @@ def test_router_every_balancing_option_is_one_graph():
 
 # ---- Process groups ----
 
-def spawn_gloo(function, ranks: int, *args) -> None:
-    """function(rank, ranks, *args) in `ranks` processes of one gloo group; all are joined or killed whatever fails."""
+def start_ranks(function, ranks: int, *args) -> list:
+    """Processes of function(rank, ranks, port, *args)."""
     import socket
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = torch.multiprocessing.start_processes(
-        _rank_main, (ranks, port, function, args), nprocs=ranks, join=False, start_method="spawn")
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=function, args=(rank, ranks, port, *args)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def spawn_gloo(function, ranks: int, *args) -> None:
+    """function(rank, ranks, *args) in `ranks` processes of one gloo group; all are joined or killed whatever fails."""
+    processes = start_ranks(_rank_main, ranks, function, args)
     try:
-        deadline = 90
-        while not context.join(timeout=5):
-            deadline -= 5
-            assert deadline > 0, "ranks hang"
+        deadline = time.monotonic() + 240
+        while any(process.is_alive() for process in processes):
+            assert time.monotonic() < deadline, "ranks hang"
+            assert not any(process.exitcode for process in processes), "a rank failed; its traceback is above"
+            processes[0].join(0.2)
+            time.sleep(0.1)
+        assert not any(process.exitcode for process in processes), "a rank failed; its traceback is above"
     finally:
-        for process in context.processes:
+        for process in processes:
             process.kill()
+            process.join()
 
 
 def _rank_main(rank, ranks, port, function, args):
@@ -2014,10 +2027,6 @@ def mesh_groups(rank, ranks):
     assert "needs tp_dp_cp too" in error(ProcessGroups, ep=torch.distributed.group.WORLD)
 
 
-def test_shared_groups_from_a_mesh():
-    spawn_gloo(mesh_groups, 4)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_shared_overlap_on_cuda():
     """200 steps with overlap on and off: bitwise the same gradients."""
@@ -2048,6 +2057,240 @@ def test_shared_kernels_run_beside_the_routed_path_on_cuda():
         torch.cuda.synchronize()
     spans = [(e.time_range.start, e.time_range.end, e.device_resource_id) for e in trace.events() if e.device_type.name == "CUDA"]
     assert any(a[2] != b[2] and a[0] < b[1] and b[0] < a[1] for a in spans for b in spans)
+
+
+# ---- Expert parallel ----
+
+MESHES = [(("ep",), (4,)), (("ep", "tp"), (2, 2)), (("dp", "ep"), (2, 2)), (("dp", "ep"), (4, 1))]
+BALANCED = dict(load_balancing_type=("aux_loss", "seq_aux_loss"), aux_loss_coeff=(0.1, 0.2), z_loss_coeff=0.1)
+PARALLEL_CASES = [            # (config, whether one process takes the whole batch at once, or each rank's as a microbatch)
+    (dict(score_function="sigmoid", enable_expert_bias=True, load_balancing_type="global_aux_loss", aux_loss_coeff=0.3), True),
+    (dict(**BALANCED, shared_expert_gate=True, add_bias_linear=True), False),
+    (dict(capacity_factor=0.8, apply_probs_on="input"), False),
+    (dict(capacity_factor=0.8, pad_to_capacity=True, add_bias_linear=True), False),
+    (dict(capacity_factor=9.0, pad_to_capacity=True, token_drop_policy="position", activation="relu2"), False),
+]
+
+
+def own_part(name: str, tensor: Tensor, groups) -> Tensor:
+    """What a rank holds of one process's parameter or gradient."""
+    if name.startswith("experts.") and groups.ep is not None:
+        return tensor.chunk(groups.ep.size())[groups.ep.rank()]
+    if name.startswith("shared_experts.fc") and groups.tp is not None:
+        return tensor.chunk(groups.tp.size(), 1)[groups.tp.rank()]
+    return tensor
+
+
+def check_parallel_layer(rank, ranks, groups, options, at_once, overlap, how) -> None:
+    """Outputs, gradients, counts and bias of this rank against one process."""
+    tp = 1 if groups.tp is None else groups.tp.size()
+    config = shared_config(shared_expert_overlap=overlap, sequence_parallel=True, init_std=0.5, **options)
+    torch.manual_seed(0)
+    whole = MoELayer(dataclasses.replace(config, shared_expert_overlap=False))
+    torch.manual_seed(0)
+    mine = MoELayer(config, groups)
+    if how != "eager":
+        mine.compile(backend=how)
+    x = torch.randn(4, 2 * ranks // tp, 6, dtype=torch.float64, requires_grad=True)
+    mask, upstream = torch.rand(x.shape[:2]) < 0.2, torch.randn_like(x)
+
+    def part(t, r=rank):                                              # the batch over dp and ep, the sequence over tp
+        return t[:, r // tp * 2:r // tp * 2 + 2].chunk(tp)[r % tp]
+    if at_once:
+        y = whole(x, mask)
+        y.backward(upstream)
+        want = part(y)
+    else:                                                             # what is defined per rank spans tp_cp; capacity does not
+        width = tp if config.capacity_factor is None else 1
+        for first in range(0, ranks, width):
+            a, b, u = (torch.cat([part(t, r) for r in range(first, first + width)]) for t in (x, mask, upstream))
+            y = whole(a, b)
+            y.backward(u)
+            if first <= rank < first + width:
+                want = y.chunk(width)[rank - first]
+    x_r = part(x).detach().clone().requires_grad_()
+    got = mine(x_r, part(mask))
+    close(got, want)
+    got.backward(part(upstream).contiguous())
+    close(x_r.grad, part(x.grad))
+    reduce_gradients(mine)
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+        close(a.grad, own_part(name, b.grad, groups))
+    if at_once:
+        same(load_balancing_metrics(mine, reduce=True)["tokens_per_expert"], load_balancing_metrics(whole)["tokens_per_expert"])
+        close(load_balancing_metrics(mine, reduce=True)["global_load_balancing_loss"],
+              load_balancing_metrics(whole)["global_load_balancing_loss"], 1e-6)
+        update_expert_bias(mine), update_expert_bias(whole)
+        same(mine.router.expert_bias, whole.router.expert_bias)
+
+
+def check_skew(rank, ranks, groups) -> None:
+    """All tokens to one rank; T = 0 on a rank; all padding on a rank; uneven T."""
+    config = shared_config(init_std=0.5, shared_expert_overlap=True)
+    torch.manual_seed(0)
+    whole = MoELayer(dataclasses.replace(config, shared_expert_overlap=False))
+    torch.manual_seed(0)
+    mine, sizes = MoELayer(config, groups), [5, 0, 3, 7]
+    xs = [torch.randn(T, 6, dtype=torch.float64, requires_grad=True) for T in sizes]
+    masks = [torch.full((T,), T == 3) for T in sizes]
+    for given in (None, [torch.tensor([[0, 4]]).expand(T, 2).contiguous() for T in sizes]):
+        total = 0
+        for r in range(ranks):
+            want = whole(xs[r], masks[r], given and given[r])
+            total = total + want.sin().sum()
+            if r == rank:
+                got = mine(xs[r], masks[r], given and given[r])
+                close(got, want)
+                got.sin().sum().backward()
+        reduce_gradients(mine)
+        mine_x, xs[rank].grad = xs[rank].grad, None
+        total.backward()
+        close(mine_x, xs[rank].grad)
+        for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+            close(a.grad, own_part(name, b.grad, groups))
+        whole.zero_grad(), mine.zero_grad()
+        for x in xs:
+            x.grad = None
+
+
+def check_what_moves(rank, groups, folder) -> None:
+    """The order of launches, forward and backward; collectives and host syncs a forward; memory."""
+    for pad in (False, True):
+        config = shared_config(shared_expert_overlap=True, shared_expert_intermediate_size=4, ffn_hidden_size=32, hidden_size=16,
+                               **(dict(capacity_factor=2.0, pad_to_capacity=True) if pad else {}))
+        layer, trace, calls = MoELayer(config, groups), [], []
+        assert layer.experts.fc1.shape[0] == 1                        # of four, over four ranks
+        Recorder.current = [Recorder("main", trace)]
+        with pytest.MonkeyPatch.context() as patch:
+            def before(owner, name, note):
+                function = getattr(owner, name)
+
+                def noting(*args, **kwargs):
+                    note(*args)
+                    return function(*args, **kwargs)
+                patch.setattr(owner, name, noting)
+            before(moe._Exchange, "start", lambda self, tensors, *_: trace.append(f"{len(tensors)} issued"))
+            before(moe._Exchange, "finish", lambda self: trace.append("waited"))
+            before(torch.distributed, "all_to_all_single", lambda *_: calls.append("collective"))
+            before(torch.Tensor, "tolist", lambda _: calls.append(sys._getframe(2).f_code.co_name))
+            for owner, name, label in ((layer.shared_experts, "_fc1_and_act", "shared fc1"), (layer.shared_experts, "_fc2", "shared fc2"),
+                                       (layer.experts, "forward", "experts")):
+                patch.setattr(owner, name, functools.partial(
+                    lambda function, label, *args: Note.apply(function(*args), label, trace), getattr(owner, name), label))
+            out = layer(torch.randn(8, 16, dtype=torch.float64, requires_grad=True))
+            trace.append(f"{calls.count('collective')} collectives, {calls.count('_splits')} host syncs\n")
+            out.sum().backward()
+        if rank == 0:
+            Path(folder, f"trace{pad}").write_text("\n".join(trace))
+    layer = MoELayer(dataclasses.replace(config, shared_expert_overlap=False, capacity_factor=None, pad_to_capacity=False), groups)
+    given = (torch.arange(4)[None] + torch.arange(2)[:, None]).t().repeat(64, 1) % 4          # even: every rank receives N rows
+    x = torch.randn(256, 16, dtype=torch.float64, requires_grad=True)
+    shared, layer.shared_experts = layer.shared_experts, None
+    kept, rows = saved_bytes(lambda: layer(x, topk_indices=given), [*layer.parameters()]), 256 * 2
+    least = 8 * (256 * 16 + rows * 16 + rows * 2 * 32)                # x, the received rows, fc1's output
+    small = 8 * (256 * 4 + 3 * rows + 8 * rows)                       # logits; probs; orders and inverses
+    assert least <= kept <= 1.05 * least + small, (kept, least, small)
+
+
+def check_parallel_checkpoints(rank, folder) -> None:
+    """Written at each of (ep, tp), read at each, bitwise."""
+    import torch.distributed.checkpoint as dcp
+    sizes = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+    layers = []
+    for size in sizes:
+        mesh = torch.distributed.init_device_mesh("cpu", size, mesh_dim_names=("dp", "ep", "tp"))
+        layers.append((saved_layer(ProcessGroups.from_mesh(mesh)), f"{folder}/{size[1]}{size[2]}"))
+        dcp.save(layers[-1][0].sharded_state_dict("a."), checkpoint_id=layers[-1][1])
+    whole = saved_layer().state_dict()
+    for (layer, _), (_, path) in itertools.product(layers, [*layers, (None, f"{folder}/alone")]):
+        for tensor in layer.state_dict().values():
+            tensor.zero_()
+        dcp.load(layer.sharded_state_dict("a."), checkpoint_id=path)
+        for name, tensor in layer.state_dict().items():
+            same(tensor, own_part(name, whole[name], layer.groups))
+
+
+def parallel_ranks(rank, ranks, folder):
+    """All that needs four ranks, in one set of processes."""
+    mesh_groups(rank, ranks)
+    for names, sizes in MESHES:
+        groups = ProcessGroups.from_mesh(torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        for i, (options, at_once) in enumerate(PARALLEL_CASES):
+            for overlap, how in [(False, "eager"), (True, "eager"), *([(i == 0, "aot_eager")] if names == ("ep", "tp") or i == 3 else [])]:
+                torch._dynamo.reset()
+                check_parallel_layer(rank, ranks, groups, options, at_once, overlap, how)
+        if names == ("ep",):
+            check_skew(rank, ranks, groups)
+            check_what_moves(rank, groups, folder)
+            assert error(MoELayer, shared_config(num_experts=6), groups) == \
+                "ValueError: num_experts is 6; needs a multiple of the ep size, 4"
+    check_parallel_checkpoints(rank, folder)
+
+
+def test_parallel_layer_equals_one_process(tmp_path):
+    """ep 4, ep 2 × tp 2 with sequence parallelism, dp 2 × ep 2, ep 1; overlap on and off; eager and compiled pieces."""
+    import torch.distributed.checkpoint as dcp
+    layer = saved_layer()
+    dcp.save(layer.sharded_state_dict("a."), checkpoint_id=f"{tmp_path}/alone")
+    spawn_gloo(parallel_ranks, 4, str(tmp_path))
+    for path in ("11", "21", "12", "22"):                             # read without any process group
+        other = saved_layer()
+        for tensor in other.state_dict().values():
+            tensor.zero_()
+        dcp.load(other.sharded_state_dict("a."), checkpoint_id=f"{tmp_path}/{path}")
+        for a, b in zip(other.state_dict().values(), layer.state_dict().values()):
+            same(a, b)
+    assert_expected_inline((tmp_path / "traceFalse").read_text(), """\
+2 issued
+shared fc1 on main
+waited
+experts on main
+1 issued
+shared fc2 on main
+waited
+4 collectives, 1 host syncs
+
+1 issued
+shared fc2 backward
+waited
+experts backward
+2 issued
+shared fc1 backward
+waited""")
+    assert (tmp_path / "traceTrue").read_text() == (tmp_path / "traceFalse").read_text().replace(
+        "4 collectives, 1 host syncs", "3 collectives, 0 host syncs")
+
+
+def failing_rank(rank, ranks, port, folder, how):
+    """Rank 1 fails in the middle of a step; the others must end by themselves, with an error."""
+    def step(rank, ranks):
+        groups = ProcessGroups(ep=torch.distributed.group.WORLD, tp_dp_cp=torch.distributed.group.WORLD)
+        layer = MoELayer(shared_config(), groups)
+        for i in range(3):
+            if rank == 1 and i == 1 and how != "backward raises":
+                os.kill(os.getpid(), 9) if how == "killed" else (_ for _ in ()).throw(ZeroDivisionError)
+            y = layer(torch.randn(4, 6, dtype=torch.float64, requires_grad=True))
+            if rank == 1 and i == 1:
+                y.register_hook(lambda grad: 1 / 0)
+            y.sum().backward()
+    try:
+        _rank_main(rank, ranks, port, step, ())
+    except BaseException as e:
+        Path(folder, f"{how}{rank}").write_text(type(e).__name__)
+        os._exit(1)
+
+
+@pytest.mark.parametrize("how", ["killed", "forward raises", "backward raises"])
+def test_parallel_rank_that_fails_ends_the_others(tmp_path, how):
+    processes = start_ranks(failing_rank, 2, str(tmp_path), how)
+    try:
+        for process in processes:
+            process.join(90)
+        assert all(process.exitcode for process in processes), [process.exitcode for process in processes]
+        assert (tmp_path / f"{how}0").exists()                        # the healthy rank ended by an error of its own
+    finally:
+        for process in processes:
+            process.kill()
 
 
 # ---- Compile, memory, repeatability ----
