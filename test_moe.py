@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import os
 import random
@@ -2513,6 +2514,65 @@ def test_train_resumes_bit_for_bit(tmp_path):
     other = run(HERE / "train.py", *TINY, "--experts", 8, "--data", data, "--out", tmp_path / "cut", "--resume")
     assert other.returncode == 2 and "experts" in other.stderr and "Traceback" not in other.stderr
     assert (tmp_path / "cut" / "checkpoint.pt").read_bytes() == good
+
+
+def start_train(ranks: int, *args) -> list[subprocess.Popen]:
+    """train.py in `ranks` processes, as torchrun starts them."""
+    import socket
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [subprocess.Popen([sys.executable, "train.py", *map(str, args)], cwd=HERE, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in range(ranks)]
+
+
+def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
+    """Exit codes; with a path, the last process is killed as soon as that file is there."""
+    try:
+        deadline = time.monotonic() + 120
+        while kill_last_at is not None and not kill_last_at.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if kill_last_at is not None:
+            processes[-1].kill()
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert kill_last_at is not None or not any(p.returncode for p in processes), outputs
+        return [process.returncode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_parallel_train_with_a_killed_rank(tmp_path):
+    """Two ranks follow one process's curve; one is killed, the other ends with an error, --resume goes on bit for bit;
+    a checkpoint of ep 2 goes on at ep 1, and one of ep 1 at ep 2; with FSDP too."""
+    (tmp_path / "text").write_bytes(b"".join(b"%d squared is %d\n" % (i, i * i) for i in range(2000)))
+    common = ("--data", tmp_path / "text", "--steps", 20, "--layers", 1, "--hidden", 16, "--experts", 4, "--batch", 2,
+              "--context", 32, "--save-every", 8, "--shared", 16, "--no-compile")
+
+    def losses(name):
+        records = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        assert [r["step"] for r in records] == list(range(1, 21))
+        return torch.tensor([r["loss"] for r in records], dtype=torch.float64)
+    runs = [start_train(2, *common, "--ep", 2, "--overlap", "--out", tmp_path / "two"),
+            start_train(1, *common, "--overlap", "--out", tmp_path / "one")]
+    for processes in runs:
+        finish_train(processes)
+    close(losses("two"), losses("one"), 1e-5)
+
+    killed = tmp_path / "killed" / "checkpoint.pt"
+    codes = finish_train(start_train(2, *common, "--ep", 2, "--overlap", "--out", tmp_path / "killed"), kill_last_at=killed)
+    assert all(codes), codes
+    alone = tmp_path / "alone" / "checkpoint.pt"
+    finish_train(start_train(1, *common, "--overlap", "--out", tmp_path / "alone"), kill_last_at=alone)
+    shutil.copytree(tmp_path / "killed", tmp_path / "killed1"), shutil.copytree(tmp_path / "alone", tmp_path / "alone2")
+    runs = {"killed": (2, "--ep", 2), "killed1": (1,), "alone2": (2, "--ep", 2, "--fsdp")}
+    for name, (ranks, *more) in runs.items():
+        finish_train(start_train(ranks, *common, "--overlap", *more, "--out", tmp_path / name, "--resume"))
+    same(losses("killed"), losses("two"))
+    close(losses("killed1"), losses("one"), 1e-5), close(losses("alone2"), losses("one"), 1e-5)
+    for args, text in ((("--ep", 3), "--ep is 3; needs to divide"), (("--overlap",), "--overlap needs a shared expert")):
+        assert text in run("train.py", *map(str, args)).stderr
 
 
 def test_bench_runs_quickly(tmp_path):

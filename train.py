@@ -4,6 +4,7 @@
     python train.py --baseline dense                  # then also a dense model of the same active parameters
     python train.py --data my_texts/ --steps 2000     # a file or folder of one's own
     python train.py --resume                          # go on from out/checkpoint.pt, bit for bit
+    torchrun --nproc-per-node 2 train.py --ep 2       # the experts spread over two processes; the same loss curve
 
 Letters as in kernels.py (S context, B batch, H hidden size, E experts, K experts per token, F expert FFN size), and
 V = 256 byte values, N attention heads of size D. Runs are functions of their settings: the batch of a step is drawn from
@@ -21,13 +22,18 @@ import sysconfig
 import time
 import zlib
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moe import MoEConfig, MoELayer, TopKRouter, load_balancing_metrics, update_expert_bias
+from moe import (
+    MoEConfig, MoELayer, ProcessGroups, TopKRouter, load_balancing_metrics, reduce_gradients, update_expert_bias)
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
@@ -78,11 +84,16 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--experts", type=int, default=8, help="E, experts a layer")
     add("--topk", type=int, default=2, help="K, experts a byte goes to")
     add("--ffn", type=int, help="F, width of one expert (default: 4 H / K, rounded up to a multiple of 8)")
+    add("--shared", type=int, metavar="SIZE", help="a shared expert of this width in every layer")
+    add("--overlap", action="store_true", help="the shared expert beside the routed path, on a stream of its own")
+    add("--ep", type=int, default=1, metavar="RANKS", help="spread the experts over so many processes (under torchrun)")
+    add("--fsdp", action="store_true", help="shard all that is not a MoE layer over the processes (under torchrun)")
     add("--balance", choices=list(BALANCE), default="bias", help="what keeps the experts evenly used")
     add("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
     args = parser.parse_args(argv)
+    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-    for name in "steps batch context layers hidden experts topk ffn save_every".split():
+    for name in "steps batch context layers hidden experts topk ffn shared ep save_every".split():
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; needs 1 or more")
     if not 0 < args.lr < math.inf:
@@ -93,6 +104,13 @@ def parse_args(argv=None) -> argparse.Namespace:
         parser.error(f"--topk is {args.topk}; a byte cannot go to more experts than --experts = {args.experts}")
     if args.hidden % 2:
         parser.error(f"--hidden is {args.hidden}; needs an even number, rotary embeddings turn pairs")
+    if args.overlap and args.shared is None:
+        parser.error("--overlap needs a shared expert: set --shared SIZE")
+    if args.world % args.ep or args.experts % args.ep:
+        parser.error(f"--ep is {args.ep}; needs to divide the {args.world} processes (torchrun --nproc-per-node {args.ep} "
+                     f"train.py ..) and --experts = {args.experts}")
+    if args.batch % args.world:
+        parser.error(f"--batch is {args.batch}; needs a multiple of the {args.world} processes")
     if args.ffn is None:
         args.ffn = math.ceil(4 * args.hidden / args.topk / 8) * 8
     return args
@@ -192,20 +210,24 @@ class DenseFFN(nn.Module):
         return self.fc2(F.silu(gate) * up)
 
 
-def make_ffn(args, kind: str) -> nn.Module:
+def make_ffn(args, kind: str, groups: ProcessGroups) -> nn.Module:
     if kind == "dense":
         return DenseFFN(args)
+    balance = dict(BALANCE[args.balance])
+    if args.balance == "global":                             # gradients are averaged over the processes, see ProcessGroups
+        balance["aux_loss_coeff"] *= args.world
     return MoELayer(MoEConfig(
         hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_experts=args.experts, topk=args.topk,
+        shared_expert_intermediate_size=args.shared, shared_expert_overlap=args.overlap,
         # one expert's softmax, normalised, is always 1: the router would learn nothing
-        pre_softmax=args.topk == 1 and args.balance not in ("bias", "sinkhorn"), **BALANCE[args.balance]))
+        pre_softmax=args.topk == 1 and args.balance != "sinkhorn", **balance), groups)
 
 
 class Block(nn.Module):
-    def __init__(self, args, kind: str):
+    def __init__(self, args, kind: str, groups: ProcessGroups):
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(args.hidden), Attention(args)
-        self.ffn_norm, self.ffn = nn.RMSNorm(args.hidden), make_ffn(args, kind)
+        self.ffn_norm, self.ffn = nn.RMSNorm(args.hidden), make_ffn(args, kind, groups)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -215,15 +237,17 @@ class Block(nn.Module):
 class ByteModel(nn.Module):
     """bytes [B, S] int64 -> logits [B, S, V], or with targets [B, S] the mean cross-entropy in nats, 0-d."""
 
-    def __init__(self, args, kind: str):
+    def __init__(self, args, kind: str, groups: ProcessGroups = ProcessGroups()):
         super().__init__()
         self.embedding = nn.Linear(V, LAST * args.hidden, bias=False)
-        self.blocks = nn.ModuleList(Block(args, kind) for _ in range(args.layers))
+        self.blocks = nn.ModuleList(Block(args, kind, groups) for _ in range(args.layers))
         self.norm = nn.RMSNorm(args.hidden)
         self.head = nn.Linear(args.hidden, V, bias=False)
         for name, weight in self.named_parameters():
-            if weight.ndim > 1:
-                nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+            if weight.ndim > 1:                              # all experts are drawn, those of this process kept
+                drawn = torch.empty(args.experts if is_expert(name) else len(weight), *weight.shape[1:])
+                drawn.normal_(std=weight.shape[-1] ** -0.5)
+                weight.data = drawn.chunk(args.ep)[groups.ep.rank()] if is_expert(name) and groups.ep else drawn
             if name.endswith(("out.weight", "fc2.weight", "experts.fc2")):
                 weight.data /= (2 * args.layers) ** 0.5      # what is added to the residual stream: 2 terms a layer
         nn.init.normal_(self.embedding.weight, std=LAST ** -0.5)
@@ -243,11 +267,15 @@ class ByteModel(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
+def is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
 def parameter_counts(model: nn.Module, args) -> tuple[int, int]:
     """(all, those that one byte meets)."""
-    total = sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    return total, total - experts + experts * args.topk // args.experts
+    experts = args.ep * sum(p.numel() for name, p in model.named_parameters() if is_expert(name))
+    others = sum(p.numel() for name, p in model.named_parameters() if not is_expert(name))
+    return others + experts, others + experts * args.topk // args.experts
 
 
 def make_optimizer(model: nn.Module, args) -> torch.optim.Optimizer:
@@ -276,6 +304,7 @@ def pick_device() -> tuple[torch.device, torch.dtype]:
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)             # attention's backward, among others
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         return torch.device("cuda"), torch.bfloat16
     # without bf16 matrix instructions a bf16 product is many times slower than an fp32 one
     return torch.device("cpu"), torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
@@ -296,18 +325,115 @@ def compiler_works(device: torch.device) -> bool:
         return False
 
 
+# ---- Processes: gradients are averaged over them, checkpoints hold whole tensors ----
+
+def start_processes(args, device: torch.device) -> ProcessGroups:
+    if args.world == 1:
+        return ProcessGroups()
+    if args.rank:
+        sys.stdout = open(os.devnull, "w")                   # the first process speaks
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    return ProcessGroups.from_mesh(dist.init_device_mesh(device.type, (args.world // args.ep, args.ep), mesh_dim_names=("dp", "ep")))
+
+
+def mean_over_processes(x: Tensor, args) -> Tensor:
+    if args.world > 1:
+        dist.all_reduce(x)
+    return x / args.world
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2 for all but the MoE layers, which ep spreads."""
+    ignored = {p for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.parameters()}
+    for part in (*model.blocks, model):
+        fully_shard(part, ignored_params=ignored)
+
+
+def average_gradients(model: nn.Module, args) -> None:
+    if args.world == 1:
+        return
+    reduce_gradients(model)
+    moe = {p for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.parameters()}
+    for p in model.parameters():
+        if p not in moe and not isinstance(p, DTensor):
+            dist.all_reduce(p.grad)
+        if not isinstance(p, DTensor):                       # FSDP2 has averaged already
+            p.grad /= args.world
+
+
+def clip_gradients(model: nn.Module, args, groups: ProcessGroups) -> None:
+    """To a norm of 1, over all experts wherever they are."""
+    if args.world == 1:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return
+    squares = 0.0
+    for experts in (False, True):
+        own = [p.grad for name, p in model.named_parameters() if is_expert(name) == experts]
+        local = [grad for grad in own if not isinstance(grad, DTensor)]
+        norm = nn.utils.get_total_norm(local) if local else torch.zeros(())
+        if experts:
+            norm = norm.square()
+            dist.all_reduce(norm, group=groups.ep)
+            norm = norm.sqrt()
+        squares = squares + norm.square()
+        if len(local) < len(own):
+            squares = squares + nn.utils.get_total_norm([grad for grad in own if isinstance(grad, DTensor)]).full_tensor().square()
+    for p in model.parameters():
+        p.grad *= (1.0 / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+
+
+def layouts(model: nn.Module) -> dict[str, Tensor]:
+    """State-dict name -> tensor, a DTensor where this process holds a part."""
+    tensors = dict(model.state_dict())
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoELayer):
+            tensors |= layer.sharded_state_dict(f"{name}.")
+    return tensors
+
+
+def whole(part: Tensor, like: Tensor) -> Tensor:
+    """All of a tensor of which this process has `part`, laid out as `like`. Collective."""
+    if isinstance(like, DTensor) and not isinstance(part, DTensor):
+        part = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False)
+    return part.full_tensor() if isinstance(part, DTensor) else part
+
+
+def own_part(tensor: Tensor, like: Tensor, plain: bool) -> Tensor:
+    """The opposite of `whole`; a plain tensor or a DTensor."""
+    if not isinstance(like, DTensor):
+        return tensor
+    part = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return part.to_local() if plain else part
+
+
+def convert_states(model: nn.Module, optimizer, state: tuple[dict, dict], change) -> tuple[dict, dict]:
+    """(model's, optimizer's state dict) with every tensor t changed to change(t, layout, whether the parameter is plain)."""
+    like, parameters = layouts(model), dict(model.named_parameters())
+    names = list(parameters)                                 # one group a parameter, in this order
+
+    def plain(name):
+        return not isinstance(parameters.get(name), DTensor)
+    weights = {name: change(tensor, like[name], plain(name)) for name, tensor in state[0].items()}
+    moments = {i: {key: change(value, like[names[i]], plain(names[i])) if value.ndim else value for key, value in of.items()}
+               for i, of in state[1]["state"].items()}
+    return weights, {**state[1], "state": moments}
+
+
 # ---- Checkpoints ----
 
 def settings_of(args, kind: str, data: Tensor, blocks: Tensor, device, dtype) -> dict:
     """All that the numbers depend on. A checkpoint goes on only under the same."""
-    names = "steps batch context lr seed layers hidden experts topk ffn balance compile".split()
+    names = "steps batch context lr seed layers hidden experts topk ffn shared overlap balance compile".split()
     digest = hashlib.sha256(as_bytes(data) + as_bytes(blocks)).hexdigest()[:16]
     return {**{name: getattr(args, name) for name in names}, "model": kind, "data": digest, "device": device.type,
             "precision": str(dtype).removeprefix("torch.")}
 
 
-def save_checkpoint(path: Path, **content) -> None:
-    """Written beside the old one, then put in its place in one move: at any moment one of the two is whole."""
+def save_checkpoint(path: Path, args, **content) -> None:
+    """Written beside the old one, then put in its place in one move: at any moment one of the two is whole. The first
+    process writes."""
+    if args.rank:
+        return
     beside = path.with_name(path.name + ".tmp")
     try:
         with open(beside, "wb") as file:
@@ -410,7 +536,19 @@ def evaluate(model, blocks: Tensor, device, dtype) -> float:
     return torch.stack(losses).double().mean().item() / math.log(2)
 
 
-def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrupt: Interrupt):
+def compile_model(model: nn.Module, args):
+    """One graph; the pieces of the layers, and attention, where streams or processes are kept in order between them."""
+    if not args.compile:
+        return model
+    if args.world == 1 and not args.overlap:
+        return torch.compile(model, fullgraph=True, dynamic=False)
+    for block in model.blocks:
+        block.attention.compile(fullgraph=True)
+        block.ffn.compile(fullgraph=True)
+    return model
+
+
+def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrupt: Interrupt, groups: ProcessGroups):
     """-> (model, history): one dict a report, the last with the final "held_out" bits per byte. Ends the program when
     interrupted, behind a checkpoint."""
     prefix = "" if kind == "moe" else f"{kind}-"
@@ -418,23 +556,26 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
     settings = settings_of(args, kind, data, blocks, device, dtype)
 
     torch.manual_seed(args.seed)
-    model = ByteModel(args, kind).to(device)
+    model = ByteModel(args, kind, groups).to(device)
+    total, active = parameter_counts(model, args)
+    if args.fsdp and args.world > 1:
+        shard(model)
     optimizer = make_optimizer(model, args)
     history, start = [], 0
     source = args.resume if kind == "moe" and args.resume != Path() else checkpoint
     if args.resume is not None and (kind == "moe" or source.is_file()):
         saved = load_checkpoint(source, settings)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        weights, moments = convert_states(model, optimizer, (saved["model"], saved["optimizer"]), own_part)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
         history, start = saved["history"], saved["step"]
         print(f"resumed {source} at step {start}")
-    log.write_text("".join(json.dumps(record) + "\n" for record in history))
-
-    total, active = parameter_counts(model, args)
+    if args.rank == 0:
+        log.write_text("".join(json.dumps(record) + "\n" for record in history))
     shape = f"{args.experts} experts of {args.ffn}, top {args.topk}" if kind == "moe" else f"FFN of {args.topk * args.ffn}"
     print(f"\n{kind}: {args.layers} layers of width {args.hidden}, {shape}; {total / 1e6:.2f} M parameters, "
           f"{active / 1e6:.2f} M active for a byte")
-    forward = torch.compile(model, fullgraph=True, dynamic=False) if args.compile else model
+    forward, mine = compile_model(model, args), slice(args.rank * args.batch // args.world, (args.rank + 1) * args.batch // args.world)
 
     interrupt.listen()
     report_every, test_every = max(1, args.steps // 25), max(1, args.steps // 5)
@@ -445,9 +586,10 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
         for group in optimizer.param_groups:
             group["lr"] = group["scale"] * learning_rate(step - 1, args)
         with autocast(device, dtype):
-            loss = forward(inputs, targets)
+            loss = forward(inputs[mine], targets[mine])
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        average_gradients(model, args)
+        clip_gradients(model, args, groups)
         optimizer.step()
         optimizer.zero_grad()
         if kind == "moe":
@@ -456,7 +598,7 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
 
         last, test = step == args.steps, step == args.steps or step % test_every == 0
         if test or step == start + 1 or step % report_every == 0:
-            mean_loss = torch.stack(losses).mean().item() / math.log(2)
+            mean_loss = mean_over_processes(torch.stack(losses).mean(), args).item() / math.log(2)
             rate = len(losses) * inputs.numel() / (time.perf_counter() - mark)
             record = dict(step=step, loss=mean_loss, tokens_per_second=round(rate))
             line = f"step {step:>{len(str(args.steps))}}/{args.steps}  loss {mean_loss:.3f}"
@@ -464,22 +606,25 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
                 record["held_out"] = evaluate(forward, blocks, device, dtype)
                 line += f"  held-out {record['held_out']:.3f}"
             if test and kind == "moe":
-                metrics = load_balancing_metrics(model)
+                metrics = load_balancing_metrics(model, reduce=True)
                 record |= {name: metrics[name].tolist() for name in ("tokens_per_expert", "max_violation")}
             record["seconds"] = round(before + time.perf_counter() - began, 1)
             left = (args.steps - step) * inputs.numel() / rate
             line = f"{line:<50}" + ("  (with compiling)" if args.compile and step == start + 1 else f"  {rate:>9,.0f} tokens/s  {clock(left)} left")
             print(line + ("\n" + load_picture(record) if "max_violation" in record else ""), flush=True)
             history.append(record)
-            with open(log, "a") as file:
-                file.write(json.dumps(record) + "\n")
+            if args.rank == 0:
+                with open(log, "a") as file:
+                    file.write(json.dumps(record) + "\n")
             losses, mark = [], time.perf_counter()
-        if last or interrupt.asked or step % args.save_every == 0:
+        stop = mean_over_processes(torch.tensor(float(interrupt.asked), device=device), args).item() > 0     # on any of them
+        if last or stop or step % args.save_every == 0:
             pause = time.perf_counter()
-            save_checkpoint(checkpoint, settings=settings, step=step, history=history, model=model.state_dict(),
-                            optimizer=optimizer.state_dict())
+            weights, moments = convert_states(model, optimizer, (model.state_dict(), optimizer.state_dict()),
+                                              lambda tensor, like, _: whole(tensor, like))
+            save_checkpoint(checkpoint, args, settings=settings, step=step, history=history, model=weights, optimizer=moments)
             mark += time.perf_counter() - pause
-        if interrupt.asked and not last:
+        if stop and not last:
             command = shlex.join(["python", *sys.argv, *([] if args.resume == Path() else ["--resume"])])
             print(f"saved step {step} to {checkpoint}; to go on: {command}")
             sys.exit(130)
@@ -501,7 +646,7 @@ def sample(model: nn.Module, prompt: bytes, length: int, args, device, dtype, te
     generator = torch.Generator().manual_seed(args.seed)
     text = torch.tensor(list(prompt), device=device)[None]                   # [1, S]
     for _ in range(length):
-        with autocast(device, dtype):
+        with autocast(device, dtype), torch.compiler.set_stance("force_eager"):              # every step has its length
             logits_V = model(text[:, -args.context:])[0, -1]
         probs_V = (logits_V.cpu() / temperature).softmax(-1)
         byte = torch.multinomial(probs_V, 1, generator=generator).to(device)
@@ -526,27 +671,31 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror}")
-    data, blocks = load_data(args.data, args.context, args.out)
     device, dtype = pick_device()
+    groups = start_processes(args, device)
+    data, blocks = load_data(args.data, args.context, args.out)
     print(f"{args.data or 'Python standard library'}: {len(data):,} bytes to train on, {blocks[..., 1:].numel():,} held-out "
           f"bytes to score; {device.type}, {str(dtype).removeprefix('torch.')}; loss and held-out in bits per byte")
     args.compile = args.compile and compiler_works(device)
     interrupt = Interrupt()
 
-    model, history = train("moe", args, data, blocks, device, dtype, interrupt)
+    model, history = train("moe", args, data, blocks, device, dtype, interrupt, groups)
     histories = {"moe": history}
     if args.baseline:
-        histories[args.baseline] = train(args.baseline, args, data, blocks, device, dtype, interrupt)[1]
+        histories[args.baseline] = train(args.baseline, args, data, blocks, device, dtype, interrupt, groups)[1]
 
     zlib_bpb = zlib_bits_per_byte(blocks)
     print("\nheld-out bits per byte")
     for kind, history in histories.items():
         print(f"    {kind:<8}  {history[-1]['held_out']:.3f}   {history[-1]['step']} steps, {history[-1]['seconds']:.0f} s")
     print(f"    zlib -9   {zlib_bpb:.3f}   on blocks of {args.context} bytes\n")
-    draw_curves(args.out / "curves.png", histories, zlib_bpb)
+    if args.rank == 0:
+        draw_curves(args.out / "curves.png", histories, zlib_bpb)
 
     prompt = as_bytes(blocks[len(blocks) // 2, 0, :64])
     print(f"\nsample, after 64 held-out bytes:\n{printable(prompt)}⟫{printable(sample(model, prompt, 400, args, device, dtype))}")
+    if args.world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
