@@ -1,6 +1,6 @@
 """What the layer costs, beside what else one could use.
 
-    python bench.py [layer] [--quick] [--json FILE] [--plot FILE]
+    python bench.py [layer | overlap] [--quick] [--json FILE] [--plot FILE]
 
 Before anything is timed, every candidate's output and gradients are compared with a plain loop over the experts in
 fp64. Candidates take turns in one process, in an order shuffled anew every round; times are medians with the 10th and
@@ -16,6 +16,7 @@ import random
 import sys
 import time
 import warnings
+from dataclasses import replace
 from functools import cache, partial
 from typing import Callable, NamedTuple
 
@@ -547,9 +548,59 @@ def bench_layer(report: Report, scale: Scale) -> None:
     bench_graphs(report)
 
 
+# ---- overlap: the shared expert on its own stream beside the routed path ----
+
+def steps_in_order(layer: moe.MoELayer, x: Tensor) -> list[str]:
+    """What a forward runs, in the order in which it is issued."""
+    order, shared = [], layer.shared_experts
+    places = [(shared, name) for name in ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward",
+                                          "post_forward_comm", "get_output")]
+    for owner, name in [*places, (layer, "_plan"), (layer.experts, "forward")]:
+        def noted(function, label, *args):
+            order.append(label)
+            return function(*args)
+        setattr(owner, name, partial(noted, getattr(owner, name), {"_plan": "[route]", "forward": "[experts]"}.get(name, name)))
+    layer(x)
+    for owner, name in [*places, (layer, "_plan"), (layer.experts, "forward")]:
+        delattr(owner, name)
+    return order
+
+
+def bench_overlap(report: Report, scale: Scale) -> None:
+    """With and without overlap, on the same weights: bitwise the same results; times where there is a second stream."""
+    case = scale.cases[0]._replace(dtype=BF16) if DEVICE == "cuda" else scale.cases[0]
+    torch.manual_seed(0)
+    config = moe.MoEConfig(case.H, case.F, case.E, case.K, params_dtype=case.dtype, shared_expert_intermediate_size=2 * case.H)
+    one_go = moe.MoELayer(config).to(DEVICE)
+    in_steps = moe.MoELayer(replace(config, shared_expert_overlap=True)).to(DEVICE)
+    in_steps.load_state_dict(one_go.state_dict())
+    x = torch.randn(case.T, 1, case.H, device=DEVICE, dtype=case.dtype, requires_grad=True)
+    grad, eager = torch.randn_like(x), {}
+    for name, layer in {"one go": one_go, "in steps": in_steps}.items():
+        eager[name] = Candidate(layer, [x, *layer.parameters()])
+    wide = [leaf.detach().double() for leaf in (x, one_go.router.weight, one_go.experts.fc1, one_go.experts.fc2)]
+    dense = dense_ffn(wide[0], *(w.detach().double().flatten(0, -2) for w in (one_go.shared_experts.fc1, one_go.shared_experts.fc2)))
+    require_close("one go", [one_go(x)], [loop_over_experts(case.K, *wide) + dense], case.dtype)
+    print(f"\n{case}, shared expert of {2 * case.H}")
+    differ = sum(not torch.equal(a, b) for a, b in zip(*(c.results(grad) for c in eager.values())))
+    report.fact(case, "tensors that differ, overlap on / off", differ, f"outputs and gradients, of {len(eager['one go'].leaves) + 1}", 0)
+    report.note("issued: " + ", ".join(steps_in_order(in_steps, x)))
+    if DEVICE == "cpu":
+        report.note("no accelerator, so no second stream: order and numerics only, nothing is timed")
+        return
+    for layer in (one_go, in_steps):
+        layer.compile()
+    candidates = {"overlap, compiled pieces": eager["in steps"], "one go, compiled": eager["one go"]}
+    for what in ("forward", "forward + backward"):
+        calls = {name: c.forward if what == "forward" else partial(c.step, grad) for name, c in candidates.items()}
+        for call in calls.values():
+            call()
+        report.times(case, what, time_in_turn(calls, scale), "one go, compiled")
+
+
 # ---- Command line ----
 
-COMMANDS = {"layer": bench_layer}
+COMMANDS = {"layer": bench_layer, "overlap": bench_overlap}
 
 
 def main() -> None:
