@@ -204,14 +204,8 @@ class ProcessGroups:
             raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
 
         def over(*dims):
-            dims = [i for i, name in enumerate(names) if name in dims]
-            if not dims:
-                return None
-            if len(dims) == 1:
-                return mesh.get_group(dims[0])
-            rest = [i for i in range(len(names)) if i not in dims]
-            ranks = mesh.mesh.permute(*rest, *dims).flatten(len(rest)).view(-1, math.prod(mesh.mesh.shape[i] for i in dims))
-            return dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+            dims = tuple(name for name in names if name in dims)
+            return (mesh[dims]._flatten() if len(dims) > 1 else mesh[dims]).get_group() if dims else None
         return cls(tp=over("tp"), ep=over("ep"), tp_cp=over("tp", "cp"), dp_cp=over("dp", "cp", "ep"),
                    tp_dp_cp=over("dp", "cp", "tp", "ep"), expt_dp=over("dp", "cp", "tp"))
 
@@ -1117,9 +1111,10 @@ class _Exchange:
         return buffers
 
     def finish(self) -> tuple[Tensor, ...]:
-        buffers = tuple(buffer for buffer, work in self.pending if work.wait() or True)
-        self.pending = []
-        return buffers
+        pending, self.pending = self.pending, []
+        for _, work in pending:
+            work.wait()
+        return tuple(buffer for buffer, _ in pending)
 
 
 class _Issue(torch.autograd.Function):
