@@ -41,7 +41,7 @@ BALANCE = {                                    # --balance: what the router's co
     "aux": dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
     "seq": dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
     "global": dict(load_balancing_type="global_aux_loss", aux_loss_coeff=0.01),
-    "bias": dict(score_function="sigmoid", enable_expert_bias=True, bias_update_rate=0.01),
+    "bias": dict(enable_expert_bias=True),
     "sinkhorn": dict(load_balancing_type="sinkhorn"),
     "none": dict(),
 }
