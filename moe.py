@@ -1,8 +1,9 @@
-"""A Mixture-of-Experts layer: config, layer, router, experts. The tensor functions are in kernels.py, with the letters.
+"""A Mixture-of-Experts layer: config, process groups, layer, router, experts, shared expert, what crosses ranks. The
+tensor functions are in kernels.py, with the letters.
 
     hidden_states [S, B, H] ──┬─> TopKRouter.route ──> probs [T, K], indices [T, K]
-                              │                          │
-                              └──────────────────> plan_permutation ──> Experts ──> [S, B, H]
+                              ├──────────────────> plan_permutation ──> Experts ──┬─> [S, B, H]
+                              └──────────────────> SharedExpertMLP ───────────────┘
 """
 import enum
 import functools
