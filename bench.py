@@ -1,6 +1,6 @@
 """What the layer costs, beside what else one could use.
 
-    python bench.py [layer | overlap] [--quick] [--json FILE] [--plot FILE]
+    python bench.py [layer | overlap | families] [--quick] [--json FILE] [--plot FILE]
 
 Before anything is timed, every candidate's output and gradients are compared with a plain loop over the experts in
 fp64. Candidates take turns in one process, in an order shuffled anew every round; times are medians with the 10th and
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import families
 import kernels
 import moe
 
@@ -277,7 +278,7 @@ def bare_products(case: Case, layer: moe.MoELayer, x: Tensor, backward: bool) ->
     blocks = [block for block in kernels._blocks(plan.offsets) if block[1] < block[2]]
     x_TH, N = x.detach().flatten(0, 1), case.T * case.K
     rows_NH, act_NF = x_TH[plan.order // case.K], x_TH.new_empty(N, case.F).normal_()
-    grad_NH, grad_N2F = x_TH.new_empty(N, case.H).normal_(), x_TH.new_empty(N, 2 * case.F).normal_()
+    grad_NH, grad_N2F = x_TH.new_empty(N, case.H).normal_(), x_TH.new_empty(N, layer.config.parts * case.F).normal_()
     fc1, fc2 = layer.experts.fc1.detach().flatten(1, 2), layer.experts.fc2.detach()         # [E, 2F, H], [E, H, F]
 
     def all_products(product, weight_product):
@@ -598,9 +599,72 @@ def bench_overlap(report: Report, scale: Scale) -> None:
         report.times(case, what, time_in_turn(calls, scale), "one go, compiled")
 
 
+# ---- Published models: scaled down to H = 256, with their own E, K and F / H ----
+
+MODELS = {                                    # H, F, E, K as published, and what else the config says
+    "mixtral": (4096, 14336, 8, 2, {}), "granitemoe": (1024, 512, 32, 8, {}), "jamba": (4096, 14336, 16, 2, {}),
+    "olmoe": (2048, 1024, 64, 8, {}), "qwen3_moe": (2048, 768, 128, 8, {"norm_topk_prob": True}),
+    "qwen2_moe": (2048, 1408, 60, 4, {"shared_expert_intermediate_size": 5632}),
+    "qwen3_next": (2048, 512, 512, 10, {"shared_expert_intermediate_size": 512}),
+    "deepseek_v2": (5120, 1536, 160, 6, {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3,
+                                         "routed_scaling_factor": 16.0}),
+    "deepseek_v3": (7168, 2048, 256, 8, {}), "kimi_k2": (7168, 2048, 384, 8, {"n_group": 1}),
+    "glm4_moe": (4096, 1408, 128, 8, {}), "dots1": (4096, 1408, 128, 6, {"n_shared_experts": 2, "norm_topk_prob": True}),
+    "llama4_text": (5120, 8192, 16, 1, {}), "gpt_oss": (2880, 2880, 32, 4, {}), "ernie4_5_moe": (2560, 1536, 64, 6, {}),
+    "minimax_m2": (3072, 1536, 256, 8, {}), "hunyuan_v1_moe": (4096, 3072, 64, 8, {}),
+    "lfm2_moe": (2048, 1792, 32, 4, {}),
+    "nemotron_h": (2688, 1856, 128, 6, {"moe_shared_expert_intermediate_size": 3712}), "dbrx": (6144, 10752, 16, 4, {})}
+
+
+def published_config(model_type: str, H: int) -> moe.MoEConfig:
+    """The family's layer, its sizes times H / its hidden size in multiples of 8, under every name that a family uses."""
+    published, F_, E, K, others = MODELS[model_type]
+
+    def scaled(size):
+        return 8 * round(size * H / published / 8)
+    F_, others = scaled(F_), {name: scaled(value) if "size" in name else value for name, value in others.items()}
+    return families.config_from_hf({
+        "model_type": model_type, **dict.fromkeys(("hidden_size", "d_model"), H),
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), F_),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E),
+        **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), K),
+        "ffn_config": {"ffn_hidden_size": F_, "moe_num_experts": E, "moe_top_k": K}, **others})
+
+
+def bench_families(report: Report, scale: Scale) -> None:
+    """Forward + backward of every family's layer, compiled, over its bare products: the routed ones with the same split,
+    and the shared expert's."""
+    T, H = (64, 32) if scale is QUICK else (512, 256)
+    title = f"T={T} H={H} fp32 {DEVICE}: f + b, compiled"
+    print(f"\n  {title:<48}{'ms':>10}{'10 % .. 90 %':>23}{'tokens/s':>10}{'/ products':>12}")
+    for model_type in list(MODELS)[::7] if scale is QUICK else MODELS:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        config = published_config(model_type, H)
+        case = Case(T, H, config.ffn_hidden_size, config.num_experts, config.topk, FP32)
+        Fs = config.shared_expert_intermediate_size
+        layer, x = moe.MoELayer(config).to(DEVICE), torch.randn(T, 1, H, device=DEVICE, requires_grad=True)
+        leaves, grad = [x, *layer.parameters()], torch.randn(T, 1, H, device=DEVICE)
+        compiled = Candidate(torch.compile(layer, fullgraph=True), leaves)
+        require_close(model_type, compiled.results(grad), Candidate(layer, leaves).results(grad), FP32)
+        candidates = {OURS: partial(compiled.step, grad)} | bare_products(case, layer, x, True)
+        if Fs:
+            fc1, fc2 = layer.shared_experts.fc1.detach().flatten(0, 1).requires_grad_(), layer.shared_experts.fc2
+            products = Candidate(lambda x: linear(linear(x, fc1)[..., :Fs], fc2), [x, fc1, fc2])
+            candidates["shared expert's products"] = partial(products.step, grad)
+        timings = time_in_turn(candidates, scale)
+        ours, base = timings[OURS], timings[fastest(timings)].ms
+        base += timings["shared expert's products"].ms if Fs else 0.0
+        what, speed = f"{model_type}: F={case.F} E={case.E} K={case.K} Fs={Fs or 0}", T / ours.ms * 1e3
+        print(f"    {what:<46}{ours.ms:>10.3f}{ours.ms_10:>11.3f} ..{ours.ms_90:>9.3f}{speed:>10.0f}"
+              f"{ours.ms / base:>12.2f}")
+        report.data["rows"].append({"case": str(case), "part": what, "candidate": OURS, **ours._asdict(),
+                                    "tokens_per_s": speed, "over_products": ours.ms / base})
+
+
 # ---- Command line ----
 
-COMMANDS = {"layer": bench_layer, "overlap": bench_overlap}
+COMMANDS = {"layer": bench_layer, "overlap": bench_overlap, "families": bench_families}
 
 
 def main() -> None:

@@ -15,7 +15,10 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
+import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
+import families
 import kernels
 import moe
 from kernels import (
@@ -2580,3 +2584,715 @@ def test_bench_runs_quickly(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.json").stat().st_size > 1000
     assert "recompiles" in done.stdout and "kernels" in done.stdout
+
+
+# ---- Published models ----
+#
+# For each family, written from its published equations and nothing else: a small config with the published field names,
+# tensors under the published names, and a forward of one token at a time.
+
+E8, H6, F5, T7 = 8, 6, 5, 7                          # a shared expert has Fs = F5, F5 · 2 or 4; K is 3, or 1 for llama4
+
+
+def fam_normal(shapes: dict, dtype=torch.float64) -> dict[str, Tensor]:
+    """Always the same numbers; a bias that only chooses is fp32, and small enough to leave the scores their say."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for name, shape in shapes.items():
+        chooses = "expert_bias" in name or "correction" in name
+        found[name] = torch.randn(*shape, generator=generator, dtype=torch.float64) * (0.2 if chooses else 0.7)
+        found[name] = found[name].to(torch.float32 if chooses else dtype)
+    return found
+
+
+def fam_each(gate: str, up: str, down: str) -> dict:
+    return {f"experts.{e}.{name}.weight": (H6, F5) if name == down else (F5, H6)
+            for e in range(E8) for name in (gate, up, down) if name}
+
+
+def fam_shared(name: str, Fs: int) -> dict:
+    return {f"{name}.gate_proj.weight": (Fs, H6), f"{name}.up_proj.weight": (Fs, H6),
+            f"{name}.down_proj.weight": (H6, Fs)}
+
+
+def silu(a):
+    return a / (1 + (-a).exp())
+
+
+def fam_ffn(x, gate, up, down):
+    return down @ (silu(gate @ x) * (up @ x))
+
+
+def over_chosen(logits, c, t, K):
+    chosen = best(list(logits), K)
+    return list(zip(chosen, score_loop([logits[e] for e in chosen], "softmax")))
+
+
+def over_all(logits, c, t, K, norm=False, scale=1.0):
+    scores = score_loop(list(logits), "softmax")
+    chosen = best(scores, K)
+    total = sum(scores[e] for e in chosen) if norm else 1.0
+    return [(e, scores[e] / total * scale) for e in chosen]
+
+
+def by_config(logits, c, t, K):
+    return over_all(logits, c, t, K, c["norm_topk_prob"])
+
+
+def v2_route(logits, c, t, K):
+    """Groups by their one best score, the others' scores are 0; no normalising, but a factor."""
+    scores = score_loop(list(logits), "softmax")
+    if c["topk_method"] == "group_limited_greedy":
+        size = E8 // c["n_group"]
+        tops = [max(s.item() for s in scores[g * size:(g + 1) * size]) for g in range(c["n_group"])]
+        kept = best(tops, c["topk_group"])
+        scores = [s if e // size in kept else 0.0 * s for e, s in enumerate(scores)]
+    return [(e, scores[e] * c["routed_scaling_factor"]) for e in best(scores, K)]
+
+
+def sigmoid_route(logits, c, t, K, bias=None, eps=1e-20, norm=True, scale=1.0, groups=1, kept_groups=1):
+    """Chosen by sigmoid + bias, in the groups with the best sum of two; weighed by the sigmoid."""
+    scores = score_loop(list(logits), "sigmoid")
+    biased = [s.item() + (0.0 if bias is None else bias[e].item()) for e, s in enumerate(scores)]
+    size = E8 // groups
+    kept = best([sum(sorted(biased[g * size:(g + 1) * size])[-2:]) for g in range(groups)], kept_groups)
+    chosen = best([b if e // size in kept else -INF for e, b in enumerate(biased)], K)
+    total = sum(scores[e] for e in chosen) + eps if norm else 1.0
+    return [(e, scores[e] / total * scale) for e in chosen]
+
+
+def v3_route(logits, c, t, K):
+    return sigmoid_route(logits, c, t, K, t["gate.e_score_correction_bias"], 1e-20, c["norm_topk_prob"],
+                         c["routed_scaling_factor"], c["n_group"], c["topk_group"])
+
+
+def ernie_route(logits, c, t, K):
+    scores = score_loop(list(logits), "softmax")
+    chosen = best([s.item() + b.item() for s, b in zip(scores, t["moe_statics.e_score_correction_bias"][0])], K)
+    total = sum(scores[e] for e in chosen).clamp(min=1e-12)
+    return [(e, scores[e] / total) for e in chosen]
+
+
+def gpt_oss_expert(x, t, e):
+    y = x @ t["experts.gate_up_proj"][e] + t["experts.gate_up_proj_bias"][e]
+    gate, up = y[0::2].clamp(max=1.5), y[1::2].clamp(-1.5, 1.5)
+    return ((up + 1) * gate / (1 + (-1.702 * gate).exp())) @ t["experts.down_proj"][e] + t["experts.down_proj_bias"][e]
+
+
+def by_names(gate: str, up: str, down: str):
+    return lambda x, t, e: fam_ffn(x, *(t[f"experts.{e}.{name}.weight"] for name in (gate, up, down)))
+
+
+def shared_by(name: str, gate: str | None = None):
+    def shared(x, t):
+        y = fam_ffn(x, *(t[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down")))
+        return y if gate is None else y / (1 + (-(t[gate] @ x)).exp())
+    return shared
+
+
+@dataclasses.dataclass
+class Published:
+    config: dict
+    shapes: dict
+    router: str                                       # name of [E, H]
+    route: object
+    expert: object
+    shared: object = None
+    block: tuple[str, str] = ()                       # the library's classes: config, block
+
+
+GUD, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+SIZES = {"hidden_size": H6, "num_experts_per_tok": 3, "hidden_act": "silu"}
+SMALL = {**SIZES, "intermediate_size": F5}
+MOE_SIZED = {**SIZES, "moe_intermediate_size": F5, "intermediate_size": 17}
+GROUPS = {"n_group": 4, "topk_group": 2, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+          "routed_scaling_factor": 2.5, "n_routed_experts": E8, "n_shared_experts": 2}
+ONE_GROUP = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.4, "norm_topk_prob": True, "n_routed_experts": E8,
+             "n_shared_experts": 2}
+GATE = {"gate.weight": (E8, H6)}
+V3_SHAPES = {**GATE, "gate.e_score_correction_bias": (E8,), **fam_each(*GUD), **fam_shared("shared_experts", 2 * F5)}
+V3 = dict(shapes=V3_SHAPES, router="gate.weight", route=v3_route, expert=by_names(*GUD),
+          shared=shared_by("shared_experts"))
+QWEN2 = dict(
+    shapes={**GATE, **fam_each(*GUD), **fam_shared("shared_expert", 4), "shared_expert_gate.weight": (1, H6)},
+    router="gate.weight", route=by_config, expert=by_names(*GUD),
+    shared=shared_by("shared_expert", "shared_expert_gate.weight"))
+
+PUBLISHED = {
+    "mixtral": Published(
+        {**SMALL, "num_local_experts": E8, "router_jitter_noise": 0.0}, {**GATE, **fam_each(*W132)}, "gate.weight",
+        over_chosen, by_names(*W132), block=("MixtralConfig", "MixtralSparseMoeBlock")),
+    "granitemoe": Published(
+        {**SMALL, "num_local_experts": E8},
+        {"router.layer.weight": (E8, H6), "input_linear.weight": (E8, 2 * F5, H6), "output_linear.weight": (E8, H6, F5)},
+        "router.layer.weight", over_chosen, lambda x, t, e: fam_ffn(
+            x, t["input_linear.weight"][e, :F5], t["input_linear.weight"][e, F5:], t["output_linear.weight"][e]),
+        block=("GraniteMoeConfig", "GraniteMoeMoE")),
+    "jamba": Published(
+        {**SMALL, "num_experts": E8}, {"router.weight": (E8, H6), **fam_each(*GUD)}, "router.weight", over_all,
+        by_names(*GUD), block=("JambaConfig", "JambaSparseMoeBlock")),
+    "olmoe": Published(
+        {**SMALL, "num_experts": E8, "norm_topk_prob": False}, {**GATE, **fam_each(*GUD)}, "gate.weight", by_config,
+        by_names(*GUD), block=("OlmoeConfig", "OlmoeSparseMoeBlock")),
+    "qwen3_moe": Published(
+        {**MOE_SIZED, "num_experts": E8, "norm_topk_prob": True}, {**GATE, **fam_each(*GUD)}, "gate.weight", by_config,
+        by_names(*GUD), block=("Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock")),
+    "qwen2_moe": Published(
+        {**MOE_SIZED, "num_experts": E8, "norm_topk_prob": False, "shared_expert_intermediate_size": 4}, **QWEN2,
+        block=("Qwen2MoeConfig", "Qwen2MoeSparseMoeBlock")),
+    "qwen3_next": Published(
+        {**MOE_SIZED, "num_experts": E8, "norm_topk_prob": True, "shared_expert_intermediate_size": 4}, **QWEN2,
+        block=("Qwen3NextConfig", "Qwen3NextSparseMoeBlock")),
+    "deepseek_v2": Published(
+        {**MOE_SIZED, "n_routed_experts": E8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+         "scoring_func": "softmax", "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
+         "norm_topk_prob": False},
+        {**GATE, **fam_each(*GUD), **fam_shared("shared_experts", 2 * F5)}, "gate.weight", v2_route, by_names(*GUD),
+        shared_by("shared_experts"), ("DeepseekV2Config", "DeepseekV2Moe")),
+    "deepseek_v3": Published({**MOE_SIZED, **GROUPS}, **V3, block=("DeepseekV3Config", "DeepseekV3MoE")),
+    "kimi_k2": Published({**MOE_SIZED, **GROUPS, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}, **V3),
+    "glm4_moe": Published({**MOE_SIZED, **ONE_GROUP}, **V3, block=("Glm4MoeConfig", "Glm4MoeMoE")),
+    "dots1": Published({**MOE_SIZED, **ONE_GROUP}, **V3, block=("Dots1Config", "Dots1MoE")),
+    "llama4_text": Published(
+        {**SMALL, "num_experts_per_tok": 1, "num_local_experts": E8, "intermediate_size_mlp": 17,
+         "router_jitter_noise": 0.0},
+        {"router.weight": (E8, H6), "experts.gate_up_proj": (E8, H6, 2 * F5), "experts.down_proj": (E8, F5, H6),
+         **fam_shared("shared_expert", F5)}, "router.weight", functools.partial(sigmoid_route, norm=False),
+        lambda x, t, e: fam_ffn(x, t["experts.gate_up_proj"][e, :, :F5].T, t["experts.gate_up_proj"][e, :, F5:].T,
+                                t["experts.down_proj"][e].T),
+        shared_by("shared_expert"), ("Llama4TextConfig", "Llama4TextMoe")),
+    "gpt_oss": Published(
+        {**SMALL, "num_local_experts": E8, "swiglu_limit": 1.5},
+        {"router.weight": (E8, H6), "router.bias": (E8,), "experts.gate_up_proj": (E8, H6, 2 * F5),
+         "experts.gate_up_proj_bias": (E8, 2 * F5), "experts.down_proj": (E8, F5, H6),
+         "experts.down_proj_bias": (E8, H6)},
+        "router.weight", over_chosen, gpt_oss_expert, block=("GptOssConfig", "GptOssMLP")),
+    "ernie4_5_moe": Published(
+        {"hidden_size": H6, "hidden_act": "silu", "moe_intermediate_size": F5, "intermediate_size": 17,
+         "moe_num_experts": E8, "moe_k": 3, "moe_num_shared_experts": 2, "use_bias": False},
+        {**GATE, "moe_statics.e_score_correction_bias": (1, E8), **fam_each(*GUD),
+         **fam_shared("shared_experts", 2 * F5)},
+        "gate.weight", ernie_route, by_names(*GUD), shared_by("shared_experts"),
+        ("Ernie4_5_MoeConfig", "Ernie4_5_MoeSparseMoeBlock")),
+    "minimax_m2": Published(
+        {**SMALL, "num_local_experts": E8, "scoring_func": "sigmoid", "use_routing_bias": True,
+         "shared_intermediate_size": 0},
+        {**GATE, "e_score_correction_bias": (E8,), **fam_each(*W132)}, "gate.weight",
+        lambda logits, c, t, K: sigmoid_route(logits, c, t, K, t["e_score_correction_bias"], eps=0.0), by_names(*W132),
+        block=("MiniMaxM2Config", "MiniMaxM2SparseMoeBlock")),
+    "hunyuan_v1_moe": Published(
+        {"hidden_size": H6, "hidden_act": "silu", "intermediate_size": F5, "num_experts": E8, "moe_topk": [3] * 4,
+         "moe_intermediate_size": [F5] * 4, "num_shared_expert": [1] * 4, "use_mixed_mlp_moe": True,
+         "norm_topk_prob": True},
+        {"gate.wg.weight": (E8, H6), **fam_each(*GUD), **fam_shared("shared_mlp", F5)}, "gate.wg.weight",
+        functools.partial(over_all, norm=True), by_names(*GUD), shared_by("shared_mlp"),
+        ("HunYuanMoEV1Config", "HunYuanMoEV1Moe")),
+    "lfm2_moe": Published(
+        {"hidden_size": H6, "num_experts_per_tok": 3, "moe_intermediate_size": F5, "intermediate_size": 17,
+         "num_experts": E8, "norm_topk_prob": True, "routed_scaling_factor": 1.3, "use_expert_bias": True},
+        {**GATE, "expert_bias": (E8,), **fam_each(*W132)}, "gate.weight",
+        lambda logits, c, t, K: sigmoid_route(logits, c, t, K, t["expert_bias"], 1e-6, scale=1.3), by_names(*W132),
+        block=("Lfm2MoeConfig", "Lfm2MoeSparseMoeBlock")),
+    "nemotron_h": Published(
+        {"hidden_size": H6, "num_experts_per_tok": 3, "moe_intermediate_size": F5,
+         "moe_shared_expert_intermediate_size": 4, "mlp_hidden_act": "relu2", "mlp_bias": False, "n_group": 4,
+         "topk_group": 2, "n_routed_experts": E8,
+         "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        {**GATE, "gate.e_score_correction_bias": (E8,), **fam_each("", "up_proj", "down_proj"),
+         "shared_experts.up_proj.weight": (4, H6), "shared_experts.down_proj.weight": (H6, 4)}, "gate.weight", v3_route,
+        lambda x, t, e: t[f"experts.{e}.down_proj.weight"] @ (t[f"experts.{e}.up_proj.weight"] @ x).clamp(min=0) ** 2,
+        lambda x, t: t["shared_experts.down_proj.weight"] @ (t["shared_experts.up_proj.weight"] @ x).clamp(min=0) ** 2,
+        ("NemotronHConfig", "NemotronHMoE")),
+    "dbrx": Published(
+        {"d_model": H6, "ffn_config": {"ffn_hidden_size": F5, "moe_num_experts": E8, "moe_top_k": 3, "moe_jitter_eps": 0,
+                                       "moe_normalize_expert_weights": 1.0}},
+        {"router.layer.weight": (E8, H6), **{f"experts.mlp.{name}": (E8 * F5, H6) for name in ("w1", "v1", "w2")}},
+        "router.layer.weight", functools.partial(over_all, norm=True), lambda x, t, e: fam_ffn(
+            x, *(t[f"experts.mlp.{name}"][e * F5:(e + 1) * F5] for name in ("w1", "v1")),
+            t["experts.mlp.w2"][e * F5:(e + 1) * F5].T), block=("DbrxConfig", "DbrxFFN")),
+}
+EVERY_FAMILY = pytest.mark.parametrize("model_type", PUBLISHED)
+
+
+def published_loop(model_type: str, x: Tensor, t: dict) -> Tensor:
+    """The family's block, one token at a time."""
+    p, rows = PUBLISHED[model_type], []
+    fields = {**p.config, **p.config.get("ffn_config", {})}
+    K = next(fields[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k") if name in fields)
+    for x_H in x.flatten(0, -2):
+        logits = t[p.router] @ x_H + (t["router.bias"] if "router.bias" in t else 0.0)
+        chosen = p.route(logits, p.config, t, K[0] if isinstance(K, list) else K)
+        if model_type == "llama4_text":
+            y = sum(p.expert(weight * x_H, t, e) for e, weight in chosen)
+        else:
+            y = sum(weight * p.expert(x_H, t, e) for e, weight in chosen)
+        rows.append(y if p.shared is None else y + p.shared(x_H, t))
+    return torch.stack(rows).view(x.shape)
+
+
+def fam_config(model_type: str, dtype=torch.float64, **fixed) -> MoEConfig:
+    config = families.config_from_hf({"model_type": model_type, **PUBLISHED[model_type].config, **fixed})
+    return dataclasses.replace(config, params_dtype=dtype, router_dtype=torch.promote_types(dtype, torch.float32))
+
+
+def fam_tensors(model_type: str, dtype=torch.float64, prefix: str = "") -> dict[str, Tensor]:
+    return {prefix + name: t for name, t in fam_normal(PUBLISHED[model_type].shapes, dtype).items()}
+
+
+def fam_layer(model_type: str, dtype=torch.float64) -> MoELayer:
+    return families.from_hf(MoELayer(fam_config(model_type, dtype)), fam_tensors(model_type, dtype), model_type)
+
+
+def as_held(model_type: str, t: dict) -> dict:
+    """The same tensors as a loaded model holds them: those of the experts stacked, gate above up."""
+    def stack(name):
+        return torch.stack([t[f"experts.{e}.{name}.weight"] for e in range(E8)])
+    held = {name: tensor for name, tensor in t.items() if not re.match(r"experts\.\d", name)}
+    if model_type == "granitemoe":
+        return {"router.weight": held["router.layer.weight"], "experts.gate_up_proj": held["input_linear.weight"],
+                "experts.down_proj": held["output_linear.weight"]}
+    if model_type == "ernie4_5_moe":
+        held["gate.moe_statics.e_score_correction_bias"] = held.pop("moe_statics.e_score_correction_bias")
+    if model_type == "nemotron_h":
+        return {**held, "experts.up_proj": stack("up_proj"), "experts.down_proj": stack("down_proj")}
+    for gate, up, down in (GUD, W132):
+        if f"experts.0.{gate}.weight" in t:
+            held["experts.gate_up_proj"] = torch.cat([stack(gate), stack(up)], 1)
+            held["experts.down_proj"] = stack(down)
+    return held
+
+
+def test_families_are_those_listed_here():
+    assert list(families.FAMILIES) == list(PUBLISHED)
+
+
+@EVERY_FAMILY
+def test_families_match_published_loop(model_type):
+    """Output, and gradients under the published names, eager and compiled in one graph."""
+    prefix, t = "model.layers.3.mlp.", fam_tensors(model_type)
+    layer = MoELayer(fam_config(model_type))
+    other = {"model.layers.33.mlp.gate.weight": torch.zeros(1), "lm_head.weight": torch.zeros(1)}
+    assert families.from_hf(layer, {**other, **{prefix + name: x for name, x in t.items()}}, model_type, prefix) is layer
+    leaves = {name: x.requires_grad_() for name, x in t.items() if "bias" not in name or model_type == "gpt_oss"}
+    x = torch.randn(T7, 2, H6, dtype=torch.float64, requires_grad=True)
+    want, upstream = published_loop(model_type, x, t), torch.randn(T7, 2, H6, dtype=torch.float64)
+    want_grads = torch.autograd.grad(want, [x, *leaves.values()], upstream, materialize_grads=True)    # no tokens: zeros
+    for function in (layer, compiled(layer)):
+        got = function(x)
+        close(got, want, 1e-8)
+        gradients = copy.deepcopy(layer)
+        x_grad, *by_parameter = grads(got, [x, *layer.parameters()], upstream)
+        close(x_grad, want_grads[0], 1e-8)
+        with torch.no_grad():
+            for parameter, grad in zip(gradients.parameters(), by_parameter, strict=True):
+                parameter.copy_(grad)
+        named = families.to_hf(gradients, model_type)
+        for name, grad in zip(leaves, want_grads[1:], strict=True):
+            close(named[name], grad, 1e-8)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_families_through_inductor(model_type):
+    """In fp32, as one graph; gradients of the family whose activation the others do not have."""
+    layer, x = fam_layer(model_type, torch.float32), torch.randn(T7, H6)
+    with torch.set_grad_enabled(model_type == "gpt_oss"):
+        got = compiled(layer, "inductor")(x)
+    close(got, published_loop(model_type, x.double(), fam_tensors(model_type)), 1e-5)
+    if got.requires_grad:
+        for a, b in zip(grads(got, list(layer.parameters())), grads(layer(x), list(layer.parameters())), strict=True):
+            close(a, b, 1e-5)
+
+
+@EVERY_FAMILY
+def test_families_round_trip(model_type):
+    """Both layouts in, one out: bitwise, in fp32 and bf16, under a prefix; the copies share nothing with the layer."""
+    for dtype in (torch.float32, torch.bfloat16):
+        t, layer = fam_tensors(model_type, dtype, "a.b."), MoELayer(fam_config(model_type, dtype))
+        families.from_hf(layer, t, model_type, "a.b.")
+        out = families.to_hf(layer, model_type, "a.b.")
+        assert out.keys() == t.keys()
+        for name in t:
+            same(out[name], t[name])
+            assert out[name].is_contiguous()
+        held = MoELayer(fam_config(model_type, dtype))
+        families.from_hf(held, as_held(model_type, fam_tensors(model_type, dtype)), model_type)
+        same(held.state_dict(), layer.state_dict())
+        again = MoELayer(fam_config(model_type, dtype))
+        families.from_hf(again, out, model_type, "a.b.")
+        same(again.state_dict(), layer.state_dict())
+        before = copy.deepcopy(layer.state_dict())
+        for tensor in out.values():
+            tensor.zero_()
+        same(layer.state_dict(), before)
+
+
+@EVERY_FAMILY
+def test_families_match_the_library(model_type):
+    """The library's own block on its own random weights: output and gradients; its config, as object and as dict, and
+    its defaults."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    published = PUBLISHED[model_type]
+    if not published.block:
+        pytest.skip(f"transformers has no class for {model_type}")
+    config_name, block_name = published.block
+    kwargs = {name: value[0] if isinstance(value, list) else value for name, value in published.config.items()}
+    kwargs.pop("swiglu_limit", None)                  # theirs is always 7
+    heads = {} if model_type == "dbrx" else {"num_attention_heads": 2}                 # hidden_size has to be divisible
+    theirs = getattr(transformers, config_name)(**kwargs, **heads)
+    theirs._experts_implementation = "eager"
+    if model_type == "dbrx":
+        theirs.ffn_config.hidden_size = H6
+    modeling = pytest.importorskip(type(theirs).__module__.replace("configuration_", "modeling_"))
+    block = getattr(modeling, block_name)(theirs)
+    with torch.no_grad():
+        for tensor in block.state_dict().values():
+            tensor.normal_(0, 0.7)
+    config = families.config_from_hf(theirs)
+    assert config == families.config_from_hf(theirs.to_dict())
+    assert config == families.config_from_hf({"model_type": model_type, **published.config, **(
+        {"swiglu_limit": 7.0} if model_type == "gpt_oss" else {})})
+    sizes = {name: value * 4 if name in ("n_routed_experts", "num_experts") else value for name, value in kwargs.items()
+             if name.endswith(("_size", "_experts", "_tok", "_k", "topk", "d_model")) and "shared_experts" not in name}
+    if model_type == "dbrx":
+        sizes["ffn_config"] = {name: value for name, value in kwargs["ffn_config"].items() if "normalize" not in name}
+    by_default = getattr(transformers, config_name)(**sizes, **heads)
+    assert families.config_from_hf(by_default) == families.config_from_hf({"model_type": model_type, **sizes})
+    layer = families.from_hf(MoELayer(config), block.state_dict(), model_type)
+    x = torch.randn(2, T7, H6, requires_grad=True)
+    want, got = block(x.clone()), layer(x)
+    want = (want[0] if isinstance(want, tuple) else want).view(x.shape)
+    close(got, want, 1e-5)
+    upstream, parameters = torch.randn(x.shape), dict(block.named_parameters())
+    parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+    want_grads = torch.autograd.grad(want, [x, *parameters.values()], upstream, materialize_grads=True)
+    x_grad, *got_grads = grads(got, [x, *layer.parameters()], upstream)
+    close(x_grad, want_grads[0], 1e-5)
+    with torch.no_grad():                             # their gradients into a layer: the same way as their weights
+        theirs = {**block.state_dict(), **dict(zip(parameters, want_grads[1:]))}
+        named = families.from_hf(copy.deepcopy(layer), theirs, model_type)
+    for a, b in zip(got_grads, named.parameters(), strict=True):
+        close(a, b, 1e-5)
+
+
+def test_families_config_dtype_and_defaults():
+    """The dtype is the config's; published defaults fill what is left out; text_config is looked into."""
+    base = {"model_type": "deepseek_v3", "hidden_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 32,
+            "num_experts_per_tok": 4}
+    config = families.config_from_hf(base)
+    assert (config.params_dtype, config.num_groups, config.group_topk, config.group_score_topk, config.scaling_factor,
+            config.norm_topk_prob, config.shared_expert_intermediate_size) == (torch.float32, 8, 4, 2, 2.5, True, 16)
+    for given in ({"torch_dtype": "bfloat16"}, {"dtype": torch.bfloat16}, {"dtype": "torch.bfloat16"}):
+        assert families.config_from_hf({**base, **given}).params_dtype == torch.bfloat16
+    assert families.config_from_hf(types.SimpleNamespace(**base)) == config
+    assert families.config_from_hf({"model_type": "kimi_k25", "text_config": base, "dtype": "bfloat16"}) == config
+    assert families.config_from_hf({**base, "n_shared_experts": None}).shared_expert_intermediate_size is None
+    oss = families.config_from_hf({"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64,
+                                   "num_local_experts": 32, "num_experts_per_tok": 4})
+    assert oss.activation == "quick_geglu"
+    assert (oss.glu_alpha, oss.glu_linear_offset, oss.activation_clamp_value) == (1.702, 1.0, 7.0)
+    dbrx = {"model_type": "dbrx", **PUBLISHED["dbrx"].config}
+    assert families.config_from_hf(dbrx).norm_topk_prob is True
+    dbrx["ffn_config"] = {**dbrx["ffn_config"], "moe_normalize_expert_weights": None}
+    assert families.config_from_hf(dbrx).norm_topk_prob is False
+    v2 = fam_config("deepseek_v2", topk_method="greedy")
+    assert (v2.num_groups, v2.group_topk, v2.group_score_topk) == (None, None, None)
+    assert fam_config("mixtral", hidden_act="gelu_pytorch_tanh").activation == "geglu"
+    assert fam_config("dots1", n_group=None, topk_group=None) == fam_config("dots1")
+    assert not fam_config("lfm2_moe", use_expert_bias=False).enable_expert_bias
+    assert fam_config("qwen3_moe", norm_topk_prob=False).norm_topk_prob is False
+
+
+def test_families_other_knobs_match_published_loop(monkeypatch):
+    """What a config may say beside the small configs above: greedy V2, probs that are not normalised, no expert bias."""
+    for model_type, fixed, drop in [
+            ("deepseek_v2", {"topk_method": "greedy"}, ()), ("deepseek_v3", {"norm_topk_prob": False}, ()),
+            ("qwen3_moe", {"norm_topk_prob": False}, ()), ("olmoe", {"norm_topk_prob": True}, ()),
+            ("mixtral", {"num_experts_per_tok": 2}, ())]:
+        monkeypatch.setitem(PUBLISHED, model_type, dataclasses.replace(
+            PUBLISHED[model_type], config={**PUBLISHED[model_type].config, **fixed}))
+        x = torch.randn(T7, H6, dtype=torch.float64)
+        close(fam_layer(model_type)(x), published_loop(model_type, x, fam_tensors(model_type)), 1e-8)
+
+
+def in_lines(texts: list[str]) -> str:
+    return "\n".join(textwrap.fill(line, 116, subsequent_indent="    ", drop_whitespace=True, replace_whitespace=False)
+                     for text in texts for line in text.split("\n"))
+
+
+def test_families_refused_configs():
+    """Everything that would make another model is named; nothing is computed as something else."""
+    def refused(model_type, **fixed):
+        return error(families.config_from_hf, {"model_type": model_type, **PUBLISHED[model_type].config, **fixed})
+    dbrx = PUBLISHED["dbrx"].config["ffn_config"]
+    texts = [
+        error(families.config_from_hf, {"model_type": "gpt2"}), error(families.config_from_hf, {}),
+        error(families.config_from_hf, {"model_type": "phimoe"}),
+        error(families.config_from_hf, {"model_type": "llama4", "quantization_config": {}, "text_config": {}}),
+        refused("mixtral", hidden_act="gelu"), refused("mixtral", router_jitter_noise=0.1),
+        refused("mixtral", num_local_experts=None, num_experts=4),
+        refused("qwen3_moe", quantization_config={"quant_method": "fp8"}, dtype="float8_e4m3fn"),
+        refused("qwen3_moe", num_experts_per_tok=[2, 2, 4]), refused("qwen3_moe", n_group=4, scoring_func="sigmoid"),
+        refused("deepseek_v2", topk_method="noaux_tc"), refused("deepseek_v2", norm_topk_prob=True),
+        refused("deepseek_v2", mlp_bias=True), refused("deepseek_v3", topk_method="greedy", scoring_func="softmax"),
+        refused("ernie4_5_moe", use_bias=True, moe_norm_min=0.1), refused("minimax_m2", use_routing_bias=False),
+        refused("hunyuan_v1_moe", moe_topk=[8, 4]),
+        refused("hunyuan_v1_moe", moe_intermediate_size=[7, 7], num_shared_expert=2),
+        refused("nemotron_h", moe_latent_size=3, mlp_hidden_act="silu"), refused("nemotron_h", n_shared_experts=2),
+        refused("jamba", norm_topk_prob=True), refused("llama4_text", hidden_act="relu"),
+        refused("gpt_oss", hidden_act="gelu"),
+        refused("dbrx", ffn_config={**dbrx, "moe_normalize_expert_weights": 2.0}),
+        refused("dbrx", ffn_config={**dbrx, "moe_jitter_eps": 0.01, "ffn_act_fn": {"name": "gelu"}}),
+        error(families.config_from_hf, {"model_type": "mixtral"})]
+    assert_expected_inline(in_lines(texts), """\
+ValueError: model_type is 'gpt2'; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe, qwen3_next,
+    deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx
+ValueError: model_type is None; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe, qwen3_next,
+    deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx
+ValueError: model_type is 'phimoe': its SparseMixer router takes the second expert from a softmax that masks the
+    first, with a gradient estimator of its own; the layer has no such router
+ValueError: quantization_config is given; needs dequantised weights and a config without it
+ValueError: this mixtral config cannot be expressed: hidden_act is 'gelu'; needs 'silu' or 'swish' or
+    'gelu_pytorch_tanh'
+ValueError: this mixtral config cannot be expressed: router_jitter_noise is 0.1; needs 0.0 or None
+ValueError: this mixtral config cannot be expressed: num_local_experts = None and num_experts = 4 contradict each
+    other
+ValueError: this qwen3_moe config cannot be expressed: dtype is float8_e4m3fn; needs float64, float32, bfloat16,
+    float16; quantization_config is given; needs dequantised weights and a config without it
+ValueError: this qwen3_moe config cannot be expressed: num_experts_per_tok is [2, 2, 4]; needs one value, that of
+    the layer's own entry
+ValueError: this qwen3_moe config cannot be expressed: scoring_func is 'sigmoid'; needs 'softmax' or None; n_group
+    is 4; needs 1 or 0 or None
+ValueError: this deepseek_v2 config cannot be expressed: topk_method is 'noaux_tc'; needs 'greedy' or
+    'group_limited_greedy'
+ValueError: this deepseek_v2 config cannot be expressed: norm_topk_prob is True; needs False or None
+ValueError: this deepseek_v2 config cannot be expressed: mlp_bias is True; needs False or None
+ValueError: this deepseek_v3 config cannot be expressed: topk_method is 'greedy'; needs 'noaux_tc' or None;
+    scoring_func is 'softmax'; needs 'sigmoid' or None
+ValueError: this ernie4_5_moe config cannot be expressed: use_bias is True; needs False or None; moe_norm_min is
+    0.1; needs 1e-12 or 0.0
+ValueError: this minimax_m2 config cannot be expressed: use_routing_bias is False; needs True
+ValueError: this hunyuan_v1_moe config cannot be expressed: moe_topk is [8, 4]; needs one value, that of the layer's
+    own entry
+ValueError: this hunyuan_v1_moe config cannot be expressed: intermediate_size = 5 and moe_intermediate_size = 7
+    contradict each other; num_shared_expert is 2; needs 1
+ValueError: this nemotron_h config cannot be expressed: mlp_hidden_act is 'silu'; needs 'relu2'; moe_latent_size is
+    3; needs None
+ValueError: this nemotron_h config cannot be expressed: n_shared_experts is 2; needs 1 or None
+ValueError: this jamba config cannot be expressed: norm_topk_prob is True; needs False or None
+ValueError: this llama4_text config cannot be expressed: hidden_act is 'relu'; needs 'silu' or 'swish' or
+    'gelu_pytorch_tanh'
+ValueError: this gpt_oss config cannot be expressed: hidden_act is 'gelu'; needs 'silu' or 'swish' or None
+ValueError: this dbrx config cannot be expressed: ffn_config.moe_normalize_expert_weights is 2.0; needs 1.0 or None
+ValueError: this dbrx config cannot be expressed: ffn_config.ffn_act_fn.name is 'gelu'; needs 'silu' or 'swish' or
+    'gelu_pytorch_tanh'; ffn_config.moe_jitter_eps is 0.01; needs 0.0 or None
+ValueError: this mixtral config cannot be expressed: hidden_size is missing; intermediate_size is missing;
+    num_experts_per_tok is missing; num_local_experts or num_experts is missing""")
+
+
+def test_families_misfits():
+    """One error for all that is wrong under the prefix, and a layer that stays as it was."""
+    layer = fam_layer("mixtral", torch.float32)
+    before = copy.deepcopy(layer.state_dict())
+    t = fam_tensors("mixtral", torch.float32, "mlp.")
+    del t["mlp.experts.1.w3.weight"], t["mlp.gate.weight"]
+    t["mlp.experts.0.w1.weight"] = torch.zeros(H6, F5)
+    t["mlp.experts.0.w1.weight_scale"] = t["other.experts.0.w1.weight"] = torch.zeros(1)
+    t["mlp.experts.2.w2.weight"] = torch.zeros(H6, F5, dtype=torch.float8_e4m3fn)
+    t["mlp.experts.8.w2.weight"] = torch.zeros(H6, F5)
+    held = as_held("mixtral", fam_tensors("mixtral", torch.float32))
+    held["experts.gate_up_proj"] = held["experts.gate_up_proj"].transpose(1, 2)
+    fused = MoELayer(fam_config("gpt_oss"))
+    texts = [
+        error(families.from_hf, layer, t, "mixtral", "mlp."), error(families.from_hf, layer, held, "mixtral"),
+        error(families.from_hf, layer, t, "qwen4"), error(families.from_hf, layer, t, "phimoe"),
+        error(families.from_hf, layer, t, "gpt_oss"), error(families.to_hf, layer, "jamba"),
+        error(families.to_hf, layer, "qwen2_moe"), error(families.to_hf, fam_layer("nemotron_h"), "deepseek_v3"),
+        error(families.from_hf, fused, {}, "gpt_oss", "mlp.")]
+    same(layer.state_dict(), before)
+    assert_expected_inline(in_lines(texts), """\
+ValueError: tensors do not make a mixtral block, nothing was changed:
+  mlp.gate.weight [8, 6] is missing
+  mlp.experts.1.w3.weight [5, 6] is missing
+  mlp.experts.0.w1.weight_scale is unexpected
+  mlp.experts.8.w2.weight is unexpected
+  mlp.experts.0.w1.weight is [6, 5]; needs [5, 6]
+  mlp.experts.2.w2.weight is float8_e4m3fn; needs float64, float32, bfloat16, float16
+ValueError: tensors do not make a mixtral block, nothing was changed:
+  experts.gate_up_proj is [8, 6, 10]; needs [8, 10, 6]
+ValueError: model_type is 'qwen4'; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe, qwen3_next,
+    deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx
+ValueError: model_type is 'phimoe': its SparseMixer router takes the second expert from a softmax that masks the
+    first, with a gradient estimator of its own; the layer has no such router
+ValueError: layer is no gpt_oss block: activation = 'swiglu' (needs 'quick_geglu'), glu_linear_offset = 0.0 (needs
+    1.0), add_bias_linear = False (needs True), router_bias = False (needs True); build it with config_from_hf
+ValueError: layer is no jamba block: norm_topk_prob = True (needs False); build it with config_from_hf
+ValueError: layer is no qwen2_moe block: shared_expert_gate = False (needs True); build it with config_from_hf
+ValueError: layer is no deepseek_v3 block: activation = 'relu2' (needs one that is gated); build it with
+    config_from_hf
+ValueError: tensors do not make a gpt_oss block, nothing was changed:
+  mlp.router.weight [8, 6] is missing
+  mlp.router.bias [8] is missing
+  mlp.experts.gate_up_proj [8, 6, 10] is missing
+  mlp.experts.gate_up_proj_bias [8, 10] is missing
+  mlp.experts.down_proj [8, 5, 6] is missing
+  mlp.experts.down_proj_bias [8, 6] is missing""")
+
+
+class Lazy:
+    """Loads a tensor on [name], and knows the most that were alive at once; with `slices` also safetensors' way."""
+
+    def __init__(self, tensors: dict, slices: bool):
+        self.tensors, self.loads, self.alive, self.peak = tensors, [], 0, 0
+        if slices:
+            self.get_slice = lambda name: types.SimpleNamespace(
+                get_shape=lambda: list(tensors[name].shape), get_dtype=lambda: "F32")
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def gone(self):
+        self.alive -= 1
+
+    def __getitem__(self, name):
+        self.loads.append(name)
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+        tensor = self.tensors[name].clone()
+        weakref.finalize(tensor, self.gone)
+        return tensor
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_families_stream(slices):
+    """One tensor at a time, nothing outside of the prefix; each once where shapes are known before, else twice."""
+    for model_type in ("deepseek_v3", "gpt_oss"):
+        t = fam_tensors(model_type, torch.float32, "mlp.")
+        lazy = Lazy({**t, "lm_head.weight": torch.zeros(3)}, slices)
+        layer = families.from_hf(MoELayer(fam_config(model_type, torch.float32)), lazy, model_type, "mlp.")
+        same(layer.state_dict(), fam_layer(model_type, torch.float32).state_dict())
+        assert (lazy.peak, lazy.alive) == (1, 0)
+        assert sorted(lazy.loads) == sorted([*t] * (1 if slices else 2))
+        del lazy.tensors[next(iter(t))]
+        lazy.loads.clear()
+        error(families.from_hf, layer, lazy, model_type, "mlp.")
+        assert lazy.alive == 0 and (not slices or not lazy.loads)
+
+
+def test_families_read_safetensors_files(tmp_path):
+    """An open file as it is: shapes from its header, one tensor after the other."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads a safetensors file; the package is not there")
+    t = fam_tensors("ernie4_5_moe", torch.bfloat16, "model.layers.1.mlp.")
+    safetensors.save_file(t, tmp_path / "a.safetensors")
+    config = fam_config("ernie4_5_moe", torch.float32)
+    with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as file:
+        layer = families.from_hf(MoELayer(config), file, "ernie4_5_moe", "model.layers.1.mlp.")
+        want = families.from_hf(MoELayer(config), t, "ernie4_5_moe", "model.layers.1.mlp.")
+        same(layer.state_dict(), want.state_dict())
+    out = families.to_hf(layer, "ernie4_5_moe")
+    safetensors.save_file(out, tmp_path / "b.safetensors")
+    same(safetensors.load_file(tmp_path / "b.safetensors"), out)
+    safetensors.save_file({name: x.to(torch.float8_e4m3fn) for name, x in t.items()}, tmp_path / "c.safetensors")
+    with safetensors.safe_open(tmp_path / "c.safetensors", "pt") as file:
+        text = error(families.from_hf, layer, file, "ernie4_5_moe", "model.layers.1.mlp.")
+        assert "gate.weight is F8_E4M3; needs" in text
+
+
+class OneOf:
+    """As much of a process group as from_hf and to_hf ask for."""
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.size = lambda: rank, lambda: ranks
+
+
+def shard(layer: MoELayer, group: OneOf, **groups) -> MoELayer:
+    """The layer as one rank of ep or tp holds it."""
+    def cut(x, dim):
+        return torch.nn.Parameter(x.detach().chunk(group.size(), dim)[group.rank()].clone())
+    part = copy.deepcopy(layer)
+    part.groups = types.SimpleNamespace(**{"ep": None, "tp": None, **groups})
+    if "ep" in groups:
+        for name, parameter in list(part.experts.named_parameters()):
+            setattr(part.experts, name, cut(parameter, 0))
+    else:
+        shared = part.shared_experts
+        shared.fc1, shared.fc2 = cut(shared.fc1, 1), cut(shared.fc2, 1)
+    return part
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "dbrx", "nemotron_h"])
+def test_families_over_ep_ranks(model_type):
+    """Each rank takes its experts from either layout, and needs no others; together they give the whole model back."""
+    whole, t, found = fam_layer(model_type, torch.float32), fam_tensors(model_type, torch.float32), {}
+    for group in (OneOf(0, 4), OneOf(1, 4), OneOf(2, 4), OneOf(3, 4)):
+        want = shard(whole, group, ep=group)
+        blank = fam_layer(model_type, torch.float32)
+        with torch.no_grad():
+            for parameter in blank.parameters():
+                parameter.zero_()
+        for tensors in (t, as_held(model_type, t)):
+            lazy = Lazy(tensors, True)
+            same(families.from_hf(shard(blank, group, ep=group), lazy, model_type).state_dict(), want.state_dict())
+            read = {int(e) for name in lazy.loads for e in re.findall(r"^experts\.(\d+)", name)}
+            assert read <= {2 * group.rank(), 2 * group.rank() + 1}
+        if model_type in ("gpt_oss", "dbrx"):
+            text = error(families.to_hf, want, model_type)
+            continue
+        out = families.to_hf(want, model_type)
+        same(families.from_hf(shard(blank, group, ep=group), out, model_type).state_dict(), want.state_dict())
+        found.update(out)
+    if model_type == "gpt_oss":
+        assert_expected_inline(in_lines([text]), """\
+ValueError: ep has 4 ranks and gpt_oss holds all experts in one tensor (experts.gate_up_proj,
+    experts.gate_up_proj_bias, experts.down_proj, experts.down_proj_bias); needs a layer without ep: save
+    sharded_state_dict() and load it there""")
+    elif model_type != "dbrx":
+        same(found, families.to_hf(whole, model_type))
+
+
+def test_families_over_tp_ranks():
+    """Each rank takes its part of the shared expert; writing it refuses."""
+    whole, t = fam_layer("deepseek_v3", torch.float32), fam_tensors("deepseek_v3", torch.float32)
+    for group in (OneOf(0, 2), OneOf(1, 2)):
+        want = shard(whole, group, tp=group)
+        part = shard(MoELayer(whole.config), group, tp=group)
+        same(families.from_hf(part, t, "deepseek_v3").state_dict(), want.state_dict())
+    assert_expected_inline(in_lines([error(families.to_hf, part, "deepseek_v3")]), """\
+ValueError: tp has 2 ranks and each a part of the shared expert; needs a layer without tp: save sharded_state_dict()
+    and load it there""")
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_families_upcycle(kind):
+    """At the start the dense FFN where probs sum to 1, a shared expert included; with noise the experts part."""
+    for options in ({}, {"shared_expert_intermediate_size": 8}, {"score_function": "sigmoid", "router_bias": True},
+                    {"apply_probs_on": "output", "add_bias_linear": True}):
+        config = MoEConfig(hidden_size=H6, ffn_hidden_size=F5, num_experts=E8, topk=3, activation=kind,
+                           params_dtype=torch.float64, router_dtype=torch.float64, **options)
+        gate, up, down = (torch.randn(*shape, dtype=torch.float64) for shape in ((F5, H6), (F5, H6), (H6, F5)))
+        gate = gate if kind == "swiglu" else None
+        layer, x = families.upcycle(config, gate, up, down), torch.randn(T7, 2, H6, dtype=torch.float64)
+        dense = torch.stack([fam_ffn(x_H, gate, up, down) if kind == "swiglu" else down @ (up @ x_H).clamp(min=0) ** 2
+                             for x_H in x.flatten(0, 1)]).view(x.shape)
+        close(layer(x), dense, 1e-6)
+    noisy = families.upcycle(config, gate, up, down, noise=0.1).experts
+    for weight in (*noisy.fc1.unbind(1), noisy.fc2):
+        spread = (weight - weight.mean(0)).std() / weight.mean(0).std()
+        assert 0.05 < spread < 0.2 and (weight[0] - weight[1]).abs().min() > 0
+    if kind == "swiglu":
+        assert_expected_inline(error(families.upcycle, config, up, up.T, down, -1.0), """\
+ValueError: up_proj is [6, 5]; needs [5, 6]; noise is -1.0; needs 0 or more""")
+
+
+def test_families_example_in_the_readme():
+    """The example runs as it stands, with the tensors of one block: the published output, and the same tensors back."""
+    text = (HERE / "README.md").read_text().split("<!-- families example -->")[1]
+    example = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    assert len(example.strip().split("\n")) <= 10
+    tensors = fam_tensors("qwen3_moe", torch.float32, "model.layers.0.mlp.")
+    scope = {"hf_config": {"model_type": "qwen3_moe", **PUBLISHED["qwen3_moe"].config}, "tensors": tensors,
+             "x": torch.randn(4, 2, H6)}
+    exec(example, scope)
+    close(scope["y"], published_loop("qwen3_moe", scope["x"].double(), fam_tensors("qwen3_moe")), 1e-5)
+    same(scope["back"], tensors)
