@@ -2480,9 +2480,9 @@ def test_two_files_copied_elsewhere(tmp_path):
 
 
 def test_sources_import_torch_and_einops_alone():
-    for name, local in [("kernels.py", set()), ("moe.py", {"kernels"})]:
+    for name, local in [("kernels.py", set()), ("moe.py", {"kernels"}), ("families.py", {"moe", "collections", "re"})]:
         found = set(re.findall(r"^\s*(?:import|from) (\w+)", (HERE / name).read_text(), re.M))
-        assert found <= {"torch", "einops", "abc", "dataclasses", "enum", "functools", "math", "typing"} | local, found
+        assert found <= {"torch", "einops", "abc", "dataclasses", "enum", "functools", "math", "types", "typing"} | local, found
 
 
 TINY = "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 --no-compile".split()
