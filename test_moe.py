@@ -2215,6 +2215,25 @@ def check_parallel_checkpoints(rank, folder) -> None:
             same(tensor, own_part(name, whole[name], layer.groups))
 
 
+def check_parallel_families(groups) -> None:
+    """Each rank reads its experts out of a whole model's tensors, and writes them under their global numbers."""
+    config = dict(model_type="qwen2_moe", hidden_size=6, moe_intermediate_size=5, num_experts=8, num_experts_per_tok=2,
+                  shared_expert_intermediate_size=4, norm_topk_prob=True)
+    config = families.config_from_hf(config)
+    torch.manual_seed(3)
+    whole = MoELayer(config)
+    tensors = families.to_hf(whole, "qwen2_moe", "mlp.")
+    mine = MoELayer(config, groups)
+    families.from_hf(mine, tensors, "qwen2_moe", "mlp.")
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+        same(a, own_part(name, b, groups))
+    out = families.to_hf(mine, "qwen2_moe", "mlp.")
+    assert {name for name in out if ".experts." in name} == {
+        f"mlp.experts.{e}.{part}_proj.weight" for e in range(8)[groups.ep.rank() * 2:groups.ep.rank() * 2 + 2]
+        for part in ("gate", "up", "down")}
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in out.items())
+
+
 def parallel_ranks(rank, ranks, folder):
     """All that needs four ranks, in one set of processes."""
     mesh_groups(rank, ranks)
@@ -2227,6 +2246,7 @@ def parallel_ranks(rank, ranks, folder):
         if names == ("ep",):
             check_skew(rank, ranks, groups)
             check_what_moves(rank, groups, folder)
+            check_parallel_families(groups)
             assert error(MoELayer, shared_config(num_experts=6), groups) == \
                 "ValueError: num_experts is 6; needs a multiple of the ep size, 4"
     check_parallel_checkpoints(rank, folder)
