@@ -25,8 +25,13 @@ _NAMESPACE = "moe_" + __name__.replace(".", "_")          # copies of this file 
 
 
 def _op(function, mutates_args=()):
-    """Registers `function` as a custom op: the compiler calls it as it is. Its fake form is set beside it."""
-    return torch.library.custom_op(f"{_NAMESPACE}::{function.__name__.strip('_')}", function, mutates_args=mutates_args)
+    """Registers `function`, whose first argument is a tensor, as a custom op: the compiler calls it as it is, and autocast
+    does not reach inside. Its fake form is set beside it."""
+    @functools.wraps(function)
+    def body(*args, **kwargs):
+        with torch.autocast(args[0].device.type, enabled=False):
+            return function(*args, **kwargs)
+    return torch.library.custom_op(f"{_NAMESPACE}::{function.__name__.strip('_')}", body, mutates_args=mutates_args)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -1020,7 +1025,8 @@ def expert_mlp(
     [E, H, F], fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]; tokens and weights of one dtype, probs of any.
     probs_on: where p is applied. "activation", between the products, and "output", behind them, differ in rounding
       only; "input" is expert(p·x), another function.
-    Kept for the backward: the arguments and fc1's output [N, P·F] (as fp8 e4m3 with fp8_input_store).
+    Kept for the backward: the arguments and fc1's output [N, P·F] (as fp8 e4m3 with fp8_input_store). ValueError and
+    TypeError for shapes and dtypes that do not fit.
     """
     _choice("probs_on", probs_on, ("input", "activation", "output"))
     _choice("kind", kind, ACTIVATIONS)
@@ -1043,9 +1049,7 @@ def expert_mlp(
 def _gating_back(
     grad: Tensor, tokens: Tensor, weight: Tensor, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(tokens.device.type, enabled=False):
-        grad_tokens = (grad @ weight.to(dtype)).to(tokens.dtype)
-        return grad_tokens, (grad.t() @ tokens.to(dtype)).to(weight.dtype), grad.sum(0)
+    return (grad @ weight.to(dtype)).to(tokens.dtype), (grad.t() @ tokens.to(dtype)).to(weight.dtype), grad.sum(0)
 
 
 @_gating_back.register_fake

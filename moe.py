@@ -38,7 +38,7 @@ class MoEConfig:
 
     hidden_size H, ffn_hidden_size F (of one expert), num_experts E, topk K. score_function to scaling_factor: see
     kernels.topk_routing_with_score_function; activation fields: kernels.activation; apply_probs_on: kernels.expert_mlp.
-    load_balancing_type and aux_loss_coeff: one type and a float, or tuples of the same length.
+    load_balancing_type and aux_loss_coeff: one type and a float, or tuples of the same length; a coefficient of 0 is no loss.
     """
     hidden_size: int
     ffn_hidden_size: int
@@ -183,7 +183,8 @@ class ProcessGroups:
     tp: ranks that shard the shared expert. ep: ranks that share out the experts, each with tokens of its own. tp_cp: ranks
     that hold one sequence between them. dp_cp: all with the same tp rank. tp_dp_cp: all. expt_dp: all with the same
     experts (the same ep rank). Gradients are partial on each rank and are to be summed: reduce_gradients. A trainer that
-    averages over R ranks instead gets the global loss R times too weak: multiply its coefficient by R.
+    averages over R ranks instead gets the global loss R times too weak: multiply its coefficient by R. ValueError: ep
+    without tp_dp_cp.
     """
     tp: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
@@ -192,6 +193,9 @@ class ProcessGroups:
     tp_dp_cp: dist.ProcessGroup | None = None
     expt_dp: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo):
+        return self                                                   # a copy of a layer is on the same ranks
+
     def __post_init__(self):
         if self.ep is not None and self.tp_dp_cp is None:
             raise ValueError("ep is given and tp_dp_cp is None; needs tp_dp_cp too, the group of all ranks: the expert "
@@ -199,7 +203,8 @@ class ProcessGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """Of a mesh with any of the dims "dp", "cp", "tp", "ep". Collective: every rank of the mesh calls it."""
+        """Of a mesh with any of the dims "dp", "cp", "tp", "ep"; other names are a ValueError. Collective: every rank of the
+        mesh calls it."""
         names = mesh.mesh_dim_names or ()
         if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
             raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
@@ -249,8 +254,11 @@ class MoELayer(nn.Module):
     """hidden_states [S, B, H] -> same shape and dtype: y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the
     shared expert's output. Parts: layer.router, layer.experts, layer.shared_experts (None without).
 
-    `torch.compile(layer, fullgraph=True)` takes it whole; with shared_expert_overlap, where streams have to be kept in
-    order by eager code, `layer.compile()` compiles the pieces between.
+    `torch.compile(layer, fullgraph=True)` takes it whole; with shared_expert_overlap or ep, where streams and all-to-alls
+    are kept in order by eager code, `layer.compile()` compiles the pieces between. Under ep each rank has E / ep experts
+    and tokens of its own, and every rank runs every forward and backward, also with T = 0; with pad_to_capacity all have
+    the same T; with sequence_parallel the same S over tp. ValueError: sizes that ep or tp do not divide, tp without
+    sequence_parallel, and in the forward wrong shapes.
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
@@ -379,9 +387,9 @@ _LOSS_SCALE: dict[torch.device, Tensor] = {torch.device("cpu"): torch.ones(())}
 
 
 def _loss_scale(device: torch.device) -> Tensor:
-    if device not in _LOSS_SCALE:
+    if device not in _LOSS_SCALE and device.type != "meta":
         _LOSS_SCALE[device] = _LOSS_SCALE[torch.device("cpu")].to(device)
-    return _LOSS_SCALE[device]
+    return _LOSS_SCALE.get(device)
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
@@ -417,6 +425,7 @@ class Router(ABC, nn.Module):
         self.layer_number: int | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=config.params_dtype)) if config.router_bias else None
+        Router.reset_parameters(self)
 
     def reset_parameters(self) -> None:
         """Draws the weight anew (normal, init_std); the bias becomes zero."""
@@ -492,17 +501,21 @@ class TopKRouter(Router):
         buffer("ga_steps", on="global_aux_loss" in config.balancing)                # forwards in the sums above
         buffer("last_tokens_per_expert", E, dtype=torch.int64)                      # of the latest training forward
         buffer("last_losses", len(METRICS))
-        # loss -> (group whose ranks hold parts of it, whether that has the data-parallel ranks)
-        self._reduced_over = {name: (self.groups.tp_cp, False) for name in METRICS}
-        self._reduced_over["global_load_balancing_loss"] = self.groups.tp_dp_cp, True
-        self.reset_parameters()
+        # loss -> (how many ranks hold parts of it, whether these are data-parallel ranks too)
+        self._reduced_over = {name: (_size(self.groups.tp_cp), False) for name in METRICS}
+        self._reduced_over["global_load_balancing_loss"] = _size(self.groups.tp_dp_cp), True
+        self._reset_buffers()
 
     def reset_parameters(self) -> None:
         """Draws the weight anew (normal, init_std); biases, counts and sums become zero."""
         super().reset_parameters()
+        self._reset_buffers()
+
+    def _reset_buffers(self) -> None:
         for tensor in self.buffers(recurse=False):
             tensor.zero_()
         self.last_losses.fill_(math.nan)
+        _loss_scale(self.weight.device)                               # made here, not by the first compiled forward
 
     # -- the buffers stay fp32: a bias in bf16 would lose its updates of 1e-3, counts their units --
 
@@ -513,6 +526,7 @@ class TopKRouter(Router):
             moved = getattr(self, name)
             if moved.dtype != buffer.dtype:
                 setattr(self, name, buffer.to(moved.device))
+        _loss_scale(self.weight.device)
         return self
 
     def _maintain_float32_expert_bias(self) -> None:
@@ -645,8 +659,8 @@ class TopKRouter(Router):
         if aux_loss_name not in METRICS:
             raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
         _update_once(self.last_losses[METRICS.index(aux_loss_name)], (aux_loss.detach() / aux_loss_coeff).float(), False)
-        if self._reduced_over[aux_loss_name] != (reduce_group, reduce_group_has_dp):
-            self._reduced_over[aux_loss_name] = (reduce_group, reduce_group_has_dp)
+        if self._reduced_over[aux_loss_name] != (_size(reduce_group), reduce_group_has_dp):
+            self._reduced_over[aux_loss_name] = (_size(reduce_group), reduce_group_has_dp)
         if self.config.calculate_per_token_loss:
             if valid_token_count is None:
                 valid_token_count = activation.shape[0] * _size(self.groups.tp_cp)
@@ -688,6 +702,12 @@ class TopKRouter(Router):
             if self.local_tokens_per_expert is not None:
                 _update_once(self.local_tokens_per_expert, counts_E, True)
 
+    @staticmethod
+    def _check_mask(padding_mask: Tensor | None, shape) -> None:
+        if padding_mask is not None and (padding_mask.shape != shape or padding_mask.dtype != torch.bool):
+            raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; needs {list(shape)} "
+                             f"torch.bool, True = padding")
+
     def _route_logits(self, logits: Tensor, padding_mask: Tensor | None, topk_indices: Tensor | None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
         config = self.config
@@ -723,16 +743,14 @@ class TopKRouter(Router):
     def route(self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None):
         """input [S, B, H] or [T, H] -> (probs [T, K] in router_dtype, indices [T, K] int64; E = nowhere, with prob 0).
 
-        padding_mask [S, B] (or [T]) bool, True = padding: goes nowhere. topk_indices [T, K] or [S, B, K] int64 in
+        padding_mask [S, B] (or [T]) bool, True = padding: goes nowhere; of tp_cp all ranks give one, or none. topk_indices [T, K] or [S, B, K] int64 in
         [0, E] takes the place of the choice (replay, hash routing); the range is not checked, that would sync.
         """
         config = self.config
         if input.ndim not in (2, 3) or input.shape[-1] != config.hidden_size:
             raise ValueError(f"input has shape {list(input.shape)}; needs [S, B, {config.hidden_size}] or "
                              f"[T, {config.hidden_size}]")
-        if padding_mask is not None and (padding_mask.shape != input.shape[:-1] or padding_mask.dtype != torch.bool):
-            raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; needs "
-                             f"{list(input.shape[:-1])} torch.bool, True = padding")
+        self._check_mask(padding_mask, input.shape[:-1])
         if topk_indices is not None:
             T, shape = math.prod(input.shape[:-1]), topk_indices.shape
             fits = shape[-1] == config.topk and (shape[:-1] == input.shape[:-1] or len(shape) == 2 and shape[0] == T)
@@ -744,6 +762,7 @@ class TopKRouter(Router):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
+        self._check_mask(padding_mask, logits.shape[:-1])
         return self._to_map(*self._route_logits(logits, padding_mask, None))
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None):
@@ -783,11 +802,11 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     routers = _routers(model)
     counts, losses = [r.last_tokens_per_expert for r in routers], [r.last_losses for r in routers]
     if reduce:
-        counts = [_all_sum(n, r.groups.tp_dp_cp) for n, r in zip(counts, routers)]
-        losses = [_all_sum(x, r.groups.tp_dp_cp) / torch.tensor(
-            [_size(r.groups.tp_dp_cp) / _size(group) if not has_dp else 1 for group, has_dp in
-             (r._reduced_over[name] for name in METRICS)], device=x.device)
-            for x, r in zip(losses, routers)]
+        groups = [r.groups.tp_dp_cp or r.groups.tp_cp for r in routers]
+        counts = [_all_sum(n, group) for n, group in zip(counts, groups)]
+        losses = [_all_sum(x, group) / torch.tensor(
+            [1.0 if has_dp else _size(group) / ranks for ranks, has_dp in map(r._reduced_over.get, METRICS)], device=x.device)
+            for x, r, group in zip(losses, routers, groups)]
     counts = torch.stack(counts)
     metrics = {name: torch.stack([x[i] for x in losses]) for i, name in enumerate(METRICS)
                if any(r.config.z_loss_coeff for r in routers) and name == "z_loss" or
@@ -1162,7 +1181,7 @@ def reduce_gradients(module: nn.Module) -> None:
     tp_dp_cp, the shared expert's over dp_cp, the experts' over expt_dp, never ep. For who trains without FSDP and DDP,
     before the optimizer step. Collective; a parameter that got no gradient on this rank counts as zero."""
     for part in module.modules():
-        if not isinstance(part, (TopKRouter, Experts, SharedExpertMLP)):
+        if not isinstance(part, (Router, Experts, SharedExpertMLP)):
             continue
         for name, parameter in part.named_parameters(recurse=False):
             groups = part.groups

@@ -1322,6 +1322,52 @@ def test_router_through_inductor_matches_loop():
         check_router_against_loop(seed, "inductor")
 
 
+def test_router_base_class_is_ready_to_use():
+    """A router of one's own: two methods, and the weight is drawn as TopKRouter's."""
+    class Argmax(moe.Router):
+        def routing(self, logits):
+            one_hot = F.one_hot(logits.flatten(0, -2).argmax(-1), self.config.num_experts)
+            return one_hot.to(logits.dtype), one_hot.bool()
+
+        def forward(self, input):
+            return self.routing(self.gating(input))
+    config = MoEConfig(8, 4, 6, 2, router_bias=True)
+    torch.manual_seed(1)
+    mine = Argmax(config)
+    torch.manual_seed(1)
+    same(mine.weight, TopKRouter(config).weight), same(mine.bias, torch.zeros(6))
+    assert mine(torch.randn(5, 3, 8))[1].sum() == 15
+    with pytest.raises(TypeError):
+        moe.Router(config)
+
+
+def test_router_ops_are_out_of_autocasts_reach():
+    x, order = torch.randn(64, 8), random_indices(64, 4, 2, 0.0)
+    plan, weights = plan_permutation(order, 4), torch.randn(4, 8, 8)
+    want = sinkhorn(x), grouped_mm(x.repeat(2, 1), weights, plan.offsets)
+    with torch.autocast("cpu", torch.bfloat16):
+        same(sinkhorn(x), want[0]), same(grouped_mm(x.repeat(2, 1), weights, plan.offsets), want[1])
+
+
+def test_router_refuses_a_mask_of_another_shape():
+    router = TopKRouter(MoEConfig(8, 4, 6, 2))
+    assert_expected_inline(error(router.routing, torch.randn(5, 3, 6), torch.zeros(3, 5).bool()), """ValueError: padding_mask is [3, 5] torch.bool; needs [5, 3] torch.bool, True = padding""")
+
+
+def test_train_balances_each_sequence():
+    """--balance seq: the sequences are the rows of the batch, not the positions."""
+    import train
+    args = train.parse_args("--balance seq --layers 1 --hidden 16 --experts 4 --context 12 --batch 3 --no-compile".split())
+    block = train.ByteModel(args, "moe").blocks[0]
+    x, seen = torch.randn(3, 12, 16), []                              # [B, S, H]
+    block.ffn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    block(x)
+    assert seen[0].shape == (12, 3, 16)
+    logits = block.ffn.router.gating(seen[0]).double()
+    each = [switch_loss_loop(logits[:, b], block.ffn.config, 1.0, list(range(12))) for b in range(3)]
+    close(load_balancing_metrics(block)["seq_load_balancing_loss"], torch.stack(each).mean()[None].float(), 1e-5)
+
+
 def test_router_padded_capacity_map():
     """The [T, E] form holds the fillers, at prob 0; the [T, K] form never does."""
     router = random_layer(MoEConfig(8, 4, 5, 2, capacity_factor=1.0, pad_to_capacity=True)).router
@@ -1576,6 +1622,14 @@ def balanced_over_ranks(rank, ranks, over_sequence):
                        params_dtype=torch.float64, load_balancing_type=TYPES if over_sequence else "global_aux_loss",
                        aux_loss_coeff=(0.1, 0.2, 0.3) if over_sequence else 0.3, z_loss_coeff=0.1 if over_sequence else None)
     groups = ProcessGroups(tp_dp_cp=group, tp_cp=group if over_sequence else None)
+    if over_sequence:                                                 # tp_cp alone: the losses of the cut sequence
+        part, all_of_it = MoELayer(config, ProcessGroups(tp_cp=group)), MoELayer(config)
+        part.load_state_dict(all_of_it.state_dict())
+        x = torch.randn(8, 4, 8, dtype=torch.float64)
+        part.router.route(x.chunk(ranks)[rank]), all_of_it.router.route(x)
+        a, b = load_balancing_metrics(part, reduce=True), load_balancing_metrics(all_of_it)
+        for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens_per_expert"):
+            close(a[name].double(), b[name].double(), 1e-5)
     for compile in (False, True):
         torch.manual_seed(0)
         whole, mine = MoELayer(config), MoELayer(config, groups)
@@ -1969,6 +2023,7 @@ def layer_over_tp(rank, ranks, folder):
         whole = MoELayer(dataclasses.replace(config, sequence_parallel=False, shared_expert_overlap=False))
         torch.manual_seed(0)
         mine = MoELayer(config, groups)
+        mine = copy.deepcopy(mine)                                    # keeps its groups
         if overlap:
             mine.compile(backend="aot_eager")
         x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)

@@ -228,10 +228,13 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(args.hidden), Attention(args)
         self.ffn_norm, self.ffn = nn.RMSNorm(args.hidden), make_ffn(args, kind, groups)
+        self.sequence_first = kind == "moe" and args.balance == "seq"
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))                # the layer takes any leading axes; tokens stand alone in it
+        if self.sequence_first:                              # the one loss that asks which tokens are a sequence: [S, B, H]
+            return x + self.ffn(self.ffn_norm(x).transpose(0, 1)).transpose(0, 1)
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class ByteModel(nn.Module):
@@ -366,11 +369,11 @@ def clip_gradients(model: nn.Module, args, groups: ProcessGroups) -> None:
     if args.world == 1:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return
-    squares = 0.0
+    squares, device = 0.0, next(model.parameters()).device
     for experts in (False, True):
         own = [p.grad for name, p in model.named_parameters() if is_expert(name) == experts]
         local = [grad for grad in own if not isinstance(grad, DTensor)]
-        norm = nn.utils.get_total_norm(local) if local else torch.zeros(())
+        norm = nn.utils.get_total_norm(local) if local else torch.zeros((), device=device)
         if experts:
             norm = norm.square()
             dist.all_reduce(norm, group=groups.ep)
