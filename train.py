@@ -216,6 +216,8 @@ def make_ffn(args, kind: str, groups: ProcessGroups) -> nn.Module:
     balance = dict(BALANCE[args.balance])
     if args.balance == "global":                             # gradients are averaged over the processes, see ProcessGroups
         balance["aux_loss_coeff"] *= args.world
+    if args.balance == "bias":                               # a step is 0.8 % of the mean score, which is 1 / E
+        balance["bias_update_rate"] = 0.008 / args.experts
     return MoELayer(MoEConfig(
         hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_experts=args.experts, topk=args.topk,
         shared_expert_intermediate_size=args.shared, shared_expert_overlap=args.overlap,
