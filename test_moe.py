@@ -937,7 +937,7 @@ def test_layer_matches_loop(seed):
         check_layer_against_loop(random.Random(100 * seed + i), "aot_eager")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_layer_through_inductor_matches_loop(seed):
     torch.manual_seed(seed)
     check_layer_against_loop(random.Random(1000 + seed), "inductor")
@@ -1563,9 +1563,9 @@ def test_router_every_balancing_option_is_one_graph():
                     score_function="sigmoid", enable_expert_bias=True, capacity_factor=1.0, token_drop_policy="position"),
                dict(force_load_balancing=True, input_jitter_eps=0.1, capacity_factor=2.0)]:
         torch._dynamo.reset(), counters.clear()
-        layer = MoELayer(MoEConfig(8, 4, 16, 8, **kw))
+        layer = MoELayer(MoEConfig(8, 4, 16, 2, **kw))
         function = compiled(layer, dynamic=True)
-        for i, T in enumerate((9, 2, 4097)):
+        for i, T in enumerate((9, 2, 301)):
             set_aux_loss_scale(1.0 + i)
             function(torch.randn(T, 2, 8, requires_grad=True)).sum().backward()
         assert counters["stats"]["unique_graphs"] == 1, kw
@@ -1662,10 +1662,14 @@ def balanced_over_ranks(rank, ranks, over_sequence):
                 layer.router.reset_global_aux_loss_tracker()
 
 
-@pytest.mark.parametrize("over_sequence", [False, True])
-def test_router_over_two_ranks(over_sequence):
+def test_router_over_two_ranks():
     """Counts, losses and the bias over groups: what one process computes on the whole batch."""
-    spawn_gloo(balanced_over_ranks, 2, over_sequence)
+    spawn_gloo(balanced_both_ways, 2)
+
+
+def balanced_both_ways(rank, ranks):
+    for over_sequence in (False, True):
+        balanced_over_ranks(rank, ranks, over_sequence)
 
 
 # ---- Shared expert ----
@@ -1730,20 +1734,18 @@ def test_shared_expert_in_the_layer_matches_loop(overlap, how):
 
 
 def test_shared_expert_through_inductor():
-    """Without overlap one graph, with overlap its pieces; both equal eager, also under autocast."""
-    for overlap in (False, True):
+    """Without overlap one graph; with overlap its pieces, under autocast: both equal eager."""
+    for overlap, cast in ((False, False), (True, True)):
         eager = MoELayer(shared_config(shared_expert_overlap=overlap, params_dtype=torch.float32, router_dtype=torch.float32))
-        layer = copy.deepcopy(eager)
+        layer, x = copy.deepcopy(eager), torch.randn(5, 3, 6)
         layer.compile()
-        for cast in (False, True):
-            x = torch.randn(5, 3, 6)
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                a, b = eager(x), layer(x)
-            assert a.dtype == b.dtype == torch.float32
-            close(b, a, 2e-2 if cast else 1e-6)
-            for got, want in zip(grads(b, list(layer.parameters())), grads(a, list(eager.parameters()))):
-                assert got.dtype == torch.float32
-                close(got, want, 2e-2 if cast else 1e-6)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            a, b = eager(x), layer(x)
+        assert a.dtype == b.dtype == torch.float32
+        close(b, a, 2e-2 if cast else 1e-6)
+        for got, want in zip(grads(b, list(layer.parameters())), grads(a, list(eager.parameters()))):
+            assert got.dtype == torch.float32
+            close(got, want, 2e-2 if cast else 1e-6)
 
 
 def test_shared_compiled_layer_copies_with_its_own_weights():
@@ -2008,13 +2010,10 @@ def shared_over_tp(rank, ranks):
     assert "set sequence_parallel=True" in error(MoELayer, shared_config(), ProcessGroups(tp=group))
 
 
-def test_shared_expert_over_two_tp_ranks():
-    spawn_gloo(shared_over_tp, 2)
-
-
 def layer_over_tp(rank, ranks, folder):
     """The whole layer with sequence parallelism; then its checkpoint, written at tp 2, and one written at tp 1 and read."""
     import torch.distributed.checkpoint as dcp
+    shared_over_tp(rank, ranks)
     mesh = torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     groups = ProcessGroups.from_mesh(mesh)
     for overlap in (False, True):
@@ -2055,7 +2054,7 @@ def saved_layer(groups=None) -> MoELayer:
     return layer
 
 
-def test_shared_layer_and_checkpoints_over_two_tp_ranks(tmp_path):
+def test_shared_expert_layer_and_checkpoints_over_two_tp_ranks(tmp_path):
     import torch.distributed.checkpoint as dcp
     layer, other = saved_layer(), saved_layer()
     state = layer.sharded_state_dict("a.")
@@ -2296,8 +2295,12 @@ def parallel_ranks(rank, ranks, folder):
     for names, sizes in MESHES:
         groups = ProcessGroups.from_mesh(torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names))
         for i, (options, at_once) in enumerate(PARALLEL_CASES):
-            for overlap, how in [(False, "eager"), (True, "eager"), *([(i == 0, "aot_eager")] if names == ("ep", "tp") or i == 3 else [])]:
-                torch._dynamo.reset()
+            if sizes == (4, 1) and i not in (0, 3):                   # ep of one rank
+                continue
+            compile = [(i == 0, "aot_eager")] if (sizes, i) in (((2, 2), 0), ((4,), 3)) and "dp" not in names else []
+            for overlap, how in [(False, "eager"), (True, "eager")] * (i % 2 == 0) or [(True, "eager")]:
+                check_parallel_layer(rank, ranks, groups, options, at_once, overlap, how)
+            for overlap, how in compile:
                 check_parallel_layer(rank, ranks, groups, options, at_once, overlap, how)
         if names == ("ep",):
             check_skew(rank, ranks, groups)
@@ -2421,15 +2424,15 @@ def test_no_recompile_over_T():
     """One dynamic graph from T = 2 to beyond 32767 assignments, where a sort's own lowering guards."""
     layer = MoELayer(MoEConfig(8, 4, 16, 8, load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1,
                                router_bias=True, add_bias_linear=True))
-    function = compiled(layer, "inductor")
-
-    def step(T):
-        function(torch.randn(T, 8, requires_grad=True)).sum().backward()
+    def graphs(function, *sizes):
+        for T in sizes:
+            function(torch.randn(T, 8, requires_grad=True)).sum().backward()
         return counters["stats"]["unique_graphs"]
-    step(64), step(65)
-    graphs = counters["stats"]["unique_graphs"]
-    assert [step(T) for T in (2, 3, 17, 100, 1000, 4095, 4096, 4097, 5000, 8192)] == [graphs] * 10
-    assert step(0) <= graphs + 1 and step(1) <= graphs + 2
+    function = compiled(layer, "inductor", dynamic=True)
+    assert graphs(function, 64) == 1
+    assert graphs(function, 2, 3, 17, 100, 1000, 4095, 4096, 4097, 5000, 8192) == 1
+    torch._dynamo.reset(), counters.clear()
+    assert graphs(compiled(MoELayer(MoEConfig(8, 4, 4, 2)), dynamic=True), 64, 0, 1, 0, 1, 65) <= 3     # T = 0, 1 once each
 
 
 def test_no_host_sync_in_the_graph():
@@ -2564,7 +2567,7 @@ def test_sources_import_torch_and_einops_alone():
 TINY = "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 --no-compile".split()
 
 
-def test_train_resumes_bit_for_bit(tmp_path):
+def test_train_resumes_bit_for_bit(tmp_path, capsys):
     """Stopped at step 3 by an exception in step 4, resumed: the same weights and optimizer state as in one go."""
     data = tmp_path / "data"
     data.mkdir()
@@ -2585,15 +2588,18 @@ def test_train_resumes_bit_for_bit(tmp_path):
     same(files[0]["model"], files[1]["model"])
     same(files[0]["optimizer"]["state"], files[1]["optimizer"]["state"])
 
-    good = (tmp_path / "cut" / "checkpoint.pt").read_bytes()
-    bad = {"truncated": good[:len(good) // 2], "foreign": b"not a checkpoint", "empty": b""}
-    for name, content in bad.items():
-        (tmp_path / f"{name}.pt").write_bytes(content)
-        done = run(HERE / "train.py", *TINY, "--data", data, "--out", tmp_path / "x", "--resume", tmp_path / f"{name}.pt")
-        assert done.returncode == 2 and "error" in done.stderr and "Traceback" not in done.stderr, (name, done.stderr)
-    other = run(HERE / "train.py", *TINY, "--experts", 8, "--data", data, "--out", tmp_path / "cut", "--resume")
-    assert other.returncode == 2 and "experts" in other.stderr and "Traceback" not in other.stderr
-    assert (tmp_path / "cut" / "checkpoint.pt").read_bytes() == good
+    import train
+    path, settings = tmp_path / "cut" / "checkpoint.pt", files[1]["settings"]
+    good = path.read_bytes()
+    assert train.load_checkpoint(path, settings)["step"] == 6
+    for content in (good[:len(good) // 2], b"not a checkpoint", b""):
+        (tmp_path / "bad.pt").write_bytes(content)
+        with pytest.raises(SystemExit, match="2"):
+            train.load_checkpoint(tmp_path / "bad.pt", settings)
+        assert "train.py: error: --resume: " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        train.load_checkpoint(path, {**settings, "experts": 8})
+    assert "experts (checkpoint 4, now 8)" in capsys.readouterr().err and path.read_bytes() == good
 
 
 def start_train(ranks: int, *args) -> list[subprocess.Popen]:
@@ -2640,26 +2646,41 @@ def test_parallel_train_with_a_killed_rank(tmp_path):
         finish_train(processes)
     close(losses("two"), losses("one"), 1e-5)
 
-    killed = tmp_path / "killed" / "checkpoint.pt"
-    codes = finish_train(start_train(2, *common, "--ep", 2, "--overlap", "--out", tmp_path / "killed"), kill_last_at=killed)
-    assert all(codes), codes
-    alone = tmp_path / "alone" / "checkpoint.pt"
-    finish_train(start_train(1, *common, "--overlap", "--out", tmp_path / "alone"), kill_last_at=alone)
+    killed, alone = (tmp_path / name / "checkpoint.pt" for name in ("killed", "alone"))
+    runs = [start_train(2, *common, "--ep", 2, "--overlap", "--out", tmp_path / "killed"),
+            start_train(1, *common, "--overlap", "--out", tmp_path / "alone")]
+    codes = [finish_train(processes, kill_last_at=path) for processes, path in zip(runs, (killed, alone))]
+    assert all(codes[0]) and len(codes[0]) == 2, codes
     shutil.copytree(tmp_path / "killed", tmp_path / "killed1"), shutil.copytree(tmp_path / "alone", tmp_path / "alone2")
-    runs = {"killed": (2, "--ep", 2), "killed1": (1,), "alone2": (2, "--ep", 2, "--fsdp")}
-    for name, (ranks, *more) in runs.items():
-        finish_train(start_train(ranks, *common, "--overlap", *more, "--out", tmp_path / name, "--resume"))
+    resumed = [start_train(ranks, *common, "--overlap", *more, "--out", tmp_path / name, "--resume")
+               for name, ranks, *more in (("killed", 2, "--ep", 2), ("killed1", 1), ("alone2", 2, "--ep", 2, "--fsdp"))]
+    for processes in resumed:
+        finish_train(processes)
     same(losses("killed"), losses("two"))
     close(losses("killed1"), losses("one"), 1e-5), close(losses("alone2"), losses("one"), 1e-5)
-    for args, text in ((("--ep", 3), "--ep is 3; needs to divide"), (("--overlap",), "--overlap needs a shared expert")):
-        assert text in run("train.py", *map(str, args)).stderr
+
+
+def test_train_refuses_settings_that_do_not_fit(capsys):
+    import train
+    for args in ("--ep 2", "--overlap", "--topk 9", "--hidden 3", "--steps 0", "--lr nan"):
+        with pytest.raises(SystemExit, match="2"):
+            train.parse_args(args.split())
+    assert_expected_inline(capsys.readouterr().err, """\
+train.py: error: --ep is 2; needs to divide the 1 processes (torchrun --nproc-per-node 2 train.py ..) and --experts = 8
+train.py: error: --overlap needs a shared expert: set --shared SIZE
+train.py: error: --topk is 9; a byte cannot go to more experts than --experts = 8
+train.py: error: --hidden is 3; needs an even number, rotary embeddings turn pairs
+train.py: error: --steps is 0; needs 1 or more
+train.py: error: --lr is nan; needs a positive number
+""")
 
 
 def test_bench_runs_quickly(tmp_path):
-    done = run(HERE / "bench.py", "--quick", "--json", tmp_path / "out.json", timeout=900)
+    """The shortest of its commands; .ci/run runs the others."""
+    done = run(HERE / "bench.py", "overlap", "--quick", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out.json").stat().st_size > 1000
-    assert "recompiles" in done.stdout and "kernels" in done.stdout
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["targets"][0]["value"] == 0 and data["targets"][0]["reached"] == "reached"
 
 
 # ---- Published models ----
