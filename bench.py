@@ -556,13 +556,14 @@ def steps_in_order(layer: moe.MoELayer, x: Tensor) -> list[str]:
     order, shared = [], layer.shared_experts
     places = [(shared, name) for name in ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward",
                                           "post_forward_comm", "get_output")]
-    for owner, name in [*places, (layer, "_plan"), (layer.experts, "forward")]:
+    places += [(layer, "_plan"), (layer.experts, "forward")]
+    for owner, name in places:
         def noted(function, label, *args):
             order.append(label)
             return function(*args)
         setattr(owner, name, partial(noted, getattr(owner, name), {"_plan": "[route]", "forward": "[experts]"}.get(name, name)))
     layer(x)
-    for owner, name in [*places, (layer, "_plan"), (layer.experts, "forward")]:
+    for owner, name in places:
         delattr(owner, name)
     return order
 

@@ -397,6 +397,11 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Permutation:
     return Permutation(order, inverse_KT.t(), counts, offsets)        # kept [K, T]: one choice's rows are contiguous
 
 
+def _expert_of(row_TK: Tensor, offsets: Tensor) -> Tensor:
+    """[T, K]: the expert of each row number; E behind offsets[-1]. Row numbers lie as a plan's inverse, [K, T] in memory."""
+    return torch.bucketize(row_TK.t(), offsets, right=True).t()
+
+
 def _sum_rows(rows: Tensor, inverse: Tensor, offsets: Tensor | None = None, probs: Tensor | None = None) -> Tensor:
     """[T, H]: Σ_k probs[t, k] · rows[inverse[t, k]], in fp32 at least. Rows from offsets[-1] on are left out (None:
     they are zeros already). Unrolled over K: one kernel of gathers and adds, no [T, K, H]."""
@@ -487,7 +492,7 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
     slot_EC = torch.arange(capacity, device=starts_E.device).expand(E, capacity)
     row_EC = torch.where(slot_EC < plan.counts[:, None], starts_E[:, None] + slot_EC, plan.order.shape[0] - 1)
     order = torch.cat((plan.order[row_EC.flatten()], plan.order[-1:]))
-    expert_TK = torch.bucketize(plan.inverse.t(), plan.offsets, right=True).t()                       # E: nowhere
+    expert_TK = _expert_of(plan.inverse, plan.offsets)
     slot_TK = expert_TK * capacity + plan.inverse - starts_E[expert_TK.clamp(max=E - 1)]
     offsets = torch.arange(1, E + 1, device=starts_E.device, dtype=torch.int32) * capacity
     return Permutation(order, slot_TK.masked_fill(expert_TK == E, E * capacity), torch.full_like(plan.counts, capacity), offsets)
@@ -1007,7 +1012,7 @@ class _ExpertMLP(torch.autograd.Function):
         if fc2_bias is not None:
             grad_fc2_bias = _block_sums(grad, order, K, weights, offsets)
             if not on_input:
-                expert_TK = torch.bucketize(inverse.t(), offsets, right=True).t().clamp(max=len(offsets) - 1)
+                expert_TK = _expert_of(inverse, offsets).clamp(max=len(offsets) - 1)
                 grad_probs = grad_probs + _dot_rows(fc2_bias, expert_TK, grad)
         grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
         return (grad_tokens, grad_probs, grad_fc1.view_as(fc1), grad_fc2, grad_fc1_bias, grad_fc2_bias,

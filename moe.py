@@ -220,6 +220,10 @@ def _size(group) -> int:
     return 1 if group is None else group.size()
 
 
+def _rank(group) -> int:
+    return 0 if group is None else group.rank()
+
+
 def _all_sum(x: Tensor, group) -> Tensor:
     """x summed over the group, without gradient."""
     if group is None:
@@ -365,9 +369,10 @@ class MoELayer(nn.Module):
         """prefix + state-dict name -> the layer's own tensors, as DTensors over tp or ep where those are given:
         torch.distributed.checkpoint.save writes them and load into them is the whole load, also at other sizes of tp and
         ep, and without any process group. ValueError unless sharded_offsets and metadata are empty."""
-        parts = {name: part for name, part in self.named_children() if part is not None}
-        return {name: tensor for part in parts for name, tensor in
-                parts[part].sharded_state_dict(f"{prefix}{part}.", sharded_offsets, metadata).items()}
+        state = {}
+        for name, part in self.named_children():
+            state |= part.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        return state
 
     def compile(self, **options) -> None:
         """In place, with torch.compile's options: the whole layer as one graph; with shared_expert_overlap or ep its
@@ -387,9 +392,9 @@ _LOSS_SCALE: dict[torch.device, Tensor] = {torch.device("cpu"): torch.ones(())}
 
 
 def _loss_scale(device: torch.device) -> Tensor:
-    if device not in _LOSS_SCALE and device.type != "meta":
+    if device not in _LOSS_SCALE:
         _LOSS_SCALE[device] = _LOSS_SCALE[torch.device("cpu")].to(device)
-    return _LOSS_SCALE.get(device)
+    return _LOSS_SCALE[device]
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
@@ -838,7 +843,7 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the weights of all E experts on every rank and keeps its part: the same at every ep. Biases to zero."""
-        E_local, first = len(self.fc1), 0 if self.groups.ep is None else self.groups.ep.rank() * len(self.fc1)
+        E_local, first = len(self.fc1), _rank(self.groups.ep) * len(self.fc1)
         with torch.no_grad():
             for e in range(self.config.num_experts):
                 for weight in (self.fc1, self.fc2):
@@ -1012,8 +1017,8 @@ class SharedExpertMLP(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the unsharded weights (normal, init_std) on every rank and keeps its part: the same at every tp."""
-        (P, F, H), tp = self.fc1.shape, self.groups.tp
-        rank, ranks, std = 0 if tp is None else tp.rank(), _size(tp), self.config.init_std
+        (P, F, H), std = self.fc1.shape, self.config.init_std
+        rank, ranks = _rank(self.groups.tp), _size(self.groups.tp)
         with torch.no_grad():
             self.fc1.copy_(_normal((P, F * ranks, H), std, self.fc1).chunk(ranks, 1)[rank])
             self.fc2.copy_(_normal((H, F * ranks), std, self.fc2).chunk(ranks, 1)[rank])

@@ -38,12 +38,14 @@ from moe import (
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
 BALANCE = {                                    # --balance: what the router's config gets
-    "aux": dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
-    "seq": dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
-    "global": dict(load_balancing_type="global_aux_loss", aux_loss_coeff=0.01),
-    "bias": dict(enable_expert_bias=True),
-    "sinkhorn": dict(load_balancing_type="sinkhorn"),
-    "none": dict(),
+    "aux": lambda args: dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
+    "seq": lambda args: dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
+    # times the processes, over which gradients are averaged: see ProcessGroups
+    "global": lambda args: dict(load_balancing_type="global_aux_loss", aux_loss_coeff=0.01 * args.world),
+    # a step is 0.8 % of the mean score, which is 1 / E
+    "bias": lambda args: dict(enable_expert_bias=True, bias_update_rate=0.008 / args.experts),
+    "sinkhorn": lambda args: dict(load_balancing_type="sinkhorn"),
+    "none": lambda args: dict(),
 }
 FORMAT = "moe train.py checkpoint 1"
 CONTENT = {"settings", "step", "model", "optimizer", "history"}
@@ -213,16 +215,11 @@ class DenseFFN(nn.Module):
 def make_ffn(args, kind: str, groups: ProcessGroups) -> nn.Module:
     if kind == "dense":
         return DenseFFN(args)
-    balance = dict(BALANCE[args.balance])
-    if args.balance == "global":                             # gradients are averaged over the processes, see ProcessGroups
-        balance["aux_loss_coeff"] *= args.world
-    if args.balance == "bias":                               # a step is 0.8 % of the mean score, which is 1 / E
-        balance["bias_update_rate"] = 0.008 / args.experts
     return MoELayer(MoEConfig(
         hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_experts=args.experts, topk=args.topk,
         shared_expert_intermediate_size=args.shared, shared_expert_overlap=args.overlap,
         # one expert's softmax, normalised, is always 1: the router would learn nothing
-        pre_softmax=args.topk == 1 and args.balance != "sinkhorn", **balance), groups)
+        pre_softmax=args.topk == 1 and args.balance != "sinkhorn", **BALANCE[args.balance](args)), groups)
 
 
 class Block(nn.Module):
@@ -347,9 +344,13 @@ def mean_over_processes(x: Tensor, args) -> Tensor:
     return x / args.world
 
 
+def moe_parameters(model: nn.Module) -> set[nn.Parameter]:
+    return {p for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.parameters()}
+
+
 def shard(model: nn.Module) -> None:
     """FSDP2 for all but the MoE layers, which ep spreads."""
-    ignored = {p for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.parameters()}
+    ignored = moe_parameters(model)
     for part in (*model.blocks, model):
         fully_shard(part, ignored_params=ignored)
 
@@ -358,12 +359,13 @@ def average_gradients(model: nn.Module, args) -> None:
     if args.world == 1:
         return
     reduce_gradients(model)
-    moe = {p for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.parameters()}
+    reduced = moe_parameters(model)
     for p in model.parameters():
-        if p not in moe and not isinstance(p, DTensor):
+        if isinstance(p, DTensor):                           # FSDP2 has averaged already
+            continue
+        if p not in reduced:
             dist.all_reduce(p.grad)
-        if not isinstance(p, DTensor):                       # FSDP2 has averaged already
-            p.grad /= args.world
+        p.grad /= args.world
 
 
 def clip_gradients(model: nn.Module, args, groups: ProcessGroups) -> None:
@@ -371,20 +373,20 @@ def clip_gradients(model: nn.Module, args, groups: ProcessGroups) -> None:
     if args.world == 1:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return
-    squares, device = 0.0, next(model.parameters()).device
-    for experts in (False, True):
-        own = [p.grad for name, p in model.named_parameters() if is_expert(name) == experts]
-        local = [grad for grad in own if not isinstance(grad, DTensor)]
-        norm = nn.utils.get_total_norm(local) if local else torch.zeros((), device=device)
-        if experts:
-            norm = norm.square()
-            dist.all_reduce(norm, group=groups.ep)
-            norm = norm.sqrt()
-        squares = squares + norm.square()
-        if len(local) < len(own):
-            squares = squares + nn.utils.get_total_norm([grad for grad in own if isinstance(grad, DTensor)]).full_tensor().square()
+    parts = {"plain": [], "fsdp": [], "experts": []}
+    for name, p in model.named_parameters():
+        parts["experts" if is_expert(name) else "fsdp" if isinstance(p, DTensor) else "plain"].append(p.grad)
+    squares = 0.0
+    for part, grads in parts.items():
+        if grads:
+            norm = nn.utils.get_total_norm(grads)
+            square = whole(norm, norm).square()
+            if part == "experts":
+                dist.all_reduce(square, group=groups.ep)
+            squares = squares + square
+    factor = (1.0 / (squares.sqrt() + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
-        p.grad *= (1.0 / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        p.grad *= factor
 
 
 def layouts(model: nn.Module) -> dict[str, Tensor]:
@@ -411,7 +413,7 @@ def own_part(tensor: Tensor, like: Tensor, plain: bool) -> Tensor:
     return part.to_local() if plain else part
 
 
-def convert_states(model: nn.Module, optimizer, state: tuple[dict, dict], change) -> tuple[dict, dict]:
+def convert_states(model: nn.Module, state: tuple[dict, dict], change) -> tuple[dict, dict]:
     """(model's, optimizer's state dict) with every tensor t changed to change(t, layout, whether the parameter is plain)."""
     like, parameters = layouts(model), dict(model.named_parameters())
     names = list(parameters)                                 # one group a parameter, in this order
@@ -570,7 +572,7 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
     source = args.resume if kind == "moe" and args.resume != Path() else checkpoint
     if args.resume is not None and (kind == "moe" or source.is_file()):
         saved = load_checkpoint(source, settings)
-        weights, moments = convert_states(model, optimizer, (saved["model"], saved["optimizer"]), own_part)
+        weights, moments = convert_states(model, (saved["model"], saved["optimizer"]), own_part)
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
         history, start = saved["history"], saved["step"]
@@ -625,7 +627,7 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
         stop = mean_over_processes(torch.tensor(float(interrupt.asked), device=device), args).item() > 0     # on any of them
         if last or stop or step % args.save_every == 0:
             pause = time.perf_counter()
-            weights, moments = convert_states(model, optimizer, (model.state_dict(), optimizer.state_dict()),
+            weights, moments = convert_states(model, (model.state_dict(), optimizer.state_dict()),
                                               lambda tensor, like, _: whole(tensor, like))
             save_checkpoint(checkpoint, args, settings=settings, step=step, history=history, model=weights, optimizer=moments)
             mark += time.perf_counter() - pause
