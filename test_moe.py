@@ -2566,7 +2566,7 @@ def test_sources_import_torch_and_einops_alone():
         assert found <= {"torch", "einops", "abc", "dataclasses", "enum", "functools", "math", "types", "typing"} | local, found
 
 
-TINY = "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 --no-compile".split()
+TINY = "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 --no-compile --dtype float32".split()
 
 
 def test_train_resumes_bit_for_bit(tmp_path, capsys):
@@ -2633,7 +2633,7 @@ def test_parallel_train_with_a_killed_rank(tmp_path):
     a checkpoint of ep 2 goes on at ep 1, and one of ep 1 at ep 2; with FSDP too."""
     (tmp_path / "text").write_bytes(b"".join(b"%d squared is %d\n" % (i, i * i) for i in range(2000)))
     common = ("--data", tmp_path / "text", "--steps", 20, "--layers", 1, "--hidden", 16, "--experts", 4, "--batch", 2,
-              "--context", 32, "--save-every", 8, "--shared", 16, "--no-compile")
+              "--context", 32, "--save-every", 8, "--shared", 16, "--no-compile", "--dtype", "float32")
 
     def losses(name):
         records = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]

@@ -91,6 +91,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--ep", type=int, default=1, metavar="RANKS", help="spread the experts over so many processes (under torchrun)")
     add("--fsdp", action="store_true", help="shard all that is not a MoE layer over the processes (under torchrun)")
     add("--balance", choices=list(BALANCE), default="bias", help="what keeps the experts evenly used")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the products; auto is bfloat16 on a GPU "
+        "and on a CPU with bf16 instructions, else float32")
     add("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
     args = parser.parse_args(argv)
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -302,14 +304,18 @@ def learning_rate(step: int, args) -> float:
 
 # ---- Machine ----
 
-def pick_device() -> tuple[torch.device, torch.dtype]:
-    if torch.cuda.is_available():
+def pick_device(wanted: str) -> tuple[torch.device, torch.dtype]:
+    """The device, and the dtype of the products: `wanted` is --dtype."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)             # attention's backward, among others
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        return torch.device("cuda"), torch.bfloat16
-    # without bf16 matrix instructions a bf16 product is many times slower than an fp32 one
-    return torch.device("cpu"), torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    if wanted == "auto":
+        # without bf16 matrix instructions a bf16 product is many times slower than an fp32 one
+        fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        wanted = "bfloat16" if fast else "float32"
+    return device, getattr(torch, wanted)
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
@@ -678,7 +684,7 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror}")
-    device, dtype = pick_device()
+    device, dtype = pick_device(args.dtype)
     groups = start_processes(args, device)
     data, blocks = load_data(args.data, args.context, args.out)
     print(f"{args.data or 'Python standard library'}: {len(data):,} bytes to train on, {blocks[..., 1:].numel():,} held-out "
