@@ -24,14 +24,22 @@ from torch import Tensor
 _NAMESPACE = "moe_" + __name__.replace(".", "_")          # copies of this file in several packages do not collide
 
 
-def _op(function, mutates_args=()):
-    """Registers `function`, whose first argument is a tensor, as a custom op: the compiler calls it as it is, and autocast
-    does not reach inside. Its fake form is set beside it."""
-    @functools.wraps(function)
-    def body(*args, **kwargs):
-        with torch.autocast(args[0].device.type, enabled=False):
-            return function(*args, **kwargs)
-    return torch.library.custom_op(f"{_NAMESPACE}::{function.__name__.strip('_')}", body, mutates_args=mutates_args)
+def _op(fake, mutates_args=()):
+    """Decorator: registers a function, whose first argument is a tensor, as a custom op.
+
+    The compiler calls the op as it is, and autocast does not reach inside. `fake` takes the same
+    arguments and gives empty tensors of the results' shapes and dtypes.
+    """
+    def register(function):
+        @functools.wraps(function)
+        def body(*args, **kwargs):
+            with torch.autocast(args[0].device.type, enabled=False):
+                return function(*args, **kwargs)
+        name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
+        op = torch.library.custom_op(name, body, mutates_args=mutates_args)
+        op.register_fake(fake)
+        return op
+    return register
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -45,6 +53,48 @@ def _choice(name: str, value, known) -> None:
 
 
 # ---- Route: logits -> who goes where, and with what weight ----
+
+# A scatter is an op: Inductor's code for CPUs may read its target too early (pytorch #185509).
+@_op(lambda values, indices, columns, fill=0: values.new_empty(values.shape[0], columns))
+def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
+    """[T, columns]: values[t, k] in column indices[t, k], else `fill`. Column `columns` is cut off."""
+    out = values.new_full((values.shape[0], columns + 1), fill).scatter_(1, indices, values)
+    return out[:, :columns].contiguous()
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, indices, columns):
+        ctx.save_for_backward(indices)
+        return _scatter_columns(values, indices, columns)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return F.pad(grad, (0, 1)).gather(1, ctx.saved_tensors[0]), None, None
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, indices):
+        ctx.save_for_backward(indices)
+        ctx.columns = scores.shape[1]
+        return scores.gather(1, indices.clamp(max=ctx.columns - 1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _scatter_columns(grad, ctx.saved_tensors[0], ctx.columns), None
+
+
+def pick(scores: Tensor, indices: Tensor) -> Tensor:
+    """scores [T, E], indices [T, K] -> scores[t, indices[t, k]] [T, K]; index E gives any score, and
+    gets no gradient."""
+    return _Pick.apply(scores, indices)
+
+
+def _map_of(indices: Tensor, num_experts: int) -> Tensor:
+    """indices [T, K] -> routing_map [T, E] bool."""
+    return _scatter_columns(torch.ones_like(indices, dtype=torch.bool), indices, num_experts)
+
 
 def _sqrtsoftplus(x: Tensor) -> Tensor:
     # the clamp keeps the gradient 0, not NaN, where softplus underflows (x < -87)
@@ -93,16 +143,10 @@ def topk_routing_with_score_function(
     # what becomes the probs: a softmax over the chosen logits needs no softmax over E
     base_TE = logits_TE if over_chosen else SCORE_FUNCTIONS[score_function](logits_TE)
 
-    nowhere_TK = None
     if precomputed_indices is not None:
         indices_TK = precomputed_indices
-        nowhere_TK = indices_TK >= E
-        chosen_TK = base_TE.gather(1, indices_TK.clamp(max=E - 1))
-        chosen_TK = chosen_TK.masked_fill(nowhere_TK, torch.finfo(base_TE.dtype).min if over_chosen else 0.0)
     elif num_groups is None and expert_bias is None:
-        chosen_TK, indices_TK = logits_TE.topk(topk, dim=1)           # not of the scores: a sigmoid saturates into ties
-        if not over_chosen:
-            chosen_TK = base_TE.gather(1, indices_TK)
+        indices_TK = logits_TE.topk(topk, dim=1).indices              # not of the scores: a sigmoid saturates into ties
     else:
         with torch.no_grad():
             scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
@@ -111,8 +155,11 @@ def topk_routing_with_score_function(
                 indices_TK = scores_TE.topk(topk, dim=1).indices
             else:
                 indices_TK = group_limited_topk(scores_TE, topk, T, E, num_groups, group_topk, group_score_topk)[1]
-        chosen_TK = base_TE.gather(1, indices_TK)
 
+    chosen_TK, nowhere_TK = pick(base_TE, indices_TK), None
+    if precomputed_indices is not None:
+        nowhere_TK = indices_TK >= E
+        chosen_TK = chosen_TK.masked_fill(nowhere_TK, torch.finfo(base_TE.dtype).min if over_chosen else 0.0)
     probs_TK = chosen_TK.softmax(-1) if over_chosen else chosen_TK
     if norm_topk_prob:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
@@ -126,10 +173,24 @@ def topk_routing_with_score_function(
 
 def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool); index E is left out."""
-    wide_TE = probs.new_zeros(probs.shape[0], num_experts + 1)        # the last column takes what goes nowhere
-    probs_TE = wide_TE.scatter(1, indices, probs)[:, :num_experts]
-    map_TE = torch.zeros_like(wide_TE, dtype=torch.bool).scatter(1, indices, True)[:, :num_experts]
-    return probs_TE, map_TE
+    return _Spread.apply(probs, indices, num_experts), _map_of(indices, num_experts)
+
+
+def check_groups(
+    topk: int, num_experts: int, num_groups: int, group_topk: int, group_score_topk: int | None,
+) -> tuple[int, int]:
+    """(experts in a group, group_score_topk with its default topk // group_topk), or a ValueError."""
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups = {num_groups} does not divide num_experts = {num_experts}; groups need equal sizes")
+    size = num_experts // num_groups
+    if not 1 <= group_topk <= num_groups or group_topk * size < topk:
+        raise ValueError(f"group_topk = {group_topk} of num_groups = {num_groups} groups of {size} experts cannot hold "
+                         f"topk = {topk}; needs 1 <= group_topk <= num_groups and group_topk * {size} >= topk")
+    score_topk = topk // group_topk if group_score_topk is None else group_score_topk
+    if not 1 <= score_topk <= size:
+        raise ValueError(f"group_score_topk is {score_topk} (topk // group_topk = {topk} // {group_topk} unless given); "
+                         f"set it to 1..{size}, a group has {size} experts")
+    return size, score_topk
 
 
 def group_limited_topk(
@@ -141,22 +202,14 @@ def group_limited_topk(
     A group's score is the sum of its `group_score_topk` best scores (default topk // group_topk). The other groups are
     masked with -inf, so that a negative score wins over them. Returns (the chosen scores [T, K], indices [T, K]).
     """
-    if num_experts % num_groups:
-        raise ValueError(f"num_groups = {num_groups} does not divide num_experts = {num_experts}")
-    group_size = num_experts // num_groups
-    group_score_topk = topk // group_topk if group_score_topk is None else group_score_topk
-    if not 1 <= group_topk <= num_groups or group_topk * group_size < topk:
-        raise ValueError(f"group_topk = {group_topk} of num_groups = {num_groups} groups of {group_size} experts cannot "
-                         f"hold topk = {topk}; needs 1 <= group_topk <= num_groups and group_topk * {group_size} >= topk")
-    if not 1 <= group_score_topk <= group_size:
-        raise ValueError(f"group_score_topk is {group_score_topk} (topk // group_topk unless given); needs 1 to "
-                         f"{group_size}, a group's size")
+    group_size, group_score_topk = check_groups(topk, num_experts, num_groups, group_topk, group_score_topk)
     grouped_TGE = scores.view(num_tokens, num_groups, group_size)
     score_TG = grouped_TGE.topk(group_score_topk, dim=-1).values.sum(-1)
     best = score_TG.topk(group_topk, dim=-1).indices
-    out_TG = torch.ones_like(score_TG, dtype=torch.bool).scatter(1, best, False)
-    masked_TE = grouped_TGE.masked_fill(out_TG[..., None], -math.inf).view(num_tokens, num_experts)
-    return tuple(masked_TE.topk(topk, dim=-1))
+    stays_TG = _map_of(best, num_groups)
+    masked_TE = grouped_TGE.masked_fill(~stays_TG[..., None], -math.inf).view(num_tokens, num_experts)
+    indices_TK = masked_TE.topk(topk, dim=-1).indices
+    return pick(scores, indices_TK), indices_TK
 
 
 def compute_routing_scores_for_aux_loss(
@@ -172,8 +225,7 @@ def compute_routing_scores_for_aux_loss(
     scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-    indices_TK = logits_TE.topk(topk, dim=1).indices
-    map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, indices_TK, True)
+    map_TE = _map_of(logits_TE.topk(topk, dim=1).indices, logits_TE.shape[1])
     if padding_mask is not None:
         map_TE = map_TE & ~padding_mask[:, None]
         scores_TE = scores_TE.masked_fill(padding_mask[:, None], 0.0)
@@ -228,7 +280,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     return (_sum_tokens(lse.square().flatten()) * z_loss_coeff / valid).to(logits.dtype)
 
 
-@_op
+@_op(lambda cost, tol, padding_mask: torch.empty_like(cost, memory_format=torch.contiguous_format))
 def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     if cost.numel() == 0:
         return torch.zeros_like(cost)
@@ -248,11 +300,6 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     return d1_E * A_TE * d0_T[:, None]
 
 
-@_sinkhorn.register_fake
-def _(cost, tol, padding_mask):
-    return torch.empty_like(cost, memory_format=torch.contiguous_format)
-
-
 def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
     """A doubly normalised exp(cost) [T, E]: rows sum to 1/T, columns to 1/E, within tol. No gradient.
 
@@ -269,15 +316,13 @@ def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_
     return capacity if min_capacity is None else max(capacity, min_capacity)
 
 
-@_op
-def _argsort_columns(keys: Tensor) -> Tensor:
-    """Stable descending argsort along dim 0. An op because the compiler's own lowering guards on the length."""
-    return keys.argsort(dim=0, descending=True, stable=True)
-
-
-@_argsort_columns.register_fake
-def _(keys):
-    return torch.empty_like(keys, dtype=torch.int64)
+@_op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
+def _place_in_column(keys: Tensor) -> Tensor:
+    """[T, E] int64: each key's place in its column, the largest first, equal ones in order. An op because the
+    compiler's own lowering of a sort guards on the length."""
+    order_TE = keys.argsort(dim=0, descending=True, stable=True)
+    places_TE = torch.arange(keys.shape[0], device=keys.device)[:, None].expand(keys.shape)
+    return torch.empty_like(order_TE).scatter_(0, order_TE, places_TE)
 
 
 def _rank_in_column(routing_map: Tensor) -> Tensor:
@@ -306,9 +351,7 @@ def apply_router_token_dropping(
     if drop_policy == "position":
         rank_TE = _rank_in_column(routing_map)
     else:
-        order_TE = _argsort_columns(routing_probs.detach().masked_fill(~routing_map, -math.inf))
-        places_TE = torch.arange(T, device=order_TE.device)[:, None].expand(T, E)
-        rank_TE = torch.empty_like(order_TE).scatter(0, order_TE, places_TE)
+        rank_TE = _place_in_column(routing_probs.detach().masked_fill(~routing_map, -math.inf))
     within_TE = rank_TE < capacity
     kept_TE = routing_map & within_TE
     return routing_probs.masked_fill(~kept_TE, 0.0), within_TE if pad_to_capacity else kept_TE
@@ -329,36 +372,19 @@ def get_updated_expert_bias(
         return expert_bias + (total - counts.double() * E).sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
-@_op
-def _count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    ids_N = indices.flatten()
-    return ids_N.new_zeros(num_experts + 1).scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_experts].clone()
-
-
-@_count_experts.register_fake
-def _(indices, num_experts):
-    return indices.new_empty(num_experts)
-
-
+@_op(lambda indices, num_experts: indices.new_empty(num_experts))
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
     """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; index E is not counted."""
-    return _count_experts(indices, num_experts)
+    ids_N = indices.flatten()
+    counts = ids_N.new_zeros(num_experts + 1).scatter_add_(0, ids_N, torch.ones_like(ids_N))
+    return counts[:num_experts].clone()
 
 
-@_op
-def _value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    return value.clone()
-
-
-@_value_in_backward.register_fake
-def _(value, grad):
-    return torch.empty_like(value)
-
-
+@_op(lambda value, grad: torch.empty_like(value))
 def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    """value as it is when the backward reaches here. Taking the incoming `grad` says so to the compiler: what does not
-    depend on one, its partitioner may compute in the forward, with the value of that time."""
-    return _value_in_backward(value, grad)
+    """value, as it is when the backward has reached `grad`, which is otherwise unused: without it
+    the partitioner may compute, in the forward, whatever is made of value alone."""
+    return value.clone()
 
 
 # ---- Permute, index form: what the layer runs on. Static shapes, no atomics, an inverse ----
@@ -371,21 +397,19 @@ class Permutation(NamedTuple):
     offsets: Tensor    # [E] int32      running sums of the counts; rows at or beyond offsets[-1] go nowhere
 
 
-@_op
+def _empty_plan(indices, num_experts):
+    (T, K), new = indices.shape, functools.partial(indices.new_empty, dtype=torch.int64)
+    return new(T * K), new(K, T), new(num_experts), new(num_experts).int()
+
+
+@_op(_empty_plan)
 def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = indices.flatten()
-    order_N = ids_N.argsort(stable=True)                              # stable: an expert's tokens stay in order
+    order_N = ids_N.argsort(stable=True)                     # stable: an expert's tokens stay in order
     rows_N = torch.arange(ids_N.numel(), device=ids_N.device)
     inverse_TK = torch.empty_like(order_N).scatter_(0, order_N, rows_N).view(indices.shape)
-    counts_E = _count_experts(indices, num_experts)
+    counts_E = count_experts(indices, num_experts)
     return order_N, inverse_TK.t().contiguous(), counts_E, counts_E.cumsum(0).int()
-
-
-@_plan_permutation.register_fake
-def _(indices, num_experts):
-    T, K = indices.shape
-    new = functools.partial(indices.new_empty, dtype=torch.int64)
-    return new(T * K), new(K, T), new(num_experts), new(num_experts).int()
 
 
 def plan_permutation(indices: Tensor, num_experts: int) -> Permutation:
@@ -423,9 +447,11 @@ def _dot_rows(rows: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _spread_rows(tokens: Tensor, order: Tensor, topk: int, offsets: Tensor) -> Tensor:
-    """[N, H]: row i is its token's; rows from offsets[-1] on are zeros."""
-    gone_N = torch.arange(order.shape[0], device=order.device) >= offsets[-1]
-    return tokens.index_select(0, order // topk).masked_fill(gone_N[:, None], 0.0)
+    """[N, H]: row i is its token's; rows at or beyond offsets[-1], and of fillers, are zeros."""
+    T = tokens.shape[0]
+    row_N = torch.arange(order.shape[0], device=order.device)
+    token_N = torch.where(row_N < offsets[-1], order // topk, T)
+    return F.pad(tokens, (0, 0, 0, 1)).index_select(0, token_N)       # row T holds zeros
 
 
 class _GatherRows(torch.autograd.Function):
@@ -485,17 +511,25 @@ def gather_probs(probs: Tensor, plan: Permutation) -> Tensor:
 
 
 def pad_plan(plan: Permutation, capacity: int) -> Permutation:
-    """The plan with exactly C = `capacity` rows an expert, E·C + 1 in all: row e·C + c is expert e's c-th. Rows to spare,
-    and the last one, hold the plan's last assignment: give that token zeros, prob 0 and no expert. An expert with more
-    than C rows is not checked for: that would sync."""
-    starts_E, (E,) = plan.offsets.long() - plan.counts, plan.counts.shape
-    slot_EC = torch.arange(capacity, device=starts_E.device).expand(E, capacity)
-    row_EC = torch.where(slot_EC < plan.counts[:, None], starts_E[:, None] + slot_EC, plan.order.shape[0] - 1)
-    order = torch.cat((plan.order[row_EC.flatten()], plan.order[-1:]))
+    """The plan with exactly C = `capacity` rows an expert: row e·C + c is expert e's c-th.
+
+    Rows without an assignment are fillers: their order is T·K, and gather_rows makes them zeros.
+    Row E·C, beyond the last offset, stands for all assignments that go nowhere. That no expert has
+    more than C rows is not checked: that would sync the device.
+    """
+    (E,), device = plan.counts.shape, plan.order.device
+    starts_E = plan.offsets.long() - plan.counts
+    slot_EC = torch.arange(capacity, device=device).expand(E, capacity)
+    N = plan.order.shape[0]
+    row_EC = torch.where(slot_EC < plan.counts[:, None], starts_E[:, None] + slot_EC, N)
+    order_or_filler = torch.cat((plan.order, plan.order.new_full((1,), N)))
     expert_TK = _expert_of(plan.inverse, plan.offsets)
     slot_TK = expert_TK * capacity + plan.inverse - starts_E[expert_TK.clamp(max=E - 1)]
-    offsets = torch.arange(1, E + 1, device=starts_E.device, dtype=torch.int32) * capacity
-    return Permutation(order, slot_TK.masked_fill(expert_TK == E, E * capacity), torch.full_like(plan.counts, capacity), offsets)
+    return Permutation(
+        order=order_or_filler[F.pad(row_EC.flatten(), (0, 1))],
+        inverse=slot_TK.masked_fill(expert_TK == E, E * capacity),
+        counts=torch.full_like(plan.counts, capacity),
+        offsets=torch.arange(1, E + 1, device=device, dtype=torch.int32) * capacity)
 
 
 # ---- Permute, [T, E] form: Megatron's functions ----
@@ -538,29 +572,23 @@ def permute(
         num_out_tokens = int(routing_map.sum())
 
     row = torch.arange(num_out_tokens, device=device)
-    if T == 0:
-        token, expert = torch.zeros_like(row), torch.zeros_like(row)
-    elif drop_and_pad:
+    if drop_and_pad:
         capacity = num_out_tokens // E
         rank_TE = _rank_in_column(routing_map)
         slot_TE = torch.arange(E, device=device) * capacity + rank_TE
         slot_TE = torch.where(rank_TE < capacity, slot_TE, num_out_tokens)                # the last slot is cut off
         token_TE = torch.arange(T, device=device)[:, None].expand(T, E)
-        token = row.new_full((num_out_tokens + 1,), T).scatter(0, slot_TE.flatten(), token_TE.flatten())[:-1]
+        token = _scatter_columns(token_TE.reshape(1, -1), slot_TE.view(1, -1), num_out_tokens, fill=T)[0]
         expert = row // max(capacity, 1)
     else:                                                # the i-th one of the map, read column by column, by bisection
         ones_ET = rearrange(routing_map, "t e -> (e t)").long().cumsum(0)
         place = torch.searchsorted(ones_ET, row + 1)                                      # E·T beyond the last one
-        token = torch.where(place < E * T, place % T, T)
-        expert = (place // T).clamp(max=E - 1)
-    gone = token >= T
-    if T == 0:
-        permuted = tokens.new_zeros(num_out_tokens, tokens.shape[1]) + tokens.sum()       # keeps the graph
-    else:
-        permuted = tokens.index_select(0, token.clamp(max=T - 1)).masked_fill(gone[:, None], 0.0)
+        token = torch.where(place < E * T, place % max(T, 1), T)
+        expert = place // max(T, 1)
+    permuted = F.pad(tokens, (0, 0, 0, 1)).index_select(0, token)                         # row T holds zeros
     if probs is not None:
-        flat = torch.cat([rearrange(probs, "t e -> (t e)"), probs.new_zeros(1)])
-        probs = flat.index_select(0, torch.where(gone, T * E, token * E + expert))
+        flat = F.pad(rearrange(probs, "t e -> (t e)"), (0, 1))
+        probs = flat.index_select(0, torch.where(token < T, token * E + expert, T * E))
     return permuted, probs, token
 
 
@@ -586,7 +614,7 @@ def unpermute(
     if fused and not torch.compiler.is_compiling():
         return _compiled(unpermute)(permuted_tokens, sorted_indices, restore_shape, probs, routing_map, False, drop_and_pad)
 
-    rows = _wide(permuted_tokens).masked_fill((sorted_indices >= T)[:, None], 0.0)
+    rows = _wide(permuted_tokens)
     if probs is not None:
         E = probs.shape[1]
         row = torch.arange(rows.shape[0], device=rows.device)
@@ -594,7 +622,7 @@ def unpermute(
             expert = row // max(rows.shape[0] // E, 1)
         else:
             expert = torch.bucketize(row, routing_map.sum(0).cumsum(0), right=True).clamp(max=E - 1)
-        flat = torch.cat([rearrange(probs, "t e -> (t e)"), probs.new_zeros(1)])
+        flat = F.pad(rearrange(probs, "t e -> (t e)"), (0, 1))
         rows = rows * flat.index_select(0, torch.where(sorted_indices < T, sorted_indices * E + expert, T * E))[:, None]
     out = rows.new_zeros(T + 1, H).index_add(0, sorted_indices, rows)                     # row T takes the ignored
     return out[:T].to(permuted_tokens.dtype)
@@ -673,7 +701,7 @@ def _activate(y, kind, weights, alpha, linear_offset, clamp_value) -> Tensor:
 
 
 def _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value) -> tuple[list[Tensor], Tensor | None]:
-    """([grad of each half of y], grad_weights [.., 1] in fp32 at least, or None)."""
+    """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least, or None)."""
     g_wide, wide = _wide(g), _wide(y)
     g_out = g_wide if weights is None else g_wide * weights
     if kind == "relu2":
@@ -687,7 +715,8 @@ def _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value) -> tu
             raw_a, raw_b = _halves(wide, None, 0.0)
             grads = [grads[0].masked_fill(~(raw_a <= clamp_value), 0.0),
                      grads[1].masked_fill(~(raw_b.abs() <= clamp_value), 0.0)]
-    return [grad.to(y.dtype) for grad in grads], None if weights is None else (g_wide * value).sum(-1, keepdim=True)
+    grad_y = torch.cat([grad.to(y.dtype) for grad in grads], -1)
+    return grad_y, None if weights is None else (g_wide * value).sum(-1, keepdim=True)
 
 
 def _to_fp8(y: Tensor) -> Tensor:
@@ -704,9 +733,9 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         y, weights = ctx.saved_tensors
-        grads, grad_weights = _activate_back(g, y.to(ctx.dtype), ctx.kind, weights, *ctx.constants)
+        grad_y, grad_weights = _activate_back(g, y.to(ctx.dtype), ctx.kind, weights, *ctx.constants)
         grad_weights = None if weights is None else grad_weights.to(weights.dtype)
-        return torch.cat(grads, -1), grad_weights, None, None, None, None, None
+        return grad_y, grad_weights, None, None, None, None, None
 
 
 def _check_activation(y, kind, weights, linear_offset, clamp_value, g=None) -> None:
@@ -745,8 +774,7 @@ def activation_back(
     """Gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y, grad_weights [.., 1] in
     weights.dtype, summed over F in fp32 at least). At the clamp's bound the gradient passes, as torch.clamp's does."""
     _check_activation(y, kind, weights, linear_offset, clamp_value, g)
-    grads, grad_weights = _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value)
-    grad_y = torch.cat(grads, -1)
+    grad_y, grad_weights = _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value)
     return grad_y if weights is None else (grad_y, grad_weights.to(weights.dtype))
 
 
@@ -771,9 +799,10 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 # ---- Grouped matrix product: row block e times weight e ----
-# Off CUDA the products are custom ops that loop over the experts, reading the offsets on the host. An expert's rows are
-# gathered just before its product, while they are in cache, and the compiler sees no [N, H] of gathered rows to save.
-# Weights are [E, O, I] here (out, in), as nn.Linear keeps them.
+# Both products take their rows as x [N, ..], or as tokens x [T, ..] with the `order` of a plan, whose
+# rows they gather themselves. Off CUDA they are custom ops that loop over the experts and read the
+# offsets on the host: an expert's rows are gathered just before its product, while they are in cache,
+# and the compiler sees no gathered rows to save for the backward.
 
 @functools.cache
 def _slow_on_cpu(dtype: torch.dtype) -> bool:
@@ -802,157 +831,111 @@ def _blocks(offsets: Tensor):
         start = end
 
 
+def _row_count(x: Tensor, order: Tensor | None) -> int:
+    return x.shape[0] if order is None else order.shape[0]
+
+
 def _token_of(order: Tensor | None, topk: int) -> Tensor | None:
     return None if order is None else order // topk
 
 
 def _rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, start: int, end: int) -> Tensor:
-    """Rows start to end of x [N, ..], or, with `token_N`, of the tokens x [T, ..] they came from; times scale [N, 1]."""
+    """Rows start to end of x, or with `token_N` of the tokens they came from; times scale [N, 1]."""
     rows = x[start:end] if token_N is None else x.index_select(0, token_N[start:end])
     return rows if scale is None else (rows * scale[start:end]).to(x.dtype)
 
 
-@_op
-def _grouped_mm(
-    x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
+@_op(lambda x, order, topk, scale, weights, bias, offsets:
+     x.new_empty(_row_count(x, order), weights.shape[2]))
+def _rows_times_weights(
+    x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor,
+    bias: Tensor | None, offsets: Tensor,
 ) -> Tensor:
-    out, end, token_N = x.new_empty((x if order is None else order).shape[0], weights.shape[1]), 0, _token_of(order, topk)
+    out, end = x.new_empty(_row_count(x, order), weights.shape[2]), 0
+    token_N = _token_of(order, topk)
     for e, start, end in _blocks(offsets):
         if start < end:
             rows = _rows_of(x, token_N, scale, start, end)
-            _mm(rows, weights[e].t(), out[start:end], None if bias is None else bias[e])
+            _mm(rows, weights[e], out[start:end], None if bias is None else bias[e])
     out[end:].zero_()
     return out
 
 
-@_grouped_mm.register_fake
-def _(x, order, topk, scale, weights, bias, offsets):
-    return x.new_empty((x if order is None else order).shape[0], weights.shape[1])
-
-
-@_op
-def _grouped_mm_back(
-    grad: Tensor, x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor, offsets: Tensor,
-) -> tuple[Tensor, Tensor]:
-    grad_rows, end = grad.new_empty(grad.shape[0], weights.shape[2]), 0
-    grad_weights, token_N = weights.new_empty(weights.shape), _token_of(order, topk)
+@_op(lambda a, a_order, b, b_order, topk, scale, offsets:
+     a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]))
+def _rows_times_rows(
+    a: Tensor, a_order: Tensor | None, b: Tensor, b_order: Tensor | None, topk: int,
+    scale: Tensor | None, offsets: Tensor,
+) -> Tensor:
+    out = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+    token_a, token_b = _token_of(a_order, topk), _token_of(b_order, topk)
     for e, start, end in _blocks(offsets):
-        _mm(grad[start:end], weights[e], grad_rows[start:end])
-        _mm(grad[start:end].t(), _rows_of(x, token_N, scale, start, end), grad_weights[e])     # no rows: zeros
-    grad_rows[end:].zero_()
-    return grad_rows, grad_weights
+        rows_a = _rows_of(a, token_a, None, start, end)
+        _mm(rows_a.t(), _rows_of(b, token_b, scale, start, end), out[e])                  # no rows: zeros
+    return out
 
 
-@_grouped_mm_back.register_fake
-def _(grad, x, order, topk, scale, weights, offsets):
-    return grad.new_empty(grad.shape[0], weights.shape[2]), weights.new_empty(weights.shape)
+def _native(x: Tensor, columns: int) -> bool:
+    """Whether torch's grouped product takes rows x with so many columns of the other operand.
 
-
-@_op
-def _fc2_back(
-    grad: Tensor, order: Tensor, topk: int, hidden: Tensor, weights: Tensor | None, fc2: Tensor, offsets: Tensor,
-    kind: str, alpha: float, linear_offset: float, clamp_value: float | None,
-) -> tuple[Tensor, Tensor]:
-    grad_act, end = grad.new_empty(order.shape[0], fc2.shape[2]), 0
-    grad_fc2, token_N = fc2.new_empty(fc2.shape), _token_of(order, topk)
-    for e, start, end in _blocks(offsets):
-        grad_rows = _rows_of(grad, token_N, None, start, end)
-        act = _activate(hidden[start:end].to(grad.dtype), kind, None if weights is None else weights[start:end],
-                        alpha, linear_offset, clamp_value)
-        _mm(grad_rows, fc2[e], grad_act[start:end])
-        _mm(grad_rows.t(), act, grad_fc2[e])
-    grad_act[end:].zero_()
-    return grad_act, grad_fc2
-
-
-@_fc2_back.register_fake
-def _(grad, order, topk, hidden, weights, fc2, offsets, kind, alpha, linear_offset, clamp_value):
-    return grad.new_empty(order.shape[0], fc2.shape[2]), fc2.new_empty(fc2.shape)
-
-
-@_op
-def _sum_blocks(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, offsets: Tensor) -> Tensor:
-    sums, token_N = x.new_empty(offsets.shape[0], x.shape[1]), _token_of(order, topk)
-    for e, start, end in _blocks(offsets):
-        sums[e] = _wide(_rows_of(x, token_N, scale, start, end)).sum(0)
-    return sums
-
-
-@_sum_blocks.register_fake
-def _(x, order, topk, scale, offsets):
-    return x.new_empty(offsets.shape[0], x.shape[1])
-
-
-# The same four on CUDA in bf16, over torch's grouped product, which reads the offsets on the device. It leaves rows from
-# offsets[-1] on as they were in memory, so they are zeroed.
-
-def _native(x: Tensor, weights: Tensor) -> bool:
-    """Whether torch's grouped product takes these: CUDA, bf16, strides in multiples of 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and weights.shape[1] % 8 == 0 and weights.shape[2] % 8 == 0
+    It is for CUDA and bf16, with strides in multiples of 16 bytes. It reads the offsets on the device.
+    """
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and columns % 8 == 0
 
 
 def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
-    return rows.masked_fill((torch.arange(rows.shape[0], device=rows.device) >= offsets[-1])[:, None], 0.0)
+    """Rows at or beyond offsets[-1] as zeros: torch's grouped product leaves them uninitialised."""
+    row_N = torch.arange(rows.shape[0], device=rows.device)
+    return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
 
 
 def _all_rows_of(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, offsets: Tensor) -> Tensor:
-    N = (x if order is None else order).shape[0]
-    return _zero_tail(_rows_of(x, _token_of(order, topk), scale, 0, N), offsets)
+    rows = _rows_of(x, _token_of(order, topk), scale, 0, _row_count(x, order))
+    return _zero_tail(rows, offsets)
 
 
 def _product(x, order, topk, scale, weights, bias, offsets) -> Tensor:
-    """rows · weights[e]ᵀ + bias[e] -> [N, O]: weights [E, O, I], bias [E, O] or None, rows as in _rows_of."""
-    if not _native(x, weights):
-        return _grouped_mm(x, order, topk, scale, weights, bias, offsets)
+    """Row block e · weights[e] + bias[e] -> [N, O]: weights [E, I, O], bias [E, O] or None."""
+    if not _native(x, weights.shape[2]):
+        return _rows_times_weights(x, order, topk, scale, weights, bias, offsets)
     rows = _all_rows_of(x, order, topk, scale, offsets)
-    out = F.grouped_mm(rows, weights.transpose(1, 2), offs=offsets)
+    out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
-        row = torch.arange(rows.shape[0], device=x.device)
-        out = out + bias[torch.bucketize(row, offsets, right=True).clamp(max=len(offsets) - 1)]
+        row_N = torch.arange(rows.shape[0], device=x.device)
+        out = out + bias[torch.bucketize(row_N, offsets, right=True).clamp(max=len(offsets) - 1)]
     return _zero_tail(out, offsets)
 
 
-def _product_back(grad, x, order, topk, scale, weights, offsets) -> tuple[Tensor, Tensor]:
-    """Of _product, given grad [N, O]: (grad of its rows [N, I], grad of the weights [E, O, I])."""
-    if not _native(grad, weights):
-        return _grouped_mm_back(grad, x, order, topk, scale, weights, offsets)
-    grad, rows = _zero_tail(grad, offsets), _all_rows_of(x, order, topk, scale, offsets)
-    return (_zero_tail(F.grouped_mm(grad, weights, offs=offsets), offsets),
-            F.grouped_mm(grad.t(), rows, offs=offsets))
+def _weight_grad(a, a_order, b, b_order, topk, scale, offsets) -> Tensor:
+    """(Row block e of a)ᵀ · row block e of b -> [E, A, B]; `scale` [N, 1] multiplies the rows of b."""
+    if not _native(a, b.shape[1]):
+        return _rows_times_rows(a, a_order, b, b_order, topk, scale, offsets)
+    rows_a = _all_rows_of(a, a_order, topk, None, offsets)
+    rows_b = _all_rows_of(b, b_order, topk, scale, offsets)
+    return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
 
 
-def _product_fc2_back(grad, order, topk, hidden, weights, fc2, offsets, act) -> tuple[Tensor, Tensor]:
-    """Of activation(hidden [N, 2F], weights) · fc2[e]ᵀ, given the gradient of the tokens [T, H]: (the gradient
-    [N, F] of the activation without its weights, that of fc2 [E, H, F]). The activation is made again block by block,
-    inside the op: a tensor [N, F] that the compiler can see, it keeps from the forward."""
-    if not _native(grad, fc2):
-        return _fc2_back(grad, order, topk, hidden, weights, fc2, offsets, *act)
-    grad_rows = _all_rows_of(grad, order, topk, None, offsets)
-    value = _zero_tail(_activate(hidden.to(grad.dtype), act[0], weights, *act[1:]), offsets)
-    return (_zero_tail(F.grouped_mm(grad_rows, fc2, offs=offsets), offsets),
-            F.grouped_mm(grad_rows.t(), value, offs=offsets))
-
-
-def _block_sums(x, order, topk, scale, offsets) -> Tensor:
-    """Σ over expert e's rows -> [E, I]: the gradient of a bias. Where torch's product is used, a product with ones."""
-    if not _native(x, x[None]) or x.shape[0] == 0:
-        return _sum_blocks(x, order, topk, scale, offsets)
-    rows = _all_rows_of(x, order, topk, scale, offsets)
-    return F.grouped_mm(rows.t(), rows.new_ones(rows.shape[0], 8), offs=offsets)[:, :, 0]
+def _bias_grad(a, order, topk, scale, offsets) -> Tensor:
+    """Σ over the rows of block e, times scale [N, 1] -> [E, A]: a product with one column, padded to 8."""
+    column = a.new_ones(_row_count(a, order), 1) if scale is None else scale.to(a.dtype)
+    return _weight_grad(a, order, F.pad(column, (0, 7)), None, topk, None, offsets)[:, :, 0]
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, offsets):
         ctx.save_for_backward(rows, weights, offsets)
-        return _product(rows, None, 1, None, weights.transpose(1, 2), None, offsets)
+        return _product(rows, None, 1, None, weights, None, offsets)
 
     @staticmethod
     def backward(ctx, grad):
         rows, weights, offsets = ctx.saved_tensors
-        grad_rows, grad_weights = _product_back(
-            grad.contiguous(), rows, None, 1, None, weights.transpose(1, 2), offsets)
-        return grad_rows, grad_weights.transpose(1, 2), None
+        grad, grad_rows, grad_weights = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _product(grad, None, 1, None, weights.transpose(1, 2), None, offsets)
+        if ctx.needs_input_grad[1]:
+            grad_weights = _weight_grad(rows, None, grad, None, 1, None, offsets)
+        return grad_rows, grad_weights, None
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -982,10 +965,10 @@ class _ExpertMLP(torch.autograd.Function):
         probs_N1 = probs.flatten().index_select(0, order)[:, None]
         scale, weights, outer = ((probs_N1, None, None) if probs_on == "input" else
                                  (None, probs_N1, None) if probs_on == "activation" else (None, None, probs))
-        hidden = _product(tokens, order, K, scale, fc1.flatten(1, 2), None if fc1_bias is None else fc1_bias.flatten(1),
-                          offsets)
+        bias = None if fc1_bias is None else fc1_bias.flatten(1)
+        hidden = _product(tokens, order, K, scale, fc1.flatten(1, 2).transpose(1, 2), bias, offsets)
         value = _activate(hidden, act[0], weights, *act[1:])
-        rows_NH = _product(value, None, 1, None, fc2, fc2_bias, offsets)
+        rows_NH = _product(value, None, 1, None, fc2.transpose(1, 2), fc2_bias, offsets)
         hidden = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets)
         ctx.probs_on, ctx.act = probs_on, act
@@ -995,27 +978,36 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx, grad):
         tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets = ctx.saved_tensors
         K, on_input, grad = inverse.shape[1], ctx.probs_on == "input", grad.contiguous()
+        # what is made of these depends on grad, so the compiler cannot keep it from the forward
+        order = value_in_backward(order, grad)
         probs_N1 = probs.flatten().index_select(0, order)[:, None]
+        hidden = hidden.to(grad.dtype)
+        if on_input:
+            hidden = value_in_backward(hidden, grad)
         # fc2 is linear, so probs behind it and probs before it have one backward, and neither needs fc2's output
         scale, weights = (probs_N1, None) if on_input else (None, probs_N1)
 
-        grad_act, grad_fc2 = _product_fc2_back(grad, order, K, hidden, weights, fc2, offsets, ctx.act)
-        grads_hidden, grad_weights = _activate_back(grad_act, hidden.to(grad.dtype), ctx.act[0], weights, *ctx.act[1:])
-        grad_hidden = torch.cat(grads_hidden, -1)
-        grad_rows, grad_fc1 = _product_back(grad_hidden, tokens, order, K, scale, fc1.flatten(1, 2), offsets)
+        grad_act = _product(grad, order, K, None, fc2, None, offsets)
+        grad_hidden, grad_weights = _activate_back(grad_act, hidden, ctx.act[0], weights, *ctx.act[1:])
+        grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
+        if ctx.needs_input_grad[3]:
+            value = _activate(hidden, ctx.act[0], weights, *ctx.act[1:])
+            grad_fc2 = _weight_grad(grad, order, value, None, K, None, offsets)
+        if ctx.needs_input_grad[2]:
+            grad_fc1 = _weight_grad(grad_hidden, None, tokens, order, K, scale, offsets).view_as(fc1)
+        grad_rows = _product(grad_hidden, None, 1, None, fc1.flatten(1, 2), None, offsets)
         grad_tokens = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
         grad_probs = _dot_rows(grad_rows, inverse, tokens) if on_input else grad_weights.flatten()[inverse]
 
-        grad_fc1_bias = grad_fc2_bias = None
         if fc1_bias is not None:
-            grad_fc1_bias = _block_sums(grad_hidden, None, 1, None, offsets).view_as(fc1_bias)
+            grad_fc1_bias = _bias_grad(grad_hidden, None, 1, None, offsets).view_as(fc1_bias)
         if fc2_bias is not None:
-            grad_fc2_bias = _block_sums(grad, order, K, weights, offsets)
+            grad_fc2_bias = _bias_grad(grad, order, K, weights, offsets)
             if not on_input:
                 expert_TK = _expert_of(inverse, offsets).clamp(max=len(offsets) - 1)
                 grad_probs = grad_probs + _dot_rows(fc2_bias, expert_TK, grad)
         grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
-        return (grad_tokens, grad_probs, grad_fc1.view_as(fc1), grad_fc2, grad_fc1_bias, grad_fc2_bias,
+        return (grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias,
                 None, None, None, None, None, None)
 
 
@@ -1050,16 +1042,12 @@ def expert_mlp(
                             (kind, alpha, linear_offset, clamp_value), fp8_input_store)
 
 
-@_op
+@_op(lambda grad, tokens, weight, dtype: (
+    tokens.new_empty(tokens.shape), weight.new_empty(weight.shape), grad.new_empty(grad.shape[1])))
 def _gating_back(
     grad: Tensor, tokens: Tensor, weight: Tensor, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (grad @ weight.to(dtype)).to(tokens.dtype), (grad.t() @ tokens.to(dtype)).to(weight.dtype), grad.sum(0)
-
-
-@_gating_back.register_fake
-def _(grad, tokens, weight, dtype):
-    return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape), grad.new_empty(grad.shape[1])
 
 
 class _Gating(torch.autograd.Function):

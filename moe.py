@@ -1,28 +1,29 @@
-"""A Mixture-of-Experts layer: config, process groups, layer, router, experts, shared expert, what crosses ranks. The
-tensor functions are in kernels.py, with the letters.
+"""A Mixture-of-Experts layer: config, layer, router, experts, shared expert. The tensor functions are in
+kernels.py, with the letters; what crosses ranks is in parallel.py.
 
-    hidden_states [S, B, H] ──┬─> TopKRouter.route ──> probs [T, K], indices [T, K]
-                              ├──────────────────> plan_permutation ──> Experts ──┬─> [S, B, H]
-                              └──────────────────> SharedExpertMLP ───────────────┘
+    hidden_states [S, B, H] ──┬─> TopKRouter ──> probs [T, K], indices [T, K]
+                              ├──────────────> plan_permutation ──> Experts ──┬─> [S, B, H]
+                              └──────────────> SharedExpertMLP ───────────────┘
 """
+import contextlib
 import enum
 import functools
 import math
-import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple, Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:
-    from . import kernels
+    from . import kernels, parallel
+    from .parallel import ParallelModule, ProcessGroups, all_sum, group_rank, group_size, reduce_gradients
 else:
     import kernels
+    import parallel
+    from parallel import ParallelModule, ProcessGroups, all_sum, group_rank, group_size, reduce_gradients
 
 
 # ---- Config ----
@@ -120,16 +121,8 @@ class MoEConfig:
             if self.group_score_topk is not None:
                 refuse("group_score_topk num_groups", "no groups to score; set num_groups and group_topk too")
         else:
-            if self.num_groups < 1 or self.num_experts % self.num_groups:
-                refuse("num_groups num_experts", "groups need equal sizes; num_groups must divide num_experts")
-            size = self.num_experts // self.num_groups
-            if not 1 <= self.group_topk <= self.num_groups or self.group_topk * size < self.topk:
-                refuse("group_topk num_groups topk", f"group_topk groups of {size} experts must exist and hold topk experts")
-            if self.group_score_topk is None and not 1 <= self.topk // self.group_topk <= size:
-                refuse("topk group_topk group_score_topk", f"topk // group_topk = {self.topk // self.group_topk} scores a "
-                       f"group of {size}; set group_score_topk to 1..{size}")
-            if self.group_score_topk is not None and not 1 <= self.group_score_topk <= size:
-                refuse("group_score_topk num_groups", f"a group has {size} experts; needs 1..{size}")
+            kernels.check_groups(
+                self.topk, self.num_experts, self.num_groups, self.group_topk, self.group_score_topk)
 
         types, coeffs = self.load_balancing_type, self.aux_loss_coeff
         if isinstance(types, str) == isinstance(coeffs, (tuple, list)) or \
@@ -176,214 +169,137 @@ class MoEConfig:
         return 1 if self.activation == "relu2" else 2
 
 
-@dataclass(frozen=True)
-class ProcessGroups:
-    """torch.distributed groups; None is a group of one, without communication and without init_process_group.
-
-    tp: ranks that shard the shared expert. ep: ranks that share out the experts, each with tokens of its own. tp_cp: ranks
-    that hold one sequence between them. dp_cp: all with the same tp rank. tp_dp_cp: all. expt_dp: all with the same
-    experts (the same ep rank). Gradients are partial on each rank and are to be summed: reduce_gradients. A trainer that
-    averages over R ranks instead gets the global loss R times too weak: multiply its coefficient by R. ValueError: ep
-    without tp_dp_cp.
-    """
-    tp: dist.ProcessGroup | None = None
-    ep: dist.ProcessGroup | None = None
-    tp_cp: dist.ProcessGroup | None = None
-    dp_cp: dist.ProcessGroup | None = None
-    tp_dp_cp: dist.ProcessGroup | None = None
-    expt_dp: dist.ProcessGroup | None = None
-
-    def __deepcopy__(self, memo):
-        return self                                                   # a copy of a layer is on the same ranks
-
-    def __post_init__(self):
-        if self.ep is not None and self.tp_dp_cp is None:
-            raise ValueError("ep is given and tp_dp_cp is None; needs tp_dp_cp too, the group of all ranks: the expert "
-                             "biases of the ranks would drift apart (ProcessGroups.from_mesh makes all groups)")
-
-    @classmethod
-    def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """Of a mesh with any of the dims "dp", "cp", "tp", "ep"; other names are a ValueError. Collective: every rank of the
-        mesh calls it."""
-        names = mesh.mesh_dim_names or ()
-        if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
-            raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
-
-        def over(*dims):
-            dims = tuple(name for name in names if name in dims)
-            return (mesh[dims]._flatten() if len(dims) > 1 else mesh[dims]).get_group() if dims else None
-        return cls(tp=over("tp"), ep=over("ep"), tp_cp=over("tp", "cp"), dp_cp=over("dp", "cp", "ep"),
-                   tp_dp_cp=over("dp", "cp", "tp", "ep"), expt_dp=over("dp", "cp", "tp"))
-
-
-def _size(group) -> int:
-    return 1 if group is None else group.size()
-
-
-def _rank(group) -> int:
-    return 0 if group is None else group.rank()
-
-
-def _all_sum(x: Tensor, group) -> Tensor:
-    """x summed over the group, without gradient."""
-    if group is None:
-        return x
-    total = x.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _gather_dim0(x: Tensor, group) -> Tensor:
-    """The ranks' x one after the other along the first axis."""
-    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
-
-
-def _scatter_sum(x: Tensor, group) -> Tensor:
-    """This rank's part, along the first axis, of x summed over the group."""
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
-    return out
-
-
 def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
     """Drawn in fp32 whatever the dtype, so that a seed gives the same model in every dtype."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
 
 
+@torch.compiler.assume_constant_result
+def _capacity_factor(config: MoEConfig) -> float:
+    """As a constant: a float read from an object becomes an input of a graph with dynamic=True, and a
+    size cannot depend on that."""
+    return config.capacity_factor
+
+
 # ---- Layer ----
 
-class MoELayer(nn.Module):
+class MoELayer(ParallelModule):
     """hidden_states [S, B, H] -> same shape and dtype: y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the
     shared expert's output. Parts: layer.router, layer.experts, layer.shared_experts (None without).
 
-    `torch.compile(layer, fullgraph=True)` takes it whole; with shared_expert_overlap or ep, where streams and all-to-alls
-    are kept in order by eager code, `layer.compile()` compiles the pieces between. Under ep each rank has E / ep experts
-    and tokens of its own, and every rank runs every forward and backward, also with T = 0; with pad_to_capacity all have
-    the same T; with sequence_parallel the same S over tp. ValueError: sizes that ep or tp do not divide, tp without
-    sequence_parallel, and in the forward wrong shapes.
+    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. Under ep each rank
+    has E / ep experts and tokens of its own, and every rank runs every forward and backward, also with
+    T = 0. With pad_to_capacity all ranks have the same T, with sequence_parallel the same S over tp.
+    ValueError: sizes that ep or tp do not divide, tp without sequence_parallel, and in the forward
+    wrong shapes.
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
-        super().__init__()
-        self.config, self.groups = config, pg_collection or ProcessGroups()
+        super().__init__(config, pg_collection)
         self.router = TopKRouter(config, pg_collection)
         self.experts = Experts(config, pg_collection)
         self.shared_experts = None
         if config.shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, config.shared_expert_gate, pg_collection)
 
-    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None,
+    ) -> Tensor:
         """hidden_states [S, B, H] or [T, H]; padding_mask [S, B] (or [T]) bool, True = padding: no routed expert;
         topk_indices [T, K] or [S, B, K] int64 replaces the router's choice (see TopKRouter.route)."""
-        if self._in_steps:
-            return self._forward_in_steps(hidden_states, padding_mask, topk_indices)
-        probs_TK, plan = self._plan(hidden_states, padding_mask, topk_indices)
-        y_TH = self.experts(hidden_states.flatten(0, -2), probs_TK, plan)
-        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
-        return self._add(y_TH, shared, hidden_states)
-
-    @torch.compiler.disable(reason="streams and all-to-alls are kept in order by eager code: use layer.compile(), which "
-                                   "compiles the pieces between")
-    def _forward_in_steps(self, hidden_states: Tensor, padding_mask: Tensor | None, topk_indices: Tensor | None) -> Tensor:
-        """The routed path, over ep if there is one; with overlap the shared expert's steps between, on their stream.
-        The backward runs through it in reverse: a communication issued, the shared expert's part, the wait."""
-        overlap, shared, ep = self.config.shared_expert_overlap, self.shared_experts, self.groups.ep
+        shared, overlap = self.shared_experts, self.config.shared_expert_overlap
+        x_TH = hidden_states.flatten(0, -2)
         try:
             if overlap:
                 shared.pre_forward_comm(hidden_states)
-            if ep is None:
-                probs_TK, plan = self._plan(hidden_states, padding_mask, topk_indices)
-            else:
-                rows_NH, probs_N, plan = self._plan_and_gather(hidden_states, padding_mask, topk_indices)
-                send, receive, local = self._splits(plan)
-                out, back = _Exchange(ep, send, receive), _Exchange(ep, receive, send)
-                pending = _Issue.apply(out, rows_NH[:sum(send)], probs_N[:sum(send)])
+            probs_TK, indices_TK = self.router(hidden_states, padding_mask, topk_indices, dense_output=True)
+            plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
+            dispatched = self.dispatch(x_TH, probs_TK, plan)
             if overlap:
                 shared.linear_fc1_forward_and_act()
-            if ep is None:
-                y_TH = self.experts(hidden_states.flatten(0, -2), probs_TK, plan)
-            else:
-                rows_MH, probs_M = _Wait.apply(out, *pending)
-                rows_MH = self.experts(rows_MH, probs_M[:, None], local)
-                pending = _Issue.apply(back, rows_MH)
+            rows = self.experts(*dispatched.receive())
+            rows = dispatched.send_back(rows)
             if overlap:
                 shared.linear_fc2_forward()
                 shared.post_forward_comm()
-            if ep is not None:
-                y_TH = self._combine(_Wait.apply(back, *pending)[0], plan, hidden_states)
-            output = None if shared is None else shared.get_output() if overlap else shared(hidden_states)
-            return self._add(y_TH, output, hidden_states)
+            y = dispatched.combine(rows).view(hidden_states.shape)
+
+            if shared is not None:
+                y = y + (shared.get_output() if overlap else shared(hidden_states)).to(y.dtype)
+            return y
         except BaseException:
             if overlap:
                 shared.reset_overlap()
             raise
 
-    def _plan(self, hidden_states, padding_mask, topk_indices) -> tuple[Tensor, kernels.Permutation]:
-        probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
-        return probs_TK, kernels.plan_permutation(indices_TK, self.config.num_experts)
 
-    def _plan_and_gather(self, hidden_states, padding_mask, topk_indices) -> tuple[Tensor, Tensor, kernels.Permutation]:
-        """(rows [N, H], their probs [N], plan): in the order of all E experts, so of the ranks that hold them."""
-        config = self.config
-        probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
-        x_TH = hidden_states.flatten(0, -2)
-        if config.pad_to_capacity:                                    # fillers come from a token of zeros that goes nowhere
-            x_TH, probs_TK = F.pad(x_TH, (0, 0, 0, 1)), F.pad(probs_TK, (0, 0, 0, 1))
-            indices_TK = F.pad(indices_TK, (0, 0, 0, 1), value=config.num_experts)
-        plan = kernels.plan_permutation(indices_TK, config.num_experts)
-        if config.pad_to_capacity:
-            T = x_TH.shape[0] - 1
-            plan = kernels.pad_plan(plan, min(T, kernels.get_capacity(T * config.topk, config.num_experts, config.capacity_factor)))
-        return kernels.gather_rows(x_TH, plan), kernels.gather_probs(probs_TK, plan), plan
+    def dispatch(self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Permutation):
+        """Sends the rows to their experts; what it returns gives them to the experts and takes their
+        output back."""
+        if self.groups.ep is None:
+            return Local(x_TH, probs_TK, plan)
+        return ExpertParallel(x_TH, probs_TK, plan, self.config, self.groups.ep)
 
-    def _splits(self, plan: kernels.Permutation) -> tuple[list[int], list[int], kernels.Permutation]:
-        """(rows to each rank, rows from each rank, plan of the received rows over the local experts). The one host sync;
-        with pad_to_capacity none: all splits are equal, for which all ranks need the same T."""
-        ep, ranks, (E,) = self.groups.ep, self.groups.ep.size(), plan.counts.shape
-        expert_M = torch.arange(E // ranks, device=plan.counts.device).repeat(ranks)          # of each block received
-        if self.config.pad_to_capacity:
-            send = receive = [(plan.order.shape[0] - 1) // ranks] * ranks
-            expert_M = expert_M.repeat_interleave((plan.order.shape[0] - 1) // E)
+
+class Local(NamedTuple):
+    """Nothing crosses ranks: the experts gather their rows from the tokens, and combine them."""
+    tokens: Tensor
+    probs: Tensor
+    plan: kernels.Permutation
+
+    def receive(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+        return self
+
+    def send_back(self, y_TH: Tensor) -> Tensor:
+        return y_TH
+
+    def combine(self, y_TH: Tensor) -> Tensor:
+        return y_TH
+
+
+class ExpertParallel:
+    """Rows go to the ranks that hold their experts, and back.
+
+    Dropless, the ranks first exchange how many rows go where, and read it on the host: the one sync.
+    With pad_to_capacity every expert gets equally many rows from every rank: no exchange, no sync.
+    """
+
+    def __init__(self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Permutation, config: MoEConfig, group):
+        (T, K), E, ranks = plan.inverse.shape, config.num_experts, group.size()
+        padded, local = config.pad_to_capacity, E // ranks
+        if padded:
+            capacity = min(T, kernels.get_capacity(T * K, E, _capacity_factor(config)))
+            plan = kernels.pad_plan(plan, capacity)
         else:
-            received = torch.empty_like(plan.counts)                                          # [ranks · E / ranks]
-            dist.all_to_all_single(received, plan.counts, group=ep)
-            send, receive = torch.stack((plan.counts, received)).view(2, ranks, -1).sum(2).tolist()
-            expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
-        return send, receive, kernels.plan_permutation(expert_M[:, None], E // ranks)
+            plan = plan._replace(order=F.pad(plan.order, (0, 1)))    # an unrouted row: never none to slice
+            counts_in_flight = parallel.exchange(plan.counts, [local] * ranks, [local] * ranks, group)
+        rows, probs = kernels.gather_rows(x_TH, plan), kernels.gather_probs(probs_TK, plan)
 
-    def _combine(self, rows: Tensor, plan: kernels.Permutation, hidden_states: Tensor) -> Tensor:
-        rows_NH = F.pad(rows, (0, 0, 0, plan.order.shape[0] - rows.shape[0]))                  # those that went nowhere
-        return kernels.combine_rows(rows_NH, plan)[:hidden_states[..., 0].numel()]
+        if padded:
+            received, send = plan.counts, [local * capacity] * ranks
+            receive = send
+        else:
+            received = parallel.wait(counts_in_flight)
+            with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):      # for this one read
+                send, receive = torch.stack((plan.counts, received)).view(2, ranks, -1).sum(2).tolist()
+        # the local expert of each row that arrives: from every rank a block for each
+        expert_M = torch.arange(local, device=x_TH.device).repeat(ranks)
+        expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
+        self.plan, self.local_plan = plan, kernels.plan_permutation(expert_M[:, None], local)
+        self.back = receive, send, group
+        self.rows = parallel.AllToAll(rows[:sum(send)], send, receive, group)
+        self.probs = parallel.AllToAll(probs[:sum(send)], send, receive, group)
 
-    def _add(self, y_TH: Tensor, shared: Tensor | None, hidden_states: Tensor) -> Tensor:
-        y = y_TH.view(hidden_states.shape)
-        return y if shared is None else y + shared.to(y.dtype)
+    def receive(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+        return self.rows.finish(), self.probs.finish()[:, None], self.local_plan
 
-    @property
-    def _in_steps(self) -> bool:
-        return self.config.shared_expert_overlap or self.groups.ep is not None
+    def send_back(self, y_MH: Tensor) -> parallel.AllToAll:
+        return parallel.AllToAll(y_MH, *self.back)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
-        """prefix + state-dict name -> the layer's own tensors, as DTensors over tp or ep where those are given:
-        torch.distributed.checkpoint.save writes them and load into them is the whole load, also at other sizes of tp and
-        ep, and without any process group. ValueError unless sharded_offsets and metadata are empty."""
-        state = {}
-        for name, part in self.named_children():
-            state |= part.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
-        return state
-
-    def compile(self, **options) -> None:
-        """In place, with torch.compile's options: the whole layer as one graph; with shared_expert_overlap or ep its
-        pieces (router and plan, experts, shared fc1, shared fc2, combine, sum), each one graph."""
-        options = {"fullgraph": True, **options}
-        if not self._in_steps:
-            return super().compile(**options)
-        for owner, names in ((self, ("_plan", "_plan_and_gather", "_combine", "_add")), (self.experts, ("forward",)),
-                             (self.shared_experts, ("_fc1_and_act", "_fc2"))):
-            for name in names if owner is not None else ():           # a bound method, so that deepcopy binds it anew
-                setattr(owner, name, types.MethodType(torch.compile(getattr(type(owner), name), **options), owner))
+    def combine(self, sent_back: parallel.AllToAll) -> Tensor:
+        rows = sent_back.finish()
+        unrouted = self.plan.order.shape[0] - rows.shape[0]
+        return kernels.combine_rows(F.pad(rows, (0, 0, 0, unrouted)), self.plan)
 
 
 # ---- Router ----
@@ -418,14 +334,13 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         return grad, kernels.value_in_backward(ctx.scale, grad).to(ctx.dtype), None
 
 
-class Router(ABC, nn.Module):
+class Router(ParallelModule, ABC):
     """weight [E, H] -> logits. Subclasses say what the logits choose: `routing` and `forward`."""
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
-        super().__init__()
-        self.config, self.groups = config, pg_collection or ProcessGroups()
-        if _size(self.groups.tp) > 1 and not config.sequence_parallel:
-            raise ValueError(f"tp has {_size(self.groups.tp)} ranks and sequence_parallel is False: they would route the same "
+        super().__init__(config, pg_collection)
+        if group_size(self.groups.tp) > 1 and not config.sequence_parallel:
+            raise ValueError(f"tp has {group_size(self.groups.tp)} ranks and sequence_parallel is False: they would route the same "
                              f"tokens; set sequence_parallel=True")
         self.layer_number: int | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=config.params_dtype))
@@ -454,6 +369,12 @@ class Router(ABC, nn.Module):
     def set_layer_number(self, layer_number: int) -> None:
         self.layer_number = layer_number
 
+    def shard(self, name: str) -> tuple:
+        return self.groups.tp, None
+
+    def gradient_group(self, name: str):
+        return self.groups.tp_dp_cp
+
 
 def _recomputing() -> bool:
     """Whether a non-reentrant checkpoint is running its forward again, inside a backward. (A reentrant one runs its
@@ -466,25 +387,20 @@ def _recomputing() -> bool:
 
 # Ops, since only the running program can tell a recomputation, compiled code cannot.
 
-@functools.partial(kernels._op, mutates_args=("buffer",))
+@kernels._op(lambda buffer, value, add: None, mutates_args=("buffer",))
 def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
     """buffer += value, or = value; nothing in a recomputation."""
     if not _recomputing():
         buffer.copy_(buffer + value if add else value)
 
 
-@functools.partial(kernels._op, mutates_args=("sums", "steps"))
+@kernels._op(lambda sums, steps, counts: torch.empty_like(sums, dtype=torch.float64), mutates_args=("sums", "steps"))
 def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
     """Adds counts [E] to sums [E] and 1 to steps [], not in a recomputation; returns sums / steps in fp64."""
     if not _recomputing():
         sums.add_(counts)
         steps.add_(1)
     return sums.double() / steps.double().clamp(min=1)
-
-
-@_running_mean.register_fake
-def _(sums, steps, counts):
-    return torch.empty_like(sums, dtype=torch.float64)
 
 
 class TopKRouter(Router):
@@ -506,9 +422,8 @@ class TopKRouter(Router):
         buffer("ga_steps", on="global_aux_loss" in config.balancing)                # forwards in the sums above
         buffer("last_tokens_per_expert", E, dtype=torch.int64)                      # of the latest training forward
         buffer("last_losses", len(METRICS))
-        # loss -> (how many ranks hold parts of it, whether these are data-parallel ranks too)
-        self._reduced_over = {name: (_size(self.groups.tp_cp), False) for name in METRICS}
-        self._reduced_over["global_load_balancing_loss"] = _size(self.groups.tp_dp_cp), True
+        # loss -> ranks that hold parts of it; 0: all, the data-parallel ones too
+        self._sharers = dict.fromkeys(METRICS, group_size(self.groups.tp_cp)) | {"global_load_balancing_loss": 0}
         self._reset_buffers()
 
     def reset_parameters(self) -> None:
@@ -547,10 +462,6 @@ class TopKRouter(Router):
         self._maintain_float32_expert_bias()
         super()._save_to_state_dict(*args, **kwargs)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
-        """See MoELayer.sharded_state_dict."""
-        return _sharded(self, self.groups.tp, {}, prefix, sharded_offsets, metadata)
-
     # -- the steps of a routing, in order --
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
@@ -568,11 +479,11 @@ class TopKRouter(Router):
             return logits
         loss = kernels.z_loss_func(logits, coeff, padding_mask)
         if padding_mask is None:
-            tokens = math.prod(logits.shape[:-1]) * _size(group)
-            loss = loss / _size(group)
+            tokens = math.prod(logits.shape[:-1]) * group_size(group)
+            loss = loss / group_size(group)
         else:
             local = (~padding_mask).sum()
-            tokens = _all_sum(local, group)
+            tokens = all_sum(local, group)
             loss = loss * local / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(logits, coeff, loss, "z_loss", group, valid_token_count=tokens)
 
@@ -594,7 +505,7 @@ class TopKRouter(Router):
                 topk_indices = balanced_TE.topk(K, dim=1).indices
         wide_TE = kernels._wide(logits_TE)
         scores_TE = wide_TE.sigmoid() if K == 1 else wide_TE.softmax(-1)
-        probs_TK = scores_TE.gather(1, topk_indices.clamp(max=E - 1)).masked_fill(topk_indices >= E, 0.0)
+        probs_TK = kernels.pick(scores_TE, topk_indices).masked_fill(topk_indices >= E, 0.0)
         return probs_TK.to(logits_TE.dtype), topk_indices
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -607,33 +518,30 @@ class TopKRouter(Router):
         config, E = self.config, self.config.num_experts
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
         kept_TE = kernels.apply_router_token_dropping(
-            probs_TE, map_TE, config.topk, config.capacity_factor, config.token_drop_policy)[1]
+            probs_TE, map_TE, config.topk, _capacity_factor(config), config.token_drop_policy)[1]
         gone_TK = ~kept_TE.gather(1, indices_TK.clamp(max=E - 1)) | (indices_TK >= E)
         return probs_TK.masked_fill(gone_TK, 0.0), indices_TK.masked_fill(gone_TK, E)
 
     def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
         """probs with the switch loss attached. scores, routing_map [T, E]: those of the balance losses, zero where
         padding is. Counts and T are those of tp_cp (arXiv 2101.03961)."""
-        config, coeff = self.config, self.get_aux_loss_coeff("aux_loss")
-        counts_E = _all_sum(routing_map.sum(0), self.groups.tp_cp)
-        tokens = counts_E.sum() / config.topk
-        loss = kernels.switch_load_balancing_loss_func(
-            scores_for_aux_loss, counts_E, tokens, config.topk, config.num_experts, coeff)
-        return self.attach_and_log_load_balancing_loss(
-            probs, coeff, loss, "load_balancing_loss", self.groups.tp_cp, valid_token_count=tokens)
+        return self._apply_switch_loss("aux_loss", probs, scores_for_aux_loss, routing_map, len(routing_map), 1)
 
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int, bsz: int,
     ) -> Tensor:
         """probs with the switch loss of each sequence attached, the mean over the B = bsz sequences, S = seq_length (of
         this rank). Each has its own counts and its own valid tokens, over tp_cp; all padding gives 0."""
-        config, coeff, shape = self.config, self.get_aux_loss_coeff("seq_aux_loss"), (seq_length, bsz * self.config.num_experts)
-        counts_BE = _all_sum(routing_map.view(shape).sum(0).view(bsz, config.num_experts), self.groups.tp_cp).double()
+        return self._apply_switch_loss("seq_aux_loss", probs, scores_for_aux_loss, routing_map, seq_length, bsz)
+
+    def _apply_switch_loss(self, kind: str, probs, scores, routing_map, S: int, B: int) -> Tensor:
+        config, coeff, E = self.config, self.get_aux_loss_coeff(kind), self.config.num_experts
+        counts_BE = all_sum(routing_map.view(S, B * E).sum(0).view(B, E), self.groups.tp_cp).double()
         tokens_B1 = counts_BE.sum(1, keepdim=True) / config.topk
-        slope_BE = counts_BE / tokens_B1.clamp(min=1).square() * (coeff * config.num_experts / config.topk / max(bsz, 1))
-        loss = kernels.weighted_token_sum(scores_for_aux_loss.view(shape), slope_BE.flatten())
+        slope_BE = counts_BE / tokens_B1.clamp(min=1).square() * (coeff * E / config.topk / max(B, 1))
+        loss = kernels.weighted_token_sum(scores.view(S, B * E), slope_BE.flatten())
         return self.attach_and_log_load_balancing_loss(
-            probs, coeff, loss, "seq_load_balancing_loss", self.groups.tp_cp, valid_token_count=tokens_B1.sum())
+            probs, coeff, loss, LOSS_NAMES[kind], self.groups.tp_cp, valid_token_count=tokens_B1.sum())
 
     def _apply_global_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
         """probs with the global switch loss attached (arXiv 2501.11873): counts and T over tp_dp_cp, averaged over the
@@ -641,10 +549,10 @@ class TopKRouter(Router):
         config, coeff = self.config, self.get_aux_loss_coeff("global_aux_loss")
         local_E = routing_map.sum(0)
         mean_E = _running_mean(
-            self.global_tokens_per_expert, self.ga_steps, _all_sum(local_E, self.groups.tp_dp_cp).float())
+            self.global_tokens_per_expert, self.ga_steps, all_sum(local_E, self.groups.tp_dp_cp).float())
         loss = kernels.switch_load_balancing_loss_func(
             scores_for_aux_loss, mean_E, mean_E.sum() / config.topk, config.topk, config.num_experts, coeff)
-        valid = _all_sum(local_E.sum(), self.groups.tp_cp) / config.topk
+        valid = all_sum(local_E.sum(), self.groups.tp_cp) / config.topk
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, loss, "global_load_balancing_loss", self.groups.tp_dp_cp, True, valid_token_count=valid)
 
@@ -664,11 +572,12 @@ class TopKRouter(Router):
         if aux_loss_name not in METRICS:
             raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
         _update_once(self.last_losses[METRICS.index(aux_loss_name)], (aux_loss.detach() / aux_loss_coeff).float(), False)
-        if self._reduced_over[aux_loss_name] != (_size(reduce_group), reduce_group_has_dp):
-            self._reduced_over[aux_loss_name] = (_size(reduce_group), reduce_group_has_dp)
+        sharers = 0 if reduce_group_has_dp else group_size(reduce_group)
+        if self._sharers[aux_loss_name] != sharers:
+            self._sharers[aux_loss_name] = sharers
         if self.config.calculate_per_token_loss:
             if valid_token_count is None:
-                valid_token_count = activation.shape[0] * _size(self.groups.tp_cp)
+                valid_token_count = activation.shape[0] * group_size(self.groups.tp_cp)
             aux_loss = aux_loss * valid_token_count
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
 
@@ -740,16 +649,21 @@ class TopKRouter(Router):
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, config.num_experts)
         if config.pad_to_capacity:
             map_TE = kernels.apply_router_token_dropping(
-                probs_TE.detach(), map_TE, config.topk, config.capacity_factor, config.token_drop_policy, True)[1]
+                probs_TE.detach(), map_TE, config.topk, _capacity_factor(config), config.token_drop_policy, True)[1]
         return probs_TE, map_TE
 
     # -- the three ways in --
 
-    def route(self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None):
-        """input [S, B, H] or [T, H] -> (probs [T, K] in router_dtype, indices [T, K] int64; E = nowhere, with prob 0).
+    def forward(
+        self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None,
+        dense_output: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """input [S, B, H] or [T, H] -> (probs [T, E] in router_dtype, routing_map [T, E] bool), or with
+        `dense_output` (probs [T, K], indices [T, K] int64; E = nowhere, with prob 0).
 
-        padding_mask [S, B] (or [T]) bool, True = padding: goes nowhere; of tp_cp all ranks give one, or none. topk_indices [T, K] or [S, B, K] int64 in
-        [0, E] takes the place of the choice (replay, hash routing); the range is not checked, that would sync.
+        padding_mask [S, B] (or [T]) bool, True = padding: goes nowhere. Within tp_cp either every rank
+        passes a mask or none does. topk_indices [T, K] or [S, B, K] int64 in [0, E] takes the place of
+        the choice (replay, hash routing). The range is not checked: that would sync the device.
         """
         config = self.config
         if input.ndim not in (2, 3) or input.shape[-1] != config.hidden_size:
@@ -763,16 +677,20 @@ class TopKRouter(Router):
                 raise ValueError(f"topk_indices is {list(shape)} {topk_indices.dtype}; needs [{T}, {config.topk}] or "
                                  f"{[*input.shape[:-1], config.topk]} torch.int64")
             topk_indices = topk_indices.flatten(0, -2)
-        return self._route_logits(self.gating(self.apply_input_jitter(input)), padding_mask, topk_indices)
+        logits = self.gating(self.apply_input_jitter(input))
+        routing = self._route_logits(logits, padding_mask, topk_indices)
+        return routing if dense_output else self._to_map(*routing)
+
+    def route(
+        self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The router's call in the [T, K] form that the layer runs on: (probs, indices), see forward."""
+        return self(input, padding_mask, topk_indices, dense_output=True)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
         self._check_mask(padding_mask, logits.shape[:-1])
         return self._to_map(*self._route_logits(logits, padding_mask, None))
-
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None):
-        """`route` in its [T, E] form: (probs [T, E], routing_map [T, E] bool)."""
-        return self._to_map(*self.route(input, padding_mask, topk_indices))
 
 
 METRICS = (*LOSS_NAMES.values(), "z_loss")                            # the order of TopKRouter.last_losses
@@ -807,31 +725,30 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     routers = _routers(model)
     counts, losses = [r.last_tokens_per_expert for r in routers], [r.last_losses for r in routers]
     if reduce:
-        groups = [r.groups.tp_dp_cp or r.groups.tp_cp for r in routers]
-        counts = [_all_sum(n, group) for n, group in zip(counts, groups)]
-        losses = [_all_sum(x, group) / torch.tensor(
-            [1.0 if has_dp else _size(group) / ranks for ranks, has_dp in map(r._reduced_over.get, METRICS)], device=x.device)
-            for x, r, group in zip(losses, routers, groups)]
-    counts = torch.stack(counts)
-    metrics = {name: torch.stack([x[i] for x in losses]) for i, name in enumerate(METRICS)
-               if any(r.config.z_loss_coeff for r in routers) and name == "z_loss" or
-               any(r.get_aux_loss_coeff(kind) for r in routers for kind in LOSS_NAMES if LOSS_NAMES[kind] == name)}
+        for i, router in enumerate(routers):
+            group = router.groups.tp_dp_cp or router.groups.tp_cp
+            shares = [group_size(group) / (router._sharers[name] or group_size(group)) for name in METRICS]
+            counts[i] = all_sum(counts[i], group)
+            losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
+    counts, losses = torch.stack(counts), torch.stack(losses)
+    on = {"z_loss"} if any(r.config.z_loss_coeff for r in routers) else set()
+    on |= {LOSS_NAMES[kind] for r in routers for kind in LOSS_NAMES if r.get_aux_loss_coeff(kind)}
+    metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
     mean = counts.double().mean(1).clamp(min=torch.finfo(torch.float64).tiny)
     return {**metrics, "max_violation": (counts.amax(1) / mean - 1).float(), "tokens_per_expert": counts}
 
 
 # ---- Experts ----
 
-class Experts(nn.Module):
+class Experts(ParallelModule):
     """All experts in one tensor per projection; see kernels.expert_mlp."""
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
-        super().__init__()
-        self.config, self.groups = config, pg_collection or ProcessGroups()
+        super().__init__(config, pg_collection)
         E, P, F, H = config.num_experts, config.parts, config.ffn_hidden_size, config.hidden_size
-        if E % _size(self.groups.ep):
-            raise ValueError(f"num_experts is {E}; needs a multiple of the ep size, {_size(self.groups.ep)}")
-        E //= _size(self.groups.ep)                                                 # the local ones
+        if E % group_size(self.groups.ep):
+            raise ValueError(f"num_experts is {E}; needs a multiple of the ep size, {group_size(self.groups.ep)}")
+        E //= group_size(self.groups.ep)                                                 # the local ones
 
         def parameter(*shape):
             return nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
@@ -843,7 +760,7 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the weights of all E experts on every rank and keeps its part: the same at every ep. Biases to zero."""
-        E_local, first = len(self.fc1), _rank(self.groups.ep) * len(self.fc1)
+        E_local, first = len(self.fc1), group_rank(self.groups.ep) * len(self.fc1)
         with torch.no_grad():
             for e in range(self.config.num_experts):
                 for weight in (self.fc1, self.fc2):
@@ -868,36 +785,26 @@ class Experts(nn.Module):
             config.glu_linear_offset, config.activation_clamp_value, config.activation_fp8_input_store)
         return out.to(tokens.dtype)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
-        """See MoELayer.sharded_state_dict."""
-        names = dict(self.named_parameters())
-        return _sharded(self, self.groups.ep, dict.fromkeys(names, 0), prefix, sharded_offsets, metadata)
+    def shard(self, name: str) -> tuple:
+        return self.groups.ep, 0
+
+    def gradient_group(self, name: str):
+        return self.groups.expt_dp
 
 
 # ---- Shared expert: every token's; in one go, or in five steps on a side stream beside the routed path ----
 
-class _NoStream:
-    """Stands where there is no accelerator: everything runs in the order of the program, nothing has to wait."""
-
-    def wait_stream(self, stream) -> None: ...
-
-    def __enter__(self): ...
-
-    def __exit__(self, *_): ...
+_SIDE_STREAMS: dict[torch.device, torch.Stream] = {}
 
 
-def _side_stream():
-    return torch.Stream(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else _NoStream()
+def _make_side_stream(device: torch.device) -> None:
+    """Called outside of compiled code, which can enter a stream but not make one."""
+    if device.type not in ("cpu", "meta") and device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.Stream(device)
 
 
-def _current_stream():
-    return torch.accelerator.current_stream() if torch.accelerator.is_available() else _NoStream()
-
-
-def _used_on(tensor: Tensor, stream) -> None:
-    """Keeps the memory of a tensor that crosses to `stream` until that has read it, in the backward too."""
-    if tensor.device.type != "cpu":
-        tensor.record_stream(stream)
+def _current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
 
 
 class SharedExpertState(enum.Enum):
@@ -911,6 +818,11 @@ class SharedExpertState(enum.Enum):
 
 _CACHED_IN = {SharedExpertState.PRE_FORWARD_COMM_DONE: "cached_fc1_input", SharedExpertState.FC1_FORWARD_DONE: "cached_fc2_input",
               SharedExpertState.FC2_FORWARD_DONE: "cached_fc2_output", SharedExpertState.POST_FORWARD_COMM_DONE: "cached_output"}
+
+
+# In a checkpoint inside a graph Dynamo refuses to cache a tensor on a module. Here it is safe: a later
+# step takes the cache back. The switch has a private name, and does nothing in eager mode.
+_tracing_side_effects = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 
 
 def overlap_state_check(required_state: SharedExpertState, next_state: SharedExpertState):
@@ -929,7 +841,7 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
                 if getattr(self, name) is None:
                     raise RuntimeError(f"{step.__name__} needs {name} from the step before, found None")
             try:
-                result = step(self, *args, **kwargs)
+                result = _tracing_side_effects(step, self, *args, **kwargs)
             except BaseException:
                 self.reset_overlap()
                 raise
@@ -939,9 +851,47 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
     return decorate
 
 
+# Where tensors cross the streams, an op copies them and waits. So the order holds in a graph too, where
+# torch 2.13 does not tie a wait by itself to what reads behind it, and cannot split at one in the backward.
+
+@kernels._op(lambda tensor: torch.empty_like(tensor))
+def _fork_stream(tensor: Tensor) -> Tensor:
+    """A copy for the side stream, which waits for the current one."""
+    copy, side = tensor.clone(), _SIDE_STREAMS[tensor.device]
+    side.wait_stream(_current_stream(tensor.device))
+    copy.record_stream(side)                 # its memory lives until that stream has read it
+    return copy
+
+
+@kernels._op(lambda tensor, others: torch.empty_like(tensor))
+def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A copy for the current stream, which waits for the side stream, and there for `others` too."""
+    current = _current_stream(tensor.device)
+    current.wait_stream(_SIDE_STREAMS[tensor.device])
+    tensor.record_stream(current)
+    return tensor.clone()
+
+
+class _ToSideStream(torch.autograd.Function):
+    """Tensors -> the same, for the side stream. In the backward the current stream waits for all of
+    their gradients; the first tensor's is copied."""
+
+    @staticmethod
+    def forward(ctx, stream, *tensors):
+        ctx.stream = stream
+        tensors[0].record_stream(stream)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, grad, *grads):
+        with ctx.stream:                     # in a graph, the last that reads the gradient on that stream
+            grad = grad.view_as(grad)
+        return None, _join_stream(grad, grads), *grads
+
+
 class _BackwardStreamWait(torch.autograd.Function):
-    """input -> input; in the backward `stream` waits for the current one, so that what runs there next does not start
-    before what the routed path has launched."""
+    """input -> input; in the backward `stream` waits for the current one, so that what runs there next
+    does not start before what the routed path has launched."""
 
     @staticmethod
     def forward(ctx, input, stream):
@@ -950,8 +900,27 @@ class _BackwardStreamWait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.stream.wait_stream(_current_stream())
+        ctx.stream.wait_stream(_current_stream(grad.device))
         return grad, None
+
+
+class _FromSideStream(torch.autograd.Function):
+    """output -> output, for which the current stream waits; in the backward the side stream waits.
+
+    A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a tensor, and
+    on the stream of that node. This node is the first, and is on the current stream: nobody would wait
+    for a recomputation on the side stream.
+    """
+
+    @staticmethod
+    def forward(ctx, output):
+        ctx.save_for_backward(output.new_empty(0))
+        return _join_stream(output, [])
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.saved_tensors
+        return _fork_stream(grad)
 
 
 def set_tensor_grad_fn_sequence_sr(tensor: Tensor, value: int) -> None:
@@ -960,34 +929,7 @@ def set_tensor_grad_fn_sequence_sr(tensor: Tensor, value: int) -> None:
         tensor.grad_fn._set_sequence_nr(value)
 
 
-class _EnterTP(torch.autograd.Function):
-    """Each rank's part of the tokens -> all of them (sequence parallel); else all tokens stay. Backward: the sum."""
-
-    @staticmethod
-    def forward(ctx, x, group, sequence_parallel):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        return _gather_dim0(x, group) if sequence_parallel else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _scatter_sum(grad, ctx.group) if ctx.sequence_parallel else _all_sum(grad, ctx.group), None, None
-
-
-class _LeaveTP(torch.autograd.Function):
-    """Partial sums of all tokens -> each rank's part, summed (sequence parallel); else all, summed. The other way round
-    of _EnterTP."""
-
-    @staticmethod
-    def forward(ctx, x, group, sequence_parallel):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        return _scatter_sum(x, group) if sequence_parallel else _all_sum(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _gather_dim0(grad, ctx.group) if ctx.sequence_parallel else grad, None, None
-
-
-class SharedExpertMLP(nn.Module):
+class SharedExpertMLP(ParallelModule):
     """An MLP of width shared_expert_intermediate_size with the config's activation, without biases; with `gate` its
     output times sigmoid(x · gate_weightᵀ). hidden_states [.., H] -> the same shape; over tp, with sequence_parallel the
     first axis is each rank's part of the sequence, else every rank holds all of it.
@@ -996,93 +938,109 @@ class SharedExpertMLP(nn.Module):
     to put between its communications: pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward,
     post_forward_comm, get_output. Each gives RuntimeError out of order.
     """
-    stream = None                                                     # of the class; an instance without overlap: None
 
     def __init__(self, config: MoEConfig, gate: bool, pg_collection: ProcessGroups | None = None):
-        super().__init__()
-        self.config, self.groups = config, pg_collection or ProcessGroups()
-        size, ranks = config.shared_expert_intermediate_size, _size(self.groups.tp)
+        super().__init__(config, pg_collection)
+        size, ranks = config.shared_expert_intermediate_size, group_size(self.groups.tp)
         if size is None or size % ranks:
             raise ValueError(f"shared_expert_intermediate_size is {size}; needs a multiple of the tp size, {ranks}")
         shape = config.parts, size // ranks, config.hidden_size
         self.fc1 = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))                       # [P, Fs / tp, H]
         self.fc2 = nn.Parameter(torch.empty(shape[2], shape[1], dtype=config.params_dtype))          # [H, Fs / tp]
         self.gate_weight = nn.Parameter(torch.empty(1, shape[2], dtype=config.params_dtype)) if gate else None
-        if not config.shared_expert_overlap:
-            self.stream = None
-        elif SharedExpertMLP.stream is None:
-            SharedExpertMLP.stream = _side_stream()
         self.reset_overlap()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws the unsharded weights (normal, init_std) on every rank and keeps its part: the same at every tp."""
         (P, F, H), std = self.fc1.shape, self.config.init_std
-        rank, ranks = _rank(self.groups.tp), _size(self.groups.tp)
+        rank, ranks = group_rank(self.groups.tp), group_size(self.groups.tp)
         with torch.no_grad():
             self.fc1.copy_(_normal((P, F * ranks, H), std, self.fc1).chunk(ranks, 1)[rank])
             self.fc2.copy_(_normal((H, F * ranks), std, self.fc2).chunk(ranks, 1)[rank])
             if self.gate_weight is not None:
                 self.gate_weight.copy_(_normal(self.gate_weight.shape, std, self.gate_weight))
 
-    # -- the parts --
+    # -- the parts: each takes its weight, which in steps has come to the side stream with the tokens --
 
-    def _score(self, x: Tensor) -> Tensor | None:
+    def _score(self, x: Tensor, gate_weight: Tensor | None = None) -> Tensor | None:
         if x.shape[-1] != self.config.hidden_size:
             raise ValueError(f"hidden_states has shape {list(x.shape)}; needs [.., {self.config.hidden_size}]")
-        return None if self.gate_weight is None else F.linear(x, self.gate_weight).sigmoid()
+        return None if gate_weight is None else F.linear(x, gate_weight).sigmoid()
 
     def _enter(self, x: Tensor) -> Tensor:
-        tp = self.groups.tp
-        return x if tp is None else _EnterTP.apply(x, tp, self.config.sequence_parallel)
+        return parallel.enter_tp(x, self.groups.tp, self.config.sequence_parallel)
 
-    def _fc1_and_act(self, x: Tensor) -> Tensor:
+    def _fc1_and_act(self, x: Tensor, fc1: Tensor) -> Tensor:
         config = self.config
         return kernels.activation(
-            F.linear(x, self.fc1.flatten(0, 1)), config.activation, None, config.glu_alpha, config.glu_linear_offset,
+            F.linear(x, fc1.flatten(0, 1)), config.activation, None, config.glu_alpha, config.glu_linear_offset,
             config.activation_clamp_value, config.activation_fp8_input_store)
 
-    def _fc2(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.fc2)
+    def _fc2(self, x: Tensor, fc2: Tensor) -> Tensor:
+        return F.linear(x, fc2)
 
     def _leave(self, y: Tensor) -> Tensor:
-        tp = self.groups.tp
-        return y if tp is None else _LeaveTP.apply(y, tp, self.config.sequence_parallel)
+        return parallel.leave_tp(y, self.groups.tp, self.config.sequence_parallel)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate_score = self._score(hidden_states)
-        output = self._leave(self._fc2(self._fc1_and_act(self._enter(hidden_states))))
+        gate_score = self._score(hidden_states, self.gate_weight)
+        act = self._fc1_and_act(self._enter(hidden_states), self.fc1)
+        output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
     # -- the same in five steps --
+
+    @property
+    def stream(self) -> torch.Stream | None:
+        """The side stream of the parameters' device; None without overlap, and without an accelerator."""
+        return _SIDE_STREAMS.get(self.fc1.device) if self.config.shared_expert_overlap else None
+
+    def _beside(self):
+        return self.stream or contextlib.nullcontext()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        _make_side_stream(self.fc1.device)
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        _make_side_stream(self.fc1.device)
 
     def reset_overlap(self) -> None:
         """Back to IDLE, without caches: after an exception outside of the steps."""
         self._overlap_state, self.gate_score = SharedExpertState.IDLE, None
         self.cached_fc1_input = self.cached_fc2_input = self.cached_fc2_output = self.cached_output = None
+        self._weights = None                                          # fc1, fc2, gate_weight, for the side stream
 
     def wait_current_stream(self) -> None:
         """The side stream waits for what is on the current one so far."""
         if self.stream is not None:
-            self.stream.wait_stream(_current_stream())
+            self.stream.wait_stream(_current_stream(self.fc1.device))
 
     @overlap_state_check(SharedExpertState.IDLE, SharedExpertState.PRE_FORWARD_COMM_DONE)
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
         """The gate's score; the tokens of all tp ranks."""
         if wait_current_stream:
             self.wait_current_stream()
-        _used_on(input, self.stream)
-        with self.stream:
-            self.gate_score = self._score(input)
+        weights = [w for w in (self.fc1, self.fc2, self.gate_weight) if w is not None]
+        tensors = [input, *weights]
+        if self.stream is not None:
+            tensors = _ToSideStream.apply(self.stream, *tensors)
+        input, *self._weights = tensors
+        with self._beside():
+            self.gate_score = self._score(input, *self._weights[2:])
             self.cached_fc1_input = self._enter(input)
 
     @overlap_state_check(SharedExpertState.PRE_FORWARD_COMM_DONE, SharedExpertState.FC1_FORWARD_DONE)
     def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
         """overlapped_comm_output: of the communication that runs beside this step. Its backward is launched before this
         step's, which then waits for what is on the main stream."""
-        with self.stream:
-            act = self._fc1_and_act(self.cached_fc1_input)
-        act = _BackwardStreamWait.apply(act, self.stream)
+        with self._beside():
+            act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
+        if self.stream is not None and not torch.compiler.is_compiling():     # a graph has its own order
+            act = _BackwardStreamWait.apply(act, self.stream)
         if overlapped_comm_output is not None and overlapped_comm_output.grad_fn is not None:
             set_tensor_grad_fn_sequence_sr(act, overlapped_comm_output.grad_fn._sequence_nr() - 1)
         self.cached_fc1_input, self.cached_fc2_input = None, act
@@ -1092,109 +1050,33 @@ class SharedExpertMLP(nn.Module):
         """overlapped_comm_output: its backward goes before everything else that is ready."""
         if overlapped_comm_output is not None:
             set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
-        with self.stream:
-            self.cached_fc2_output = self._fc2(self.cached_fc2_input)
+        with self._beside():
+            self.cached_fc2_output = self._fc2(self.cached_fc2_input, self._weights[1])
         self.cached_fc2_input = None
 
     @overlap_state_check(SharedExpertState.FC2_FORWARD_DONE, SharedExpertState.POST_FORWARD_COMM_DONE)
     def post_forward_comm(self) -> None:
         """The sum over the tp ranks."""
-        with self.stream:
+        with self._beside():
             self.cached_output = self._leave(self.cached_fc2_output)
         self.cached_fc2_output = None
 
     @overlap_state_check(SharedExpertState.POST_FORWARD_COMM_DONE, SharedExpertState.IDLE)
     def get_output(self) -> Tensor:
         """The output, gated; the current stream waits for it."""
-        with self.stream:
+        with self._beside():
             output = self.cached_output if self.gate_score is None else self.cached_output * self.gate_score
-        current = _current_stream()
-        current.wait_stream(self.stream)
-        _used_on(output, current)
-        self.cached_output = self.gate_score = None
+        if self.stream is not None:
+            output = _FromSideStream.apply(output)
+        self.cached_output = self.gate_score = self._weights = None
         return output
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Tensor]:
-        """See MoELayer.sharded_state_dict."""
-        return _sharded(self, self.groups.tp, {"fc1": 1, "fc2": 1}, prefix, sharded_offsets, metadata)
+    # -- over ranks --
 
+    def shard(self, name: str) -> tuple:
+        return self.groups.tp, None if name == "gate_weight" else 1
 
-# ---- Across ranks: rows, checkpoints, gradients ----
-
-class _Exchange:
-    """An all-to-all of rows over `group`: send, receive say how many go to and come from each rank. Between start and
-    finish other work runs. Its backward is the opposite exchange, started where the forward finishes."""
-
-    def __init__(self, group, send: list[int], receive: list[int]):
-        self.group, self.send, self.receive, self.pending = group, send, receive, []
-
-    def start(self, tensors, backward: bool) -> tuple[Tensor, ...]:
-        send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
-        buffers = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
-        self.pending = [(buffer, dist.all_to_all_single(buffer, x.contiguous(), receive, send, self.group, async_op=True))
-                        for buffer, x in zip(buffers, tensors)]
-        return buffers
-
-    def finish(self) -> tuple[Tensor, ...]:
-        pending, self.pending = self.pending, []
-        for _, work in pending:
-            work.wait()
-        return tuple(buffer for buffer, _ in pending)
-
-
-class _Issue(torch.autograd.Function):
-    """Tensors -> buffers that _Wait makes valid. Its backward waits for what _Wait's backward has issued."""
-
-    @staticmethod
-    def forward(ctx, exchange, *tensors):
-        ctx.exchange = exchange
-        return exchange.start(tensors, backward=False)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None, *ctx.exchange.finish()
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, *buffers):
-        ctx.exchange = exchange
-        exchange.finish()
-        return tuple(buffer.view_as(buffer) for buffer in buffers)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        ctx.exchange.start(grads, backward=True)
-        return None, *grads                                           # _Issue's backward takes the buffers in their place
-
-
-def _sharded(module: nn.Module, group, dims: dict[str, int], prefix: str, sharded_offsets, metadata) -> dict[str, Tensor]:
-    """The module's state dict, each tensor as a DTensor over the group: sharded along dims[name], else replicated."""
-    if sharded_offsets or metadata:
-        raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; both need to be empty: layers "
-                         f"are told apart by their prefix")
-    tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-    if group is not None:
-        mesh = DeviceMesh.from_group(group, next(iter(tensors.values())).device.type)
-        tensors = {name: DTensor.from_local(tensor, mesh, [Shard(dims[name]) if name in dims else Replicate()], run_check=False)
-                   for name, tensor in tensors.items()}
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def reduce_gradients(module: nn.Module) -> None:
-    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them: the router's and the gate's over
-    tp_dp_cp, the shared expert's over dp_cp, the experts' over expt_dp, never ep. For who trains without FSDP and DDP,
-    before the optimizer step. Collective; a parameter that got no gradient on this rank counts as zero."""
-    for part in module.modules():
-        if not isinstance(part, (Router, Experts, SharedExpertMLP)):
-            continue
-        for name, parameter in part.named_parameters(recurse=False):
-            groups = part.groups
-            # a gate that sees the same tokens on every tp rank has its whole gradient on each
-            whole = name == "gate_weight" and (groups.tp is None or part.config.sequence_parallel)
-            group = groups.expt_dp if isinstance(part, Experts) else \
-                groups.tp_dp_cp if isinstance(part, Router) or whole else groups.dp_cp
-            if group is not None and parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
+    def gradient_group(self, name: str):
+        # without sequence parallelism every tp rank sees all tokens, so each has the gate's whole gradient
+        partial = self.groups.tp is None or self.config.sequence_parallel
+        return self.groups.tp_dp_cp if name == "gate_weight" and partial else self.groups.dp_cp

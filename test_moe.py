@@ -33,6 +33,7 @@ from torch._inductor import metrics
 import families
 import kernels
 import moe
+import parallel
 from kernels import (
     activation, activation_back, apply_router_token_dropping, combine_rows, compute_routing_scores_for_aux_loss,
     expert_mlp, gather_rows, get_capacity, get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
@@ -772,10 +773,10 @@ ValueError: router_dtype = torch.int64: needs a floating torch.dtype
 ValueError: params_dtype = 'bf16': needs a floating torch.dtype
 ValueError: num_groups = 4, group_topk = None: give both or neither
 ValueError: group_score_topk = 1, num_groups = None: no groups to score; set num_groups and group_topk too
-ValueError: num_groups = 3, num_experts = 8: groups need equal sizes; num_groups must divide num_experts
-ValueError: group_topk = 1, num_groups = 4, topk = 3: group_topk groups of 2 experts must exist and hold topk experts
-ValueError: topk = 2, group_topk = 4, group_score_topk = None: topk // group_topk = 0 scores a group of 2; set group_score_topk to 1..2
-ValueError: group_score_topk = 3, num_groups = 4: a group has 2 experts; needs 1..2
+ValueError: num_groups = 3 does not divide num_experts = 8; groups need equal sizes
+ValueError: group_topk = 1 of num_groups = 4 groups of 2 experts cannot hold topk = 3; needs 1 <= group_topk <= num_groups and group_topk * 2 >= topk
+ValueError: group_score_topk is 0 (topk // group_topk = 2 // 4 unless given); set it to 1..2, a group has 2 experts
+ValueError: group_score_topk is 3 (topk // group_topk = 2 // 2 unless given); set it to 1..2, a group has 2 experts
 ValueError: activation = 'relu2', glu_linear_offset = 1.0, activation_clamp_value = None: relu2 is not gated; leave the other two out
 ValueError: activation = 'relu2', glu_linear_offset = 0.0, activation_clamp_value = 7.0: relu2 is not gated; leave the other two out
 ValueError: activation = 'swiglu', glu_alpha = 1.0: only quick_geglu has an alpha; leave glu_alpha out
@@ -832,9 +833,9 @@ def test_error_texts():
 ValueError: topk is 5; needs 1 <= topk <= num_experts = 4
 ValueError: score_function is 'tanh'; known: 'softmax', 'sigmoid', 'sqrtsoftplus'
 ValueError: num_groups = 2 and group_topk = None go together: give both or neither
-ValueError: num_groups = 3 does not divide num_experts = 4
+ValueError: num_groups = 3 does not divide num_experts = 4; groups need equal sizes
 ValueError: group_topk = 2 of num_groups = 4 groups of 1 experts cannot hold topk = 3; needs 1 <= group_topk <= num_groups and group_topk * 1 >= topk
-ValueError: group_score_topk is 3 (topk // group_topk unless given); needs 1 to 2, a group's size
+ValueError: group_score_topk is 3 (topk // group_topk = 2 // 2 unless given); set it to 1..2, a group has 2 experts
 ValueError: expert_bias has shape [3]; needs [4], one entry per expert
 ValueError: precomputed_indices has shape [6, 3]; needs [6, 2]
 ValueError: drop_policy is 'random'; known: 'probs', 'position'
@@ -1704,7 +1705,7 @@ def in_steps(shared, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("kind", list(kernels.ACTIVATIONS))
 def test_shared_expert_matches_loop(kind, gate):
-    """One go and five steps, eager and compiled pieces: the loop's output and gradients, bitwise the same as each other."""
+    """One go, five steps and each step compiled by itself: the loop's output and gradients, bitwise the same as each other."""
     options = {} if kind == "relu2" else dict(glu_linear_offset=0.5, activation_clamp_value=0.6)
     shared = SharedExpertMLP(shared_config(activation=kind, init_std=0.5, shared_expert_overlap=True, **options), gate)
     x = torch.randn(5, 3, 6, dtype=torch.float64, requires_grad=True)
@@ -1729,8 +1730,9 @@ def test_shared_expert_in_the_layer_matches_loop(overlap, how):
     want = layer_loop(layer, x, mask)[0] + shared_loop(x, layer.config, shared.fc1, shared.fc2, shared.gate_weight)
     leaves, upstream = [x, *layer.parameters()], torch.randn(5, 3, 6, dtype=torch.float64)
     if how != "eager":
-        layer.compile(backend=how)
+        layer.compile(backend=how, fullgraph=True)
     got = layer(x, mask)
+    assert shared._overlap_state is SharedExpertState.IDLE and shared.cached_output is None
     close(got, want)
     for a, b in zip(grads(got, leaves, upstream), grads(want, leaves, upstream)):
         close(a, b)
@@ -1738,11 +1740,11 @@ def test_shared_expert_in_the_layer_matches_loop(overlap, how):
 
 
 def test_shared_expert_through_inductor():
-    """Without overlap one graph; with overlap its pieces, under autocast: both equal eager."""
+    """With and without overlap one graph, equal to eager; also under autocast."""
     for overlap, cast in ((False, False), (True, True)):
         eager = MoELayer(shared_config(shared_expert_overlap=overlap, params_dtype=torch.float32, router_dtype=torch.float32))
         layer, x = copy.deepcopy(eager), torch.randn(5, 3, 6)
-        layer.compile()
+        layer.compile(fullgraph=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             a, b = eager(x), layer(x)
         assert a.dtype == b.dtype == torch.float32
@@ -1750,24 +1752,6 @@ def test_shared_expert_through_inductor():
         for got, want in zip(grads(b, list(layer.parameters())), grads(a, list(eager.parameters()))):
             assert got.dtype == torch.float32
             close(got, want, 2e-2 if cast else 1e-6)
-
-
-def test_shared_compiled_layer_copies_with_its_own_weights():
-    layer = MoELayer(shared_config(shared_expert_overlap=True))
-    layer.compile(backend="eager")
-    x = torch.randn(4, 1, 6, dtype=torch.float64)
-    y = layer(x)
-    other = copy.deepcopy(layer)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    same(other(x), torch.zeros_like(x)), same(layer(x), y)
-
-
-def test_shared_overlap_says_how_to_compile():
-    layer = MoELayer(shared_config(shared_expert_overlap=True))
-    with pytest.raises(Exception, match="use layer.compile()"):
-        compiled(layer)(torch.randn(4, 1, 6, dtype=torch.float64))
 
 
 def test_shared_steps_refuse_every_wrong_order():
@@ -1836,7 +1820,7 @@ def test_shared_layer_works_again_after_an_exception(monkeypatch):
 
     def fail(*_, **__):
         raise ZeroDivisionError
-    for owner, name in [*places, (layer.router, "route"), (layer.experts, "forward"), (layer, "_add")]:
+    for owner, name in [*places, (layer.router, "forward"), (layer.experts, "forward"), (layer, "dispatch")]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             with pytest.raises(ZeroDivisionError):
@@ -1847,7 +1831,7 @@ def test_shared_layer_works_again_after_an_exception(monkeypatch):
         layer(torch.randn(4, 1, 7, dtype=torch.float64))
     shared.pre_forward_comm(x)
     with pytest.raises(ValueError), monkeypatch.context() as patch:   # a step by itself, too
-        patch.setattr(shared, "_fc1_and_act", lambda x: (_ for _ in ()).throw(ValueError()))
+        patch.setattr(shared, "_fc1_and_act", lambda *_: (_ for _ in ()).throw(ValueError()))
         shared.linear_fc1_forward_and_act()
     assert shared._overlap_state is SharedExpertState.IDLE and shared.gate_score is None
     same(layer(x), want)
@@ -1898,11 +1882,12 @@ class Note(torch.autograd.Function):
 def recorded(shared, trace, monkeypatch) -> None:
     """From now on the shared expert's streams and products write to the trace."""
     Recorder.current = [Recorder("main", trace)]
-    monkeypatch.setattr(moe, "_current_stream", lambda: Recorder.current[-1])
-    monkeypatch.setattr(SharedExpertMLP, "stream", Recorder("side", trace))
+    monkeypatch.setattr(moe, "_current_stream", lambda device: Recorder.current[-1])
+    monkeypatch.setitem(moe._SIDE_STREAMS, torch.device("cpu"), Recorder("side", trace))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: trace.append(f"a tensor lives until {stream.name} has read it"))
     for name in ("_score", "_enter", "_fc1_and_act", "_fc2", "_leave"):
         monkeypatch.setattr(shared, name, functools.partial(
-            lambda function, name, x: None if (y := function(x)) is None else Note.apply(y, "shared" + name, trace),
+            lambda function, name, *args: None if (y := function(*args)) is None else Note.apply(y, "shared" + name, trace),
             getattr(shared, name), name))
 
 
@@ -1923,6 +1908,7 @@ def test_shared_order_and_waits(monkeypatch):
     out.sum().backward()
     assert_expected_inline("\n".join(trace), """\
 side waits for main
+a tensor lives until side has read it
 shared_score on side
 shared_enter on side
 dispatch on main
@@ -1932,8 +1918,11 @@ combine on main
 shared_fc2 on side
 shared_leave on side
 main waits for side
+a tensor lives until main has read it
 
 combine backward
+side waits for main
+a tensor lives until side has read it
 shared_leave backward
 shared_fc2 backward
 experts backward
@@ -1941,39 +1930,47 @@ dispatch backward
 side waits for main
 shared_fc1_and_act backward
 shared_enter backward
-shared_score backward""")
+shared_score backward
+main waits for side
+a tensor lives until main has read it""")
 
 
 def test_shared_layer_order_and_waits(monkeypatch):
     """In the layer, local dispatch: the shared expert's steps on the side stream, around the routed experts."""
     layer, trace = MoELayer(shared_config(shared_expert_overlap=True)), []
     recorded(layer.shared_experts, trace, monkeypatch)
-    for name in ("_plan", "experts"):
-        def noted(function, name, *args):
-            out = function(*args)
+    for name in ("router", "experts"):
+        def noted(function, name, *args, **kwargs):
+            out = function(*args, **kwargs)
             return Note.apply(out, name, trace) if name == "experts" else (Note.apply(out[0], name, trace), out[1])
-        owner, attribute = (layer, name) if name == "_plan" else (layer.experts, "forward")
-        monkeypatch.setattr(owner, attribute, functools.partial(noted, getattr(owner, attribute), name))
+        owner = getattr(layer, name)
+        monkeypatch.setattr(owner, "forward", functools.partial(noted, owner.forward, name))
     out = layer(torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True))
     trace.append("")
     out.sum().backward()
     assert_expected_inline("\n".join(trace), """\
 side waits for main
+a tensor lives until side has read it
 shared_enter on side
-_plan on main
+router on main
 shared_fc1_and_act on side
 experts on main
 shared_fc2 on side
 shared_leave on side
 main waits for side
+a tensor lives until main has read it
 
+side waits for main
+a tensor lives until side has read it
 shared_leave backward
 shared_fc2 backward
 experts backward
 side waits for main
 shared_fc1_and_act backward
-_plan backward
-shared_enter backward""")
+router backward
+shared_enter backward
+main waits for side
+a tensor lives until main has read it""")
 
 
 def test_shared_sequence_number_without_a_graph():
@@ -2029,7 +2026,7 @@ def layer_over_tp(rank, ranks, folder):
         mine = MoELayer(config, groups)
         mine = copy.deepcopy(mine)                                    # keeps its groups
         if overlap:
-            mine.compile(backend="aot_eager")
+            mine.compile(backend="aot_eager", fullgraph=True)
         x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
         upstream = torch.randn_like(x)
         want, got = whole(x), mine(x.chunk(ranks)[rank])
@@ -2152,7 +2149,7 @@ def check_parallel_layer(rank, ranks, groups, options, at_once, overlap, how) ->
     torch.manual_seed(0)
     mine = MoELayer(config, groups)
     if how != "eager":
-        mine.compile(backend=how)
+        mine.compile(backend=how, fullgraph=True)
     x = torch.randn(4, 2 * ranks // tp, 6, dtype=torch.float64, requires_grad=True)
     mask, upstream = torch.rand(x.shape[:2]) < 0.2, torch.randn_like(x)
 
@@ -2231,16 +2228,15 @@ def check_what_moves(rank, groups, folder) -> None:
                     note(*args)
                     return function(*args, **kwargs)
                 patch.setattr(owner, name, noting)
-            before(moe._Exchange, "start", lambda self, tensors, *_: trace.append(f"{len(tensors)} issued"))
-            before(moe._Exchange, "finish", lambda self: trace.append("waited"))
-            before(torch.distributed, "all_to_all_single", lambda *_: calls.append("collective"))
-            before(torch.Tensor, "tolist", lambda _: calls.append(sys._getframe(2).f_code.co_name))
+            before(parallel, "exchange", lambda rows, *_: trace.append(f"{'rows' if rows.ndim == 2 else 'counts' if rows.dtype == torch.int64 else 'probs'} issued"))
+            before(parallel, "wait", lambda _: trace.append("waited"))
+            before(torch.Tensor, "tolist", lambda _: calls.append(sys._getframe(2).f_code.co_filename))
             for owner, name, label in ((layer.shared_experts, "_fc1_and_act", "shared fc1"), (layer.shared_experts, "_fc2", "shared fc2"),
                                        (layer.experts, "forward", "experts")):
                 patch.setattr(owner, name, functools.partial(
                     lambda function, label, *args: Note.apply(function(*args), label, trace), getattr(owner, name), label))
             out = layer(torch.randn(8, 16, dtype=torch.float64, requires_grad=True))
-            trace.append(f"{calls.count('collective')} collectives, {calls.count('_splits')} host syncs\n")
+            trace.append(f"{calls.count(moe.__file__)} host syncs\n")
             out.sum().backward()
         if rank == 0:
             Path(folder, f"trace{pad}").write_text("\n".join(trace))
@@ -2327,24 +2323,30 @@ def test_parallel_layer_equals_one_process(tmp_path):
         for a, b in zip(other.state_dict().values(), layer.state_dict().values()):
             same(a, b)
     assert_expected_inline((tmp_path / "traceFalse").read_text(), """\
-2 issued
+counts issued
+waited
+rows issued
+probs issued
 shared fc1 on main
 waited
+waited
 experts on main
-1 issued
+rows issued
 shared fc2 on main
 waited
-4 collectives, 1 host syncs
+1 host syncs
 
-1 issued
+rows issued
 shared fc2 backward
 waited
 experts backward
-2 issued
+probs issued
+rows issued
 shared fc1 backward
+waited
 waited""")
     assert (tmp_path / "traceTrue").read_text() == (tmp_path / "traceFalse").read_text().replace(
-        "4 collectives, 1 host syncs", "3 collectives, 0 host syncs")
+        "counts issued\nwaited\n", "").replace("1 host syncs", "0 host syncs")
 
 
 def failing_rank(rank, ranks, port, folder, how):
@@ -2512,14 +2514,15 @@ def test_export_with_dynamic_T():
 def test_ops_pass_opcheck():
     indices = random_indices(9, 4, 2)
     plan = plan_permutation(indices, 4)
-    x, w, out_w = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 8, 3)
+    x, w = torch.randn(9, 8), torch.randn(4, 6, 8)
     h, scale = torch.randn(18, 6), torch.rand(18, 1)
     for op, args in [
-        (kernels._plan_permutation, (indices, 4)), (kernels._value_in_backward, (torch.ones(()), x)), (kernels._argsort_columns, (x,)), (kernels._sinkhorn, (x, 1e-4, None)),
-        (kernels._grouped_mm, (x, plan.order, 2, scale, w, torch.randn(4, 6), plan.offsets)),
-        (kernels._grouped_mm_back, (h, x, plan.order, 2, None, w, plan.offsets)),
-        (kernels._fc2_back, (x, plan.order, 2, h, scale, out_w, plan.offsets, "swiglu", 1.7, 0.0, None)),
-        (kernels._gating_back, (torch.randn(9, 4), x, torch.randn(4, 8), torch.float32)), (kernels._sum_blocks, (x, plan.order, 2, scale, plan.offsets)), (kernels._count_experts, (indices, 4)), (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
+        (kernels._plan_permutation, (indices, 4)), (kernels.value_in_backward, (torch.ones(()), x)), (kernels._place_in_column, (x,)), (kernels._scatter_columns, (torch.rand(9, 2), indices, 4)), (kernels._scatter_columns, (indices, indices, 4, 7)), (kernels._sinkhorn, (x, 1e-4, None)),
+        (kernels._rows_times_weights, (x, plan.order, 2, scale, w.transpose(1, 2), torch.randn(4, 6), plan.offsets)),
+        (kernels._rows_times_weights, (h, None, 1, None, w, None, plan.offsets)),
+        (kernels._rows_times_rows, (x, plan.order, h, None, 2, scale, plan.offsets)),
+        (kernels._rows_times_rows, (h, None, x, plan.order, 2, scale, plan.offsets)),
+        (kernels._gating_back, (torch.randn(9, 4), x, torch.randn(4, 8), torch.float32)), (kernels.count_experts, (indices, 4)), (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
         (moe._running_mean, (torch.zeros(4), torch.zeros(()), torch.ones(4))),
     ]:
         torch.library.opcheck(op, args)
@@ -2547,12 +2550,12 @@ def run(*args, cwd=HERE, timeout=300, **env) -> subprocess.CompletedProcess:
                           env={**os.environ, **env})
 
 
-def test_two_files_copied_elsewhere(tmp_path):
+def test_three_files_copied_elsewhere(tmp_path):
     """Into a folder, and into a package; both at once in one process, so that their ops must not collide."""
     package = tmp_path / "package"
     package.mkdir(), (package / "__init__.py").touch()
     for folder in (tmp_path, package):
-        for name in ("kernels.py", "moe.py"):
+        for name in ("kernels.py", "moe.py", "parallel.py"):
             shutil.copy(HERE / name, folder)
     code = ("import torch, moe, package.moe as pm; x = torch.ones(3, 8)\n"
             "for m in (moe, pm): print(tuple(m.MoELayer(m.MoEConfig(8, 4, 4, 2))(x).shape), m.kernels.__name__)")
@@ -2561,9 +2564,10 @@ def test_two_files_copied_elsewhere(tmp_path):
 
 
 def test_sources_import_torch_and_einops_alone():
-    for name, local in [("kernels.py", set()), ("moe.py", {"kernels"}), ("families.py", {"moe", "collections", "re"})]:
+    standard = {"abc", "collections", "contextlib", "dataclasses", "enum", "functools", "math", "re", "types", "typing"}
+    for name, local in [("kernels.py", set()), ("parallel.py", set()), ("moe.py", {"kernels", "parallel"}), ("families.py", {"moe"})]:
         found = set(re.findall(r"^\s*(?:import|from) (\w+)", (HERE / name).read_text(), re.M))
-        assert found <= {"torch", "einops", "abc", "dataclasses", "enum", "functools", "math", "types", "typing"} | local, found
+        assert found <= {"torch", "einops"} | standard | local, found
 
 
 TINY = "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 --no-compile --dtype float32".split()

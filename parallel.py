@@ -1,0 +1,239 @@
+"""What crosses ranks: process groups, the all-to-all over ep in two halves, the tensor-parallel pair,
+sharded state dicts, gradients.
+
+Who reads moe.py to understand the layer can leave this file closed. Without groups nothing in it runs.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+# ---- Process groups ----
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """torch.distributed groups; None is a group of one, without communication and without
+    init_process_group.
+
+    tp: ranks that shard the shared expert.
+    ep: ranks that share out the experts, each with tokens of its own.
+    tp_cp: ranks that hold one sequence between them.
+    dp_cp: all ranks with the same tp rank.
+    tp_dp_cp: all ranks.
+    expt_dp: all ranks with the same experts, that is with the same ep rank.
+
+    Gradients are partial on each rank and have to be summed: see reduce_gradients. A trainer that
+    averages over R ranks instead gets the global loss R times too weak and has to multiply its
+    coefficient by R. ValueError: ep without tp_dp_cp.
+    """
+    tp: dist.ProcessGroup | None = None
+    ep: dist.ProcessGroup | None = None
+    tp_cp: dist.ProcessGroup | None = None
+    dp_cp: dist.ProcessGroup | None = None
+    tp_dp_cp: dist.ProcessGroup | None = None
+    expt_dp: dist.ProcessGroup | None = None
+
+    def __deepcopy__(self, memo):
+        return self                                          # a copy of a layer is on the same ranks
+
+    def __post_init__(self):
+        if self.ep is not None and self.tp_dp_cp is None:
+            raise ValueError(
+                "ep is given and tp_dp_cp is None; needs tp_dp_cp too, the group of all ranks: the expert "
+                "biases of the ranks would drift apart (ProcessGroups.from_mesh makes all groups)")
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
+        """The groups of a mesh with any of the dims "dp", "cp", "tp", "ep"; other names are a
+        ValueError. Collective: every rank of the mesh has to call it."""
+        names = mesh.mesh_dim_names or ()
+        if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
+            raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
+
+        def over(*dims):
+            dims = tuple(name for name in names if name in dims)
+            if not dims:
+                return None
+            return (mesh[dims]._flatten() if len(dims) > 1 else mesh[dims]).get_group()
+        return cls(
+            tp=over("tp"), ep=over("ep"), tp_cp=over("tp", "cp"), dp_cp=over("dp", "cp", "ep"),
+            tp_dp_cp=over("dp", "cp", "tp", "ep"), expt_dp=over("dp", "cp", "tp"))
+
+
+def group_size(group) -> int:
+    return 1 if group is None else group.size()
+
+
+def group_rank(group) -> int:
+    return 0 if group is None else group.rank()
+
+
+def all_sum(x: Tensor, group) -> Tensor:
+    """x summed over the group, in a new tensor without gradient."""
+    if group is None:
+        return x
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# ---- Over ep: an all-to-all in two halves, with other work between them ----
+# The first half issues the exchange, the second waits for it. In the backward the second half comes
+# first: it issues the opposite exchange, and the first half waits for that. So what runs between the
+# halves in the forward runs beside the exchange in the backward too, in eager mode and in a graph.
+# The gradient in flight travels to the first half as the gradient of a shadow: an expanded scalar,
+# which has the shape of the rows and no memory.
+
+def exchange(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
+    """Issues an all-to-all of rows: `send[r]` to rank r, `receive[r]` from it. The result is not
+    valid before `wait` has returned it. No gradient."""
+    return torch.ops._c10d_functional.all_to_all_single(
+        rows.contiguous(), receive, send, group.group_name)
+
+
+def wait(buffer: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(buffer)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, send, receive, group):
+        ctx.set_materialize_grads(False)
+        return exchange(rows, send, receive, group), rows.new_zeros(()).expand(rows.shape)
+
+    @staticmethod
+    def backward(ctx, _, grad_in_flight):
+        return wait(grad_in_flight), None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, shadow, send, receive, group):
+        ctx.exchange = send, receive, group
+        return wait(buffer)
+
+    @staticmethod
+    def backward(ctx, grad):
+        send, receive, group = ctx.exchange
+        # buffer, shadow, send, receive, group
+        return None, exchange(grad, receive, send, group), None, None, None
+
+
+class AllToAll:
+    """Rows [sum(send), ..] in flight: `send[r]` of them to rank r, `receive[r]` from it. `finish` gives
+    [sum(receive), ..]. Differentiable."""
+
+    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup):
+        self.route = send, receive, group
+        self.in_flight = _Start.apply(rows, *self.route)
+
+    def finish(self) -> Tensor:
+        return _Finish.apply(*self.in_flight, *self.route)
+
+
+# ---- Over tp: into the sharded product and out of it ----
+
+def _gather(x: Tensor, group, sequence_parallel: bool) -> Tensor:
+    """With sequence_parallel the ranks' x one after the other along the first axis; else x."""
+    if not sequence_parallel:
+        return x.view_as(x)
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _sum(x: Tensor, group, sequence_parallel: bool) -> Tensor:
+    """x summed over the group; with sequence_parallel this rank's part of it, along the first axis."""
+    if not sequence_parallel:
+        return all_sum(x, group)
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class _CrossTP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, there, back, *over):
+        ctx.back, ctx.over = back, over
+        return there(x, *over)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # x, there, back, group, sequence_parallel
+        return ctx.back(grad, *ctx.over), None, None, None, None
+
+
+def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
+    """With sequence_parallel each rank's part of the tokens -> all tokens; else the tokens as they
+    are. The backward sums over the ranks."""
+    return x if group is None else _CrossTP.apply(x, _gather, _sum, group, sequence_parallel)
+
+
+def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
+    """The opposite of enter_tp: partial sums of all tokens -> their sum; with sequence_parallel each
+    rank's part of it."""
+    return x if group is None else _CrossTP.apply(x, _sum, _gather, group, sequence_parallel)
+
+
+# ---- Modules over ranks: sharded state dicts, gradients ----
+
+class ParallelModule(nn.Module):
+    """A module of the layer. It says which of its parameters are sharded over which group, and over
+    which ranks their gradients are summed."""
+
+    def __init__(self, config, pg_collection: ProcessGroups | None):
+        super().__init__()
+        self.config, self.groups = config, pg_collection or ProcessGroups()
+
+    def shard(self, name: str) -> tuple:
+        """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
+        return None, None
+
+    def gradient_group(self, name: str):
+        """The group over which the gradients of parameter `name` are summed."""
+        return None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
+    ) -> dict[str, Tensor]:
+        """prefix + state-dict name -> the module's own tensors, as DTensors where a group shards them.
+
+        Pass it to torch.distributed.checkpoint's save or load; no other step is needed. It loads at
+        other sizes of tp and ep, and without any process group. ValueError unless sharded_offsets and
+        metadata are empty.
+        """
+        if sharded_offsets or metadata:
+            raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; both need "
+                             f"to be empty: layers are told apart by their prefix")
+        state = {}
+        for path, tensor in self.state_dict().items():
+            owner, _, name = path.rpartition(".")
+            group, axis = self.get_submodule(owner).shard(name)
+            if group is not None:
+                mesh = DeviceMesh.from_group(group, tensor.device.type)
+                placement = Replicate() if axis is None else Shard(axis)
+                tensor = DTensor.from_local(tensor, mesh, [placement], run_check=False)
+            state[prefix + path] = tensor
+        return state
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them: the router's
+    and the gate's over tp_dp_cp, the shared expert's over dp_cp, the experts' over expt_dp, never ep.
+
+    Call it before the optimizer step if you train without FSDP and DDP. Collective; a parameter that
+    got no gradient on this rank counts as zero.
+    """
+    for part in module.modules():
+        if not isinstance(part, ParallelModule):
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            group = part.gradient_group(name)
+            if group is not None and parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
