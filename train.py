@@ -550,10 +550,10 @@ def evaluate(model, blocks: Tensor, device, dtype) -> float:
 
 
 def compile_model(model: nn.Module, args):
-    """One graph; the pieces of the layers, and attention, where streams or processes are kept in order between them."""
+    """One graph. With --fsdp, whose hooks gather the weights between the parts, a graph a part."""
     if not args.compile:
         return model
-    if args.world == 1 and not args.overlap:
+    if not (args.fsdp and args.world > 1):
         return torch.compile(model, fullgraph=True, dynamic=False)
     for block in model.blocks:
         block.attention.compile(fullgraph=True)
