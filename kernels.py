@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar      # with dynamic=True Dynamo makes floats symbolic
 
 _NAMESPACE = "moe_" + __name__.replace(".", "_")          # copies of this file in several packages do not collide
 
@@ -312,7 +313,7 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
     """C = ceil(num_tokens / num_experts · capacity_factor), at least min_capacity; num_tokens counts assignments T·K."""
-    capacity = math.ceil(num_tokens / num_experts * capacity_factor)
+    capacity = math.ceil(num_tokens / num_experts * guard_scalar(capacity_factor))
     return capacity if min_capacity is None else max(capacity, min_capacity)
 
 
@@ -738,6 +739,11 @@ class _Activation(torch.autograd.Function):
         return grad_y, grad_weights, None, None, None, None, None
 
 
+def _as_numbers(*constants: float | None) -> tuple[float | None, ...]:
+    """For the arguments of an autograd function, which cannot be symbolic floats."""
+    return tuple(None if x is None else guard_scalar(x) for x in constants)
+
+
 def _check_activation(y, kind, weights, linear_offset, clamp_value, g=None) -> None:
     _choice("kind", kind, ACTIVATIONS)
     if kind == "relu2" and (linear_offset != 0.0 or clamp_value is not None):
@@ -764,7 +770,7 @@ def activation(
     clamped to ±448 (the forward still uses the unrounded y).
     """
     _check_activation(y, kind, weights, linear_offset, clamp_value)
-    return _Activation.apply(y, weights, kind, alpha, linear_offset, clamp_value, fp8_input_store)
+    return _Activation.apply(y, weights, kind, *_as_numbers(alpha, linear_offset, clamp_value), fp8_input_store)
 
 
 def activation_back(
@@ -1039,7 +1045,7 @@ def expert_mlp(
     if probs_on == "activation" and fc2_bias is not None:
         probs_on = "output"                                           # p·(fc2·a + b): the bias wants the prob too
     return _ExpertMLP.apply(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets, probs_on,
-                            (kind, alpha, linear_offset, clamp_value), fp8_input_store)
+                            (kind, *_as_numbers(alpha, linear_offset, clamp_value)), fp8_input_store)
 
 
 @_op(lambda grad, tokens, weight, dtype: (

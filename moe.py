@@ -174,13 +174,6 @@ def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
 
 
-@torch.compiler.assume_constant_result
-def _capacity_factor(config: MoEConfig) -> float:
-    """As a constant: a float read from an object becomes an input of a graph with dynamic=True, and a
-    size cannot depend on that."""
-    return config.capacity_factor
-
-
 # ---- Layer ----
 
 class MoELayer(ParallelModule):
@@ -268,7 +261,7 @@ class ExpertParallel:
         (T, K), E, ranks = plan.inverse.shape, config.num_experts, group.size()
         padded, local = config.pad_to_capacity, E // ranks
         if padded:
-            capacity = min(T, kernels.get_capacity(T * K, E, _capacity_factor(config)))
+            capacity = min(T, kernels.get_capacity(T * K, E, config.capacity_factor))
             plan = kernels.pad_plan(plan, capacity)
         else:
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))    # an unrouted row: never none to slice
@@ -518,7 +511,7 @@ class TopKRouter(Router):
         config, E = self.config, self.config.num_experts
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
         kept_TE = kernels.apply_router_token_dropping(
-            probs_TE, map_TE, config.topk, _capacity_factor(config), config.token_drop_policy)[1]
+            probs_TE, map_TE, config.topk, config.capacity_factor, config.token_drop_policy)[1]
         gone_TK = ~kept_TE.gather(1, indices_TK.clamp(max=E - 1)) | (indices_TK >= E)
         return probs_TK.masked_fill(gone_TK, 0.0), indices_TK.masked_fill(gone_TK, E)
 
@@ -649,7 +642,7 @@ class TopKRouter(Router):
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, config.num_experts)
         if config.pad_to_capacity:
             map_TE = kernels.apply_router_token_dropping(
-                probs_TE.detach(), map_TE, config.topk, _capacity_factor(config), config.token_drop_policy, True)[1]
+                probs_TE.detach(), map_TE, config.topk, config.capacity_factor, config.token_drop_policy, True)[1]
         return probs_TE, map_TE
 
     # -- the three ways in --

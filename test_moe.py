@@ -2118,6 +2118,237 @@ def test_shared_kernels_run_beside_the_routed_path_on_cuda():
     assert any(a[2] != b[2] and a[0] < b[1] and b[0] < a[1] for a in spans for b in spans)
 
 
+# ---- One graph for every configuration ----
+
+ONE_GRAPH = {
+    "gate": dict(shared_expert_gate=True),
+    "aux": dict(load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1, calculate_per_token_loss=True),
+    "seq and global": dict(load_balancing_type=("seq_aux_loss", "global_aux_loss"), aux_loss_coeff=(0.1, 0.2)),
+    "sinkhorn": dict(load_balancing_type="sinkhorn"),
+    "bias and groups": dict(score_function="sigmoid", enable_expert_bias=True, num_groups=2, group_topk=1, scaling_factor=2.5),
+    "dropping": dict(capacity_factor=0.7),
+    "padding": dict(capacity_factor=0.7, pad_to_capacity=True, token_drop_policy="position"),
+    "gpt_oss": dict(activation="quick_geglu", glu_linear_offset=1.0, activation_clamp_value=0.5, add_bias_linear=True, router_bias=True),
+    "relu2 on the input": dict(activation="relu2", apply_probs_on="input"),
+}
+
+
+def graphs_over_T(layer, options: dict, sizes, mask: bool = False, given: bool = False) -> int:
+    """How many graphs a compiled copy of the layer needs for inputs of these T; each result is that of the eager layer,
+    with two forwards in flight before their backwards."""
+    torch._dynamo.reset(), counters.clear()
+    other = copy.deepcopy(layer)
+    function = compiled(other, **options)
+    for T in sizes:
+        pair = []
+        for _ in range(2):
+            x = torch.randn(T, 2, 6, dtype=torch.float64, requires_grad=True)
+            args = [torch.rand(T, 2) < 0.2 if mask else None]
+            args.append(torch.rand(2 * T, 4).argsort(1)[:, :layer.config.topk] if given else None)
+            pair.append((x, args, torch.randn_like(x)))
+        results = []
+        for model, call in ((layer, layer), (other, function)):
+            outputs = [call(x, *args) for x, args, _ in pair]
+            for y, (_, _, upstream) in zip(outputs, pair):
+                y.backward(upstream)
+            results.append([*outputs, *[p.grad for p in model.parameters()], *[x.grad for x, _, _ in pair], *model.buffers()])
+            model.zero_grad()
+            for x, _, _ in pair:
+                x.grad = None
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ONE_GRAPH)
+def test_one_graph_with_overlap(name):
+    """Every balancing type, drop policy, mask and replay, with overlap: what eager mode gives; two graphs, the second for
+    every T, or one if it is dynamic from the first call; the state is IDLE again."""
+    layer = MoELayer(shared_config(shared_expert_overlap=True, init_std=0.5, **ONE_GRAPH[name]))
+    if name in ("gate", "sinkhorn", "padding", "gpt_oss"):
+        assert graphs_over_T(layer, dict(dynamic=True), (7, 9, 40), given=name != "sinkhorn") == 1
+    assert graphs_over_T(layer, {}, (7, 9, 40), mask=True) == 2
+    assert layer.shared_experts._overlap_state is SharedExpertState.IDLE
+
+
+def test_one_graph_through_inductor():
+    """T from 18 on: below, torch's own decomposition of a product guards on T."""
+    for overlap in (False, True):
+        layer = MoELayer(shared_config(shared_expert_overlap=overlap, init_std=0.5, **ONE_GRAPH["aux"]))
+        assert graphs_over_T(layer, dict(backend="inductor"), (20, 37, 64), mask=True) == 2
+
+
+def test_router_gradient_at_few_tokens_through_inductor():
+    """Inductor's code for CPUs read the target of a scatter before it was written (pytorch #185509): the gradient of the
+    chosen scores was lost beside that of a balance loss."""
+    for shared, options in ((None, dict(load_balancing_type="aux_loss", aux_loss_coeff=0.1)), (8, ONE_GRAPH["aux"])):
+        layer = MoELayer(shared_config(shared_expert_intermediate_size=shared, init_std=0.5, **options))
+        x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+        upstream, leaves = torch.randn_like(x), [x, *layer.parameters()]
+        for got, want in zip(grads(compiled(layer, "inductor")(x), leaves, upstream), grads(layer(x), leaves, upstream)):
+            close(got, want)
+
+
+OVERLAP_WAYS = ["compiled inside reentrant", "compiled inside non-reentrant", "compiled around reentrant",
+                "compiled around non-reentrant", "inductor around non-reentrant", "nested non in re"]
+
+
+@pytest.mark.parametrize("way", OVERLAP_WAYS)
+def test_one_graph_with_overlap_and_checkpoints(way):
+    """Around the compiled layer and inside the graph, either checkpoint: outputs, gradients and counts of eager mode."""
+    layer = MoELayer(shared_config(shared_expert_overlap=True, shared_expert_gate=True, init_std=0.5,
+                                   score_function="sigmoid", enable_expert_bias=True))
+    other = copy.deepcopy(layer)
+    xs = [torch.randn(T, 2, 6, dtype=torch.float64, requires_grad=True) for T in (5, 8)]
+    results = []
+    for model, call in ((layer, layer), (other, WAYS[way](other))):
+        outputs = [call(x) for x in xs]                               # two in flight
+        for y in outputs:
+            y.sin().sum().backward()
+        results.append([*outputs, *[p.grad for p in model.parameters()], *[x.grad for x in xs], *model.buffers()])
+        for x in xs:
+            x.grad = None
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert other.shared_experts._overlap_state is SharedExpertState.IDLE
+
+
+def test_one_graph_of_several_layers():
+    layers = torch.nn.Sequential(*[MoELayer(shared_config(shared_expert_overlap=overlap, init_std=0.5)) for overlap in (True, False, True)])
+    x = torch.randn(9, 2, 6, dtype=torch.float64, requires_grad=True)
+    want, got = layers(x), compiled(layers)(x)
+    close(got, want)
+    for a, b in zip(grads(got, [x, *layers.parameters()]), grads(want, [x, *layers.parameters()]), strict=True):
+        close(a, b)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_each_step_compiles_by_itself():
+    shared = SharedExpertMLP(shared_config(shared_expert_overlap=True), gate=True)
+    x = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+    steps = {name: compiled(getattr(shared, name)) for name in STEPS}
+    for name in STEPS:
+        out = steps[name](*([x] if name == STEPS[0] else []))
+    close(out, shared(x))
+    close(grads(out, [x])[0], grads(shared(x), [x])[0])
+
+
+class CapturedStream(torch.Stream):
+    def wait_stream(self, other): ...
+
+
+def captured(layer: MoELayer, x: Tensor) -> str:
+    """The products, exchanges and stream crossings of the layer's compiled forward and backward, in the graphs' order,
+    each with its stream. Streams of the CPU stand in for those of an accelerator, and what AOTAutograd asks an
+    accelerator for is answered here; its partitioner is Inductor's."""
+    import torch._dynamo.graph_bytecode_inputs as inputs
+    import torch._dynamo.variables.streams as streams
+    import torch._functorch._aot_autograd.streams as passes
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.source import CurrentStreamSource
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    cpu, events, lines = torch.device("cpu"), itertools.count(100), []
+    side, main = CapturedStream(cpu), CapturedStream(cpu)
+
+    class Current(streams.SymbolicStreamState):                       # the current stream has index 0
+        def __init__(self):
+            super().__init__()
+            inputs.reset_user_object_tracking()
+            inputs.register_user_object(main, CurrentStreamSource(cpu))
+
+    def record(title):
+        def compiler(graph_module, _):
+            lines.append(title)
+            for node in graph_module.graph.nodes:
+                name = str(node.target).removesuffix(".default").removesuffix(".dtype_layout").split(".")[-1]
+                if name in ("mm", "addmm", "rows_times_weights", "rows_times_rows", "fork_stream", "join_stream",
+                            "all_to_all_single", "wait_tensor"):
+                    side_stream = (node.meta.get("custom") or {}).get("stream") is not None
+                    lines.append(("side  " if side_stream else "main  ") + name.replace("addmm", "mm"))
+            return make_boxed_func(graph_module.forward)
+        return compiler
+    partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+    backend = aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"), partition_fn=partition)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moe._SIDE_STREAMS, cpu, side)
+        patch.setattr(moe, "_current_stream", lambda device: main)
+        patch.setattr(torch._dynamo.symbolic_convert, "SymbolicStreamState", Current, raising=False)
+        patch.setattr(streams, "_get_stream_by_index", lambda index: side)
+        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        patch.setattr(torch.accelerator, "current_stream", lambda *_: main)
+        for name, answer in [("new_event", lambda *_: next(events)), ("get_roofline_estimate", lambda _: 0.0),
+                             ("get_current_stream", lambda _: 0), ("get_device", lambda _: types.SimpleNamespace(type="cuda"))]:
+            patch.setattr(passes, name, answer)
+        compiled(layer, backend)(x).sum().backward()
+    return "\n".join(lines)
+
+
+def test_one_graph_puts_the_shared_expert_on_the_side_stream():
+    """Forward and backward, without ranks: gate, fc1 and fc2 of the shared expert are on the side stream, between a fork
+    and a join; the rest is on the main one."""
+    layer = MoELayer(MoEConfig(32, 24, 4, 2, shared_expert_intermediate_size=40, shared_expert_overlap=True, shared_expert_gate=True))
+    assert_expected_inline(captured(layer, torch.randn(20, 32, requires_grad=True)), """\
+forward
+side  mm
+main  mm
+side  mm
+main  rows_times_weights
+main  rows_times_weights
+side  mm
+main  join_stream
+backward
+main  rows_times_weights
+main  fork_stream
+side  mm
+side  mm
+main  rows_times_weights
+main  rows_times_rows
+main  rows_times_rows
+main  rows_times_weights
+side  mm
+side  mm
+side  mm
+side  mm
+main  join_stream""")
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_shared_recomputation_starts_on_the_main_stream(gate, monkeypatch):
+    """A non-reentrant checkpoint recomputes at the first node that unpacks a tensor, on that node's stream: it has to be
+    the last one of the overlap, which is on the main stream."""
+    layer, trace = MoELayer(shared_config(shared_expert_overlap=True, shared_expert_gate=gate)), []
+    recorded(layer.shared_experts, [], monkeypatch)
+    forward, made_on = layer.router.forward, []
+
+    def noted(*args, **kwargs):
+        node = torch._C._current_autograd_node()
+        trace.append(None if node is None else node.name())
+        return forward(*args, **kwargs)
+    monkeypatch.setattr(layer.router, "forward", noted)
+    apply = moe._FromSideStream.apply
+    monkeypatch.setattr(moe._FromSideStream, "apply", lambda x: (made_on.append(Recorder.current[-1].name), apply(x))[1])
+    x = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+    checkpointed(layer, x, reentrant=False).sum().backward()
+    assert trace == [None, "_FromSideStreamBackward"] and set(made_on) == {"main"}
+
+
+def test_hooks_of_the_router_fire():
+    """In the layer, and through route: each is the router's call."""
+    layer, calls = MoELayer(shared_config()), []
+    layer.router.register_forward_hook(lambda *_: calls.append("hook"))
+    x = torch.randn(4, 1, 6, dtype=torch.float64)
+    layer(x), layer.router.route(x), layer.router(x)
+    assert len(calls) == 3
+
+
+def test_overlap_layer_survives_pickle_and_deepcopy():
+    import pickle
+    layer, x = MoELayer(shared_config(shared_expert_overlap=True)), torch.randn(4, 1, 6, dtype=torch.float64)
+    for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        same(other(x), layer(x)), same(compiled(other)(x), layer(x))
+
+
 # ---- Expert parallel ----
 
 MESHES = [(("ep",), (4,)), (("ep", "tp"), (2, 2)), (("dp", "ep"), (2, 2)), (("dp", "ep"), (4, 1))]
@@ -2347,6 +2578,99 @@ waited
 waited""")
     assert (tmp_path / "traceTrue").read_text() == (tmp_path / "traceFalse").read_text().replace(
         "counts issued\nwaited\n", "").replace("1 host syncs", "0 host syncs")
+
+
+RANKS_ONE_GRAPH = [           # (config, mesh dims, T of each rank in turn, options of torch.compile, graphs)
+    (dict(**BALANCED, shared_expert_gate=True), ("ep",), [(5, 7), (8, 3), (9, 20), (40, 31)], {}, 2),
+    (dict(capacity_factor=0.8), ("ep",), [(5, 0), (8, 3), (0, 20), (40, 0)], dict(dynamic=True), 2),     # T = 0 takes its own
+    (dict(capacity_factor=0.8, pad_to_capacity=True), ("ep",), [(5, 5), (8, 8), (31, 31)], dict(dynamic=True), 1),
+    (dict(score_function="sigmoid", enable_expert_bias=True), ("tp",), [(4, 4), (6, 6), (8, 8)], {}, 2),
+    (dict(shared_expert_gate=True), ("ep",), [(40, 33), (52, 64), (90, 41)], dict(backend="inductor"), 2),
+]
+
+
+def one_graph_over_ranks(rank, ranks, folder):
+    """Compiled, the layer gives what it gives in eager mode, bit for bit in its counts, at another T on each rank; T = 0
+    on one; either checkpoint; the router and the layer sharded by FSDP2; the order of a graph."""
+    from torch.distributed.fsdp import fully_shard
+    def groups_of(dim):
+        return ProcessGroups.from_mesh(torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=(dim,)))
+    def compare(layer, other, function, T):
+        x = torch.randn(T, 6, dtype=torch.float64, requires_grad=True)
+        results, upstream = [], torch.randn_like(x)
+        for model, call in ((layer, layer), (other, function)):
+            x.grad = None
+            y = call(x)
+            y.backward(upstream)
+            results.append([y, x.grad, *[p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()],
+                            *model.buffers()])
+            model.zero_grad()
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+    for options, (dim,), sizes, how, graphs in RANKS_ONE_GRAPH:
+        layer = MoELayer(shared_config(shared_expert_overlap=True, sequence_parallel=True, init_std=0.5, **options), groups_of(dim))
+        other = copy.deepcopy(layer)
+        torch._dynamo.reset(), counters.clear()
+        function = compiled(other, **how)
+        for Ts in sizes:
+            compare(layer, other, function, Ts[rank])
+        assert counters["stats"]["unique_graphs"] <= graphs, (options, counters["stats"]["unique_graphs"])
+    layer = MoELayer(shared_config(shared_expert_overlap=True, init_std=0.5), groups_of("ep"))
+    for way in ("reentrant", "non-reentrant", "compiled inside non-reentrant", "compiled around non-reentrant"):
+        torch._dynamo.reset()
+        other = copy.deepcopy(layer)
+        compare(layer, other, WAYS[way](other), 5 + rank)
+    lines = captured(layer, torch.randn(20 + rank, 6, dtype=torch.float64, requires_grad=True))
+    if rank == 0:
+        Path(folder, "graph").write_text(lines)
+
+    torch.manual_seed(7)                                              # FSDP2 averages: the same weights and x on both ranks
+    plain = MoELayer(shared_config(init_std=0.5))
+    for parts in (lambda m: [m.router], lambda m: [m.router, m.experts, m.shared_experts, m]):
+        sharded = copy.deepcopy(plain)
+        for part in parts(sharded):
+            fully_shard(part)
+        compare(plain, sharded, sharded, 5)
+        x = torch.randn(5, 6, dtype=torch.float64)
+        same(sharded.router.route(x)[1], plain.router.route(x)[1])
+
+
+def test_one_graph_over_two_ranks(tmp_path):
+    spawn_gloo(one_graph_over_ranks, 2, str(tmp_path))
+    assert_expected_inline((tmp_path / "graph").read_text(), """\
+forward
+main  mm
+main  all_to_all_single
+main  wait_tensor
+main  all_to_all_single
+main  all_to_all_single
+side  mm
+main  wait_tensor
+main  wait_tensor
+main  rows_times_weights
+main  rows_times_weights
+main  all_to_all_single
+side  mm
+main  wait_tensor
+main  join_stream
+backward
+main  rows_times_weights
+main  fork_stream
+main  all_to_all_single
+side  mm
+side  mm
+main  wait_tensor
+main  rows_times_weights
+main  rows_times_rows
+main  rows_times_rows
+main  rows_times_weights
+main  all_to_all_single
+main  all_to_all_single
+side  mm
+side  mm
+main  wait_tensor
+main  wait_tensor
+main  join_stream""")
 
 
 def failing_rank(rank, ranks, port, folder, how):
