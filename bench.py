@@ -1,6 +1,7 @@
 """What the layer costs, beside what else one could use.
 
-    python bench.py [layer | overlap | families] [--quick] [--json FILE] [--plot FILE]
+    python bench.py [layer | overlap | ranks | families] [--quick] [--json FILE] [--plot FILE]
+    python bench.py ranks --against FOLDER           # beside another copy of these files
 
 Before anything is timed, every candidate's output and gradients are compared with a plain loop over the experts in
 fp64. Candidates take turns in one process, in an order shuffled anew every round; times are medians with the 10th and
@@ -14,13 +15,17 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
+import types
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache, partial
 from typing import Callable, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -145,6 +150,10 @@ def milliseconds(function: Callable) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def timing(samples: list[float]) -> Timing:
+    return Timing(*torch.tensor(samples).quantile(torch.tensor([0.5, 0.1, 0.9])).tolist(), len(samples))
+
+
 def time_in_turn(candidates: dict[str, Callable], scale: Scale) -> dict[str, Timing]:
     """Every candidate (warm already) once a round, the order shuffled anew; slow ones sit rounds out."""
     gc.collect()
@@ -155,8 +164,7 @@ def time_in_turn(candidates: dict[str, Callable], scale: Scale) -> dict[str, Tim
         due = [name for name, ms in samples.items() if i in (0, scale.rounds - 1) or min(ms) * len(ms) <= share]
         for name in shuffle.sample(due, len(due)):
             samples[name].append(milliseconds(candidates[name]))
-    percentiles = torch.tensor([0.5, 0.1, 0.9])
-    return {name: Timing(*torch.tensor(ms).quantile(percentiles).tolist(), len(ms)) for name, ms in samples.items()}
+    return {name: timing(ms) for name, ms in samples.items()}
 
 
 # ---- Candidates: functions of x [T, 1, H], on the layer's weights ----
@@ -556,12 +564,13 @@ def steps_in_order(layer: moe.MoELayer, x: Tensor) -> list[str]:
     order, shared = [], layer.shared_experts
     places = [(shared, name) for name in ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward",
                                           "post_forward_comm", "get_output")]
-    places += [(layer, "_plan"), (layer.experts, "forward")]
+    places += [(layer.router, "forward"), (layer.experts, "forward")]
     for owner, name in places:
-        def noted(function, label, *args):
+        def noted(function, label, *args, **kwargs):
             order.append(label)
-            return function(*args)
-        setattr(owner, name, partial(noted, getattr(owner, name), {"_plan": "[route]", "forward": "[experts]"}.get(name, name)))
+            return function(*args, **kwargs)
+        label = {layer.router: "[route]", layer.experts: "[experts]"}.get(owner, name)
+        setattr(owner, name, partial(noted, getattr(owner, name), label))
     layer(x)
     for owner, name in places:
         delattr(owner, name)
@@ -591,13 +600,78 @@ def bench_overlap(report: Report, scale: Scale) -> None:
         report.note("no accelerator, so no second stream: order and numerics only, nothing is timed")
         return
     for layer in (one_go, in_steps):
-        layer.compile()
-    candidates = {"overlap, compiled pieces": eager["in steps"], "one go, compiled": eager["one go"]}
+        layer.compile(fullgraph=True)
+    candidates = {"overlap, compiled": eager["in steps"], "one go, compiled": eager["one go"]}
     for what in ("forward", "forward + backward"):
         calls = {name: c.forward if what == "forward" else partial(c.step, grad) for name, c in candidates.items()}
         for call in calls.values():
             call()
         report.times(case, what, time_in_turn(calls, scale), "one go, compiled")
+
+
+# ---- ranks: experts over two processes ----
+
+def other_copy(folder: str):
+    """moe.py of another copy of these files, as a package of its own."""
+    package = types.ModuleType("other_copy")
+    package.__path__ = [folder]
+    sys.modules[package.__name__] = package
+    return importlib.import_module("other_copy.moe")
+
+
+def time_on_rank(rank: int, store: str, case: Case, rounds: int, against: str | None, queue) -> None:
+    """Forward + backward of the layer over ep = 2, gloo, one thread each. All candidates' results are
+    compared; both ranks run them in the same order, a barrier before each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    candidates = {}
+    for name, module in ({"": moe} | ({" of the other copy": other_copy(against)} if against else {})).items():
+        config = module.MoEConfig(case.H, case.F, case.E, case.K, shared_expert_intermediate_size=2 * case.H,
+                                  shared_expert_overlap=True)
+        for how in ("compiled", "eager"):
+            torch.manual_seed(0)
+            layer = module.MoELayer(config, module.ProcessGroups.from_mesh(mesh))
+            if how == "compiled":
+                layer.compile(fullgraph=True)
+            torch.manual_seed(rank)
+            x = torch.randn(case.T, 1, case.H, requires_grad=True)
+            candidates[how + name] = Candidate(layer, [x, *layer.parameters()])
+    grad, want = torch.randn_like(x), None
+    for name, candidate in candidates.items():
+        got = candidate.results(grad)
+        want = want or got
+        require_close(name, got, want, FP32)
+    samples, shuffle = {name: [] for name in candidates}, random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(candidates), len(candidates)):
+            dist.barrier()
+            samples[name].append(milliseconds(partial(candidates[name].step, grad)))
+    if rank == 0:
+        queue.put(samples)
+    dist.destroy_process_group()
+
+
+def bench_ranks(report: Report, scale: Scale, against: str | None = None) -> None:
+    """The layer with overlap over two processes: one graph beside eager mode, and beside another copy of these files."""
+    case = QUICK.cases[0] if scale is QUICK else Case(1024, 512, 256, 16, 4, FP32)
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        args = f"{folder}/store", case, scale.rounds, against, queue
+        processes = [context.Process(target=time_on_rank, args=(rank, *args)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        try:
+            for process in processes:
+                process.join(600)
+            if any(process.exitcode != 0 for process in processes):
+                sys.exit("bench.py ranks: a process failed; its error is above")
+        finally:
+            for process in processes:
+                process.kill()
+    print(f"\n{case}, shared expert of {2 * case.H} with overlap, ep 2, gloo, one thread a process")
+    report.times(case, "forward + backward", {name: timing(ms) for name, ms in queue.get().items()}, "compiled")
 
 
 # ---- Published models: scaled down to H = 256, with their own E, K and F / H ----
@@ -665,13 +739,14 @@ def bench_families(report: Report, scale: Scale) -> None:
 
 # ---- Command line ----
 
-COMMANDS = {"layer": bench_layer, "overlap": bench_overlap, "families": bench_families}
+COMMANDS = {"layer": bench_layer, "overlap": bench_overlap, "ranks": bench_ranks, "families": bench_families}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the layer costs, beside what else one could use.")
     parser.add_argument("command", nargs="?", default="layer", choices=COMMANDS)
     parser.add_argument("--quick", action="store_true", help="small shapes, few rounds, no verdict on time and bytes")
+    parser.add_argument("--against", metavar="FOLDER", help="ranks: another copy of kernels.py, moe.py, .. to time beside")
     parser.add_argument("--json", metavar="FILE", help="all that is printed, as JSON")
     parser.add_argument("--plot", metavar="FILE", help="the ratios to the bare products (needs matplotlib)")
     args = parser.parse_args()
@@ -681,7 +756,9 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}",
         "torch": torch.__version__, "threads": torch.get_num_threads(), "bf16 matrix instructions": BF16 not in SLOW,
         "runs": f"at most {scale.rounds} or about {scale.seconds:g} s a candidate", "load": round(os.getloadavg()[0], 1)})
-    COMMANDS[args.command](report, scale)
+    if args.against and args.command != "ranks":
+        parser.error("--against goes with ranks")
+    COMMANDS[args.command](report, scale, *([args.against] if args.against else []))
     report.print_targets()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         report.note("matplotlib is not installed: no plot")

@@ -63,17 +63,6 @@ def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 
     return out[:, :columns].contiguous()
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, indices, columns):
-        ctx.save_for_backward(indices)
-        return _scatter_columns(values, indices, columns)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return F.pad(grad, (0, 1)).gather(1, ctx.saved_tensors[0]), None, None
-
-
 class _Pick(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores, indices):
@@ -84,6 +73,11 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _scatter_columns(grad, ctx.saved_tensors[0], ctx.columns), None
+
+
+_scatter_columns.register_autograd(
+    lambda ctx, grad: (F.pad(grad, (0, 1)).gather(1, ctx.saved_tensors[0]), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]))
 
 
 def pick(scores: Tensor, indices: Tensor) -> Tensor:
@@ -157,16 +151,17 @@ def topk_routing_with_score_function(
             else:
                 indices_TK = group_limited_topk(scores_TE, topk, T, E, num_groups, group_topk, group_score_topk)[1]
 
-    chosen_TK, nowhere_TK = pick(base_TE, indices_TK), None
+    probs_TK = pick(base_TE, indices_TK)
     if precomputed_indices is not None:
         nowhere_TK = indices_TK >= E
-        chosen_TK = chosen_TK.masked_fill(nowhere_TK, torch.finfo(base_TE.dtype).min if over_chosen else 0.0)
-    probs_TK = chosen_TK.softmax(-1) if over_chosen else chosen_TK
+        probs_TK = probs_TK.masked_fill(nowhere_TK, torch.finfo(base_TE.dtype).min if over_chosen else 0.0)
+    if over_chosen:
+        probs_TK = probs_TK.softmax(-1)
     if norm_topk_prob:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
     if scaling_factor is not None:
         probs_TK = probs_TK * scaling_factor
-    if nowhere_TK is not None:
+    if precomputed_indices is not None:
         probs_TK = probs_TK.masked_fill(nowhere_TK, 0.0)
     probs_TK = probs_TK.to(logits.dtype)
     return (probs_TK, indices_TK) if dense_output else routing_to_map(probs_TK, indices_TK, E)
@@ -174,7 +169,7 @@ def topk_routing_with_score_function(
 
 def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool); index E is left out."""
-    return _Spread.apply(probs, indices, num_experts), _map_of(indices, num_experts)
+    return _scatter_columns(probs, indices, num_experts), _map_of(indices, num_experts)
 
 
 def check_groups(
@@ -274,10 +269,9 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     """coeff · mean over valid t of logsumexp(logits[t])², a 0-d tensor (arXiv 2202.08906). logits [.., E]."""
     logits = _wide(logits)
     if padding_mask is None:
-        lse, valid = logits.logsumexp(-1), max(logits[..., 0].numel(), 1)
-    else:
-        lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1).masked_fill(padding_mask, 0.0)
-        valid = (~padding_mask).sum().clamp(min=1)
+        padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
+    lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1).masked_fill(padding_mask, 0.0)
+    valid = (~padding_mask).sum().clamp(min=1)
     return (_sum_tokens(lse.square().flatten()) * z_loss_coeff / valid).to(logits.dtype)
 
 
@@ -447,50 +441,38 @@ def _dot_rows(rows: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([(_wide(rows.index_select(0, row_T)) * tokens_TH).sum(-1) for row_T in inverse.unbind(1)], dim=1)
 
 
-def _spread_rows(tokens: Tensor, order: Tensor, topk: int, offsets: Tensor) -> Tensor:
+def _spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
     """[N, H]: row i is its token's; rows at or beyond offsets[-1], and of fillers, are zeros."""
-    T = tokens.shape[0]
+    T, K = inverse.shape
     row_N = torch.arange(order.shape[0], device=order.device)
-    token_N = torch.where(row_N < offsets[-1], order // topk, T)
+    token_N = torch.where(row_N < offsets[-1], order // K, T)
     return F.pad(tokens, (0, 0, 0, 1)).index_select(0, token_N)       # row T holds zeros
 
 
-class _GatherRows(torch.autograd.Function):
+def _collect_rows(rows: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+    return _sum_rows(rows, inverse, offsets)
+
+
+class _MoveRows(torch.autograd.Function):
+    """`there` in the forward, `back` in the backward: the two are each other's gradient."""
+
     @staticmethod
-    def forward(ctx, tokens, order, inverse, offsets):
-        ctx.save_for_backward(inverse, offsets)
-        return _spread_rows(tokens, order, inverse.shape[1], offsets)
+    def forward(ctx, x, there, back, *plan):
+        ctx.save_for_backward(*plan)
+        ctx.back = back
+        return there(x, *plan)
 
     @staticmethod
     def backward(ctx, grad):
-        inverse, offsets = ctx.saved_tensors
-        return _sum_rows(grad, inverse, offsets), None, None, None
-
-
-class _CombineRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, probs, order, inverse, offsets):
-        ctx.save_for_backward(*([order, inverse, offsets] if probs is None else [order, inverse, offsets, rows, probs]))
-        return _sum_rows(rows, inverse, offsets, probs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        order, inverse, offsets, *weighted = ctx.saved_tensors
-        K = inverse.shape[1]
-        grad_NH = _spread_rows(grad, order, K, offsets)
-        if not weighted:
-            return grad_NH, None, None, None, None
-        rows, probs = weighted
-        grad_rows = (_wide(grad_NH) * probs.flatten().index_select(0, order)[:, None]).to(rows.dtype)
-        grad_probs = _dot_rows(rows, inverse, grad).masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
-        return grad_rows, grad_probs, None, None, None
+        # x, there, back, order, inverse, offsets
+        return ctx.back(grad, *ctx.saved_tensors), None, None, None, None, None
 
 
 def gather_rows(tokens: Tensor, plan: Permutation) -> Tensor:
     """tokens [T, H] -> rows [N, H] in expert order. Rows that go nowhere are zeros and pass no gradient back."""
     if tokens.ndim != 2 or tokens.shape[0] != plan.inverse.shape[0]:
         raise ValueError(f"tokens has shape {list(tokens.shape)}; the plan needs [{plan.inverse.shape[0]}, H]")
-    return _GatherRows.apply(tokens, plan.order, plan.inverse, plan.offsets)
+    return _MoveRows.apply(tokens, _spread_rows, _collect_rows, plan.order, plan.inverse, plan.offsets)
 
 
 def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tensor:
@@ -503,12 +485,15 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
         raise ValueError(f"rows has shape {list(rows.shape)}; the plan needs [{plan.order.shape[0]}, H]")
     if probs is not None and probs.shape != plan.inverse.shape:
         raise ValueError(f"probs has shape {list(probs.shape)}; the plan needs {list(plan.inverse.shape)}, [T, K]")
-    return _CombineRows.apply(rows, probs, plan.order, plan.inverse, plan.offsets)
+    weighted = rows if probs is None else _wide(rows) * gather_probs(probs, plan)[:, None]
+    return _MoveRows.apply(
+        weighted, _collect_rows, _spread_rows, plan.order, plan.inverse, plan.offsets).to(rows.dtype)
 
 
 def gather_probs(probs: Tensor, plan: Permutation) -> Tensor:
     """probs [T, K] -> [N]: each row's. Zeros for rows that go nowhere; the backward is a gather."""
-    return _GatherRows.apply(probs.reshape(-1, 1), plan.order, plan.inverse.reshape(-1, 1), plan.offsets).view(-1)
+    by_assignment = plan._replace(inverse=plan.inverse.reshape(-1, 1))
+    return gather_rows(probs.reshape(-1, 1), by_assignment).view(-1)
 
 
 def pad_plan(plan: Permutation, capacity: int) -> Permutation:
@@ -805,8 +790,8 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 # ---- Grouped matrix product: row block e times weight e ----
-# Both products take their rows as x [N, ..], or as tokens x [T, ..] with the `order` of a plan, whose
-# rows they gather themselves. Off CUDA they are custom ops that loop over the experts and read the
+# Both products take their rows as x [N, ..], or as tokens x [T, ..] with `token_N`, the token of each
+# row, and gather them themselves. Off CUDA they are custom ops that loop over the experts and read the
 # offsets on the host: an expert's rows are gathered just before its product, while they are in cache,
 # and the compiler sees no gathered rows to save for the backward.
 
@@ -837,28 +822,22 @@ def _blocks(offsets: Tensor):
         start = end
 
 
-def _row_count(x: Tensor, order: Tensor | None) -> int:
-    return x.shape[0] if order is None else order.shape[0]
-
-
-def _token_of(order: Tensor | None, topk: int) -> Tensor | None:
-    return None if order is None else order // topk
-
-
 def _rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, start: int, end: int) -> Tensor:
     """Rows start to end of x, or with `token_N` of the tokens they came from; times scale [N, 1]."""
     rows = x[start:end] if token_N is None else x.index_select(0, token_N[start:end])
     return rows if scale is None else (rows * scale[start:end]).to(x.dtype)
 
 
-@_op(lambda x, order, topk, scale, weights, bias, offsets:
-     x.new_empty(_row_count(x, order), weights.shape[2]))
+def _empty_product(x, token_N, scale, weights, bias, offsets):
+    return x.new_empty((x if token_N is None else token_N).shape[0], weights.shape[2])
+
+
+@_op(_empty_product)
 def _rows_times_weights(
-    x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, weights: Tensor,
-    bias: Tensor | None, offsets: Tensor,
+    x: Tensor, token_N: Tensor | None, scale: Tensor | None, weights: Tensor, bias: Tensor | None,
+    offsets: Tensor,
 ) -> Tensor:
-    out, end = x.new_empty(_row_count(x, order), weights.shape[2]), 0
-    token_N = _token_of(order, topk)
+    out, end = _empty_product(x, token_N, scale, weights, bias, offsets), 0
     for e, start, end in _blocks(offsets):
         if start < end:
             rows = _rows_of(x, token_N, scale, start, end)
@@ -867,14 +846,16 @@ def _rows_times_weights(
     return out
 
 
-@_op(lambda a, a_order, b, b_order, topk, scale, offsets:
-     a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]))
+def _empty_weight_grad(a, token_a, b, token_b, scale, offsets):
+    return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+
+
+@_op(_empty_weight_grad)
 def _rows_times_rows(
-    a: Tensor, a_order: Tensor | None, b: Tensor, b_order: Tensor | None, topk: int,
-    scale: Tensor | None, offsets: Tensor,
+    a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, scale: Tensor | None,
+    offsets: Tensor,
 ) -> Tensor:
-    out = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
-    token_a, token_b = _token_of(a_order, topk), _token_of(b_order, topk)
+    out = _empty_weight_grad(a, token_a, b, token_b, scale, offsets)
     for e, start, end in _blocks(offsets):
         rows_a = _rows_of(a, token_a, None, start, end)
         _mm(rows_a.t(), _rows_of(b, token_b, scale, start, end), out[e])                  # no rows: zeros
@@ -895,16 +876,16 @@ def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
 
 
-def _all_rows_of(x: Tensor, order: Tensor | None, topk: int, scale: Tensor | None, offsets: Tensor) -> Tensor:
-    rows = _rows_of(x, _token_of(order, topk), scale, 0, _row_count(x, order))
-    return _zero_tail(rows, offsets)
+def _all_rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, offsets: Tensor) -> Tensor:
+    N = (x if token_N is None else token_N).shape[0]
+    return _zero_tail(_rows_of(x, token_N, scale, 0, N), offsets)
 
 
-def _product(x, order, topk, scale, weights, bias, offsets) -> Tensor:
+def _product(x, token_N, scale, weights, bias, offsets) -> Tensor:
     """Row block e · weights[e] + bias[e] -> [N, O]: weights [E, I, O], bias [E, O] or None."""
     if not _native(x, weights.shape[2]):
-        return _rows_times_weights(x, order, topk, scale, weights, bias, offsets)
-    rows = _all_rows_of(x, order, topk, scale, offsets)
+        return _rows_times_weights(x, token_N, scale, weights, bias, offsets)
+    rows = _all_rows_of(x, token_N, scale, offsets)
     out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         row_N = torch.arange(rows.shape[0], device=x.device)
@@ -912,35 +893,33 @@ def _product(x, order, topk, scale, weights, bias, offsets) -> Tensor:
     return _zero_tail(out, offsets)
 
 
-def _weight_grad(a, a_order, b, b_order, topk, scale, offsets) -> Tensor:
+def _weight_grad(a, token_a, b, token_b, scale, offsets) -> Tensor:
     """(Row block e of a)ᵀ · row block e of b -> [E, A, B]; `scale` [N, 1] multiplies the rows of b."""
     if not _native(a, b.shape[1]):
-        return _rows_times_rows(a, a_order, b, b_order, topk, scale, offsets)
-    rows_a = _all_rows_of(a, a_order, topk, None, offsets)
-    rows_b = _all_rows_of(b, b_order, topk, scale, offsets)
+        return _rows_times_rows(a, token_a, b, token_b, scale, offsets)
+    rows_a, rows_b = _all_rows_of(a, token_a, None, offsets), _all_rows_of(b, token_b, scale, offsets)
     return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
 
 
-def _bias_grad(a, order, topk, scale, offsets) -> Tensor:
+def _bias_grad(a, token_N, scale, offsets) -> Tensor:
     """Σ over the rows of block e, times scale [N, 1] -> [E, A]: a product with one column, padded to 8."""
-    column = a.new_ones(_row_count(a, order), 1) if scale is None else scale.to(a.dtype)
-    return _weight_grad(a, order, F.pad(column, (0, 7)), None, topk, None, offsets)[:, :, 0]
+    return _weight_grad(a, token_N, F.pad(scale.to(a.dtype), (0, 7)), None, None, offsets)[:, :, 0]
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, offsets):
         ctx.save_for_backward(rows, weights, offsets)
-        return _product(rows, None, 1, None, weights, None, offsets)
+        return _product(rows, None, None, weights, None, offsets)
 
     @staticmethod
     def backward(ctx, grad):
         rows, weights, offsets = ctx.saved_tensors
         grad, grad_rows, grad_weights = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            grad_rows = _product(grad, None, 1, None, weights.transpose(1, 2), None, offsets)
+            grad_rows = _product(grad, None, None, weights.transpose(1, 2), None, offsets)
         if ctx.needs_input_grad[1]:
-            grad_weights = _weight_grad(rows, None, grad, None, 1, None, offsets)
+            grad_weights = _weight_grad(rows, None, grad, None, None, offsets)
         return grad_rows, grad_weights, None
 
 
@@ -967,14 +946,13 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, probs, fc1, fc2, fc1_bias, fc2_bias, order, inverse, offsets, probs_on, act, fp8_input_store):
-        K = inverse.shape[1]
-        probs_N1 = probs.flatten().index_select(0, order)[:, None]
+        token_N, probs_N1 = order // inverse.shape[1], probs.flatten().index_select(0, order)[:, None]
         scale, weights, outer = ((probs_N1, None, None) if probs_on == "input" else
                                  (None, probs_N1, None) if probs_on == "activation" else (None, None, probs))
         bias = None if fc1_bias is None else fc1_bias.flatten(1)
-        hidden = _product(tokens, order, K, scale, fc1.flatten(1, 2).transpose(1, 2), bias, offsets)
+        hidden = _product(tokens, token_N, scale, fc1.flatten(1, 2).transpose(1, 2), bias, offsets)
         value = _activate(hidden, act[0], weights, *act[1:])
-        rows_NH = _product(value, None, 1, None, fc2.transpose(1, 2), fc2_bias, offsets)
+        rows_NH = _product(value, None, None, fc2.transpose(1, 2), fc2_bias, offsets)
         hidden = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets)
         ctx.probs_on, ctx.act = probs_on, act
@@ -983,32 +961,33 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets = ctx.saved_tensors
-        K, on_input, grad = inverse.shape[1], ctx.probs_on == "input", grad.contiguous()
+        on_input, grad = ctx.probs_on == "input", grad.contiguous()
         # what is made of these depends on grad, so the compiler cannot keep it from the forward
         order = value_in_backward(order, grad)
-        probs_N1 = probs.flatten().index_select(0, order)[:, None]
+        token_N, probs_N1 = order // inverse.shape[1], probs.flatten().index_select(0, order)[:, None]
         hidden = hidden.to(grad.dtype)
         if on_input:
             hidden = value_in_backward(hidden, grad)
         # fc2 is linear, so probs behind it and probs before it have one backward, and neither needs fc2's output
         scale, weights = (probs_N1, None) if on_input else (None, probs_N1)
 
-        grad_act = _product(grad, order, K, None, fc2, None, offsets)
+        grad_act = _product(grad, token_N, None, fc2, None, offsets)
         grad_hidden, grad_weights = _activate_back(grad_act, hidden, ctx.act[0], weights, *ctx.act[1:])
         grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
         if ctx.needs_input_grad[3]:
             value = _activate(hidden, ctx.act[0], weights, *ctx.act[1:])
-            grad_fc2 = _weight_grad(grad, order, value, None, K, None, offsets)
+            grad_fc2 = _weight_grad(grad, token_N, value, None, None, offsets)
         if ctx.needs_input_grad[2]:
-            grad_fc1 = _weight_grad(grad_hidden, None, tokens, order, K, scale, offsets).view_as(fc1)
-        grad_rows = _product(grad_hidden, None, 1, None, fc1.flatten(1, 2), None, offsets)
+            grad_fc1 = _weight_grad(grad_hidden, None, tokens, token_N, scale, offsets).view_as(fc1)
+        grad_rows = _product(grad_hidden, None, None, fc1.flatten(1, 2), None, offsets)
         grad_tokens = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
         grad_probs = _dot_rows(grad_rows, inverse, tokens) if on_input else grad_weights.flatten()[inverse]
 
+        ones_N1 = torch.ones_like(probs_N1)
         if fc1_bias is not None:
-            grad_fc1_bias = _bias_grad(grad_hidden, None, 1, None, offsets).view_as(fc1_bias)
+            grad_fc1_bias = _bias_grad(grad_hidden, None, ones_N1, offsets).view_as(fc1_bias)
         if fc2_bias is not None:
-            grad_fc2_bias = _bias_grad(grad, order, K, weights, offsets)
+            grad_fc2_bias = _bias_grad(grad, token_N, ones_N1 if on_input else weights, offsets)
             if not on_input:
                 expert_TK = _expert_of(inverse, offsets).clamp(max=len(offsets) - 1)
                 grad_probs = grad_probs + _dot_rows(fc2_bias, expert_TK, grad)

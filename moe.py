@@ -336,8 +336,8 @@ class Router(ParallelModule, ABC):
             raise ValueError(f"tp has {group_size(self.groups.tp)} ranks and sequence_parallel is False: they would route the same "
                              f"tokens; set sequence_parallel=True")
         self.layer_number: int | None = None
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=config.params_dtype)) if config.router_bias else None
+        self.weight = self.parameter(config.num_experts, config.hidden_size)
+        self.bias = self.parameter(config.num_experts) if config.router_bias else None
         Router.reset_parameters(self)
 
     def reset_parameters(self) -> None:
@@ -743,12 +743,10 @@ class Experts(ParallelModule):
             raise ValueError(f"num_experts is {E}; needs a multiple of the ep size, {group_size(self.groups.ep)}")
         E //= group_size(self.groups.ep)                                                 # the local ones
 
-        def parameter(*shape):
-            return nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-        self.fc1 = parameter(E, P, F, H)                                            # P: gate, up
-        self.fc2 = parameter(E, H, F)
-        self.fc1_bias = parameter(E, P, F) if config.add_bias_linear else None
-        self.fc2_bias = parameter(E, H) if config.add_bias_linear else None
+        self.fc1 = self.parameter(E, P, F, H)                                       # P: gate, up
+        self.fc2 = self.parameter(E, H, F)
+        self.fc1_bias = self.parameter(E, P, F) if config.add_bias_linear else None
+        self.fc2_bias = self.parameter(E, H) if config.add_bias_linear else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -772,9 +770,9 @@ class Experts(ParallelModule):
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             operands = [x if x is None else x.to(dtype) for x in operands]
-        x, fc1, fc2, fc1_bias, fc2_bias = operands
+        x, *weights = operands
         out = kernels.expert_mlp(
-            x, probs, plan, fc1, fc2, fc1_bias, fc2_bias, config.apply_probs_on, config.activation, config.glu_alpha,
+            x, probs, plan, *weights, config.apply_probs_on, config.activation, config.glu_alpha,
             config.glu_linear_offset, config.activation_clamp_value, config.activation_fp8_input_store)
         return out.to(tokens.dtype)
 
@@ -809,8 +807,11 @@ class SharedExpertState(enum.Enum):
     POST_FORWARD_COMM_DONE = 4
 
 
-_CACHED_IN = {SharedExpertState.PRE_FORWARD_COMM_DONE: "cached_fc1_input", SharedExpertState.FC1_FORWARD_DONE: "cached_fc2_input",
-              SharedExpertState.FC2_FORWARD_DONE: "cached_fc2_output", SharedExpertState.POST_FORWARD_COMM_DONE: "cached_output"}
+_CACHED_IN = {
+    SharedExpertState.PRE_FORWARD_COMM_DONE: ("cached_fc1_input", "gate_score"),
+    SharedExpertState.FC1_FORWARD_DONE: ("cached_fc2_input", "gate_score"),
+    SharedExpertState.FC2_FORWARD_DONE: ("cached_fc2_output", "gate_score"),
+    SharedExpertState.POST_FORWARD_COMM_DONE: ("cached_output", "gate_score")}
 
 
 # In a checkpoint inside a graph Dynamo refuses to cache a tensor on a module. Here it is safe: a later
@@ -828,10 +829,8 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
                 raise RuntimeError(f"{step.__name__} needs shared_expert_overlap=True, found False: call the module itself")
             if self._overlap_state is not required_state:
                 raise RuntimeError(f"{step.__name__} needs the state {required_state.name}, found {self._overlap_state.name}")
-            needed = [_CACHED_IN[required_state]] if required_state in _CACHED_IN else []
-            needed += ["gate_score"] if needed and self.gate_weight is not None else []
-            for name in needed:
-                if getattr(self, name) is None:
+            for name in _CACHED_IN.get(required_state, ()):
+                if getattr(self, name) is None and (name != "gate_score" or self.gate_weight is not None):
                     raise RuntimeError(f"{step.__name__} needs {name} from the step before, found None")
             try:
                 result = _tracing_side_effects(step, self, *args, **kwargs)
@@ -937,22 +936,21 @@ class SharedExpertMLP(ParallelModule):
         size, ranks = config.shared_expert_intermediate_size, group_size(self.groups.tp)
         if size is None or size % ranks:
             raise ValueError(f"shared_expert_intermediate_size is {size}; needs a multiple of the tp size, {ranks}")
-        shape = config.parts, size // ranks, config.hidden_size
-        self.fc1 = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))                       # [P, Fs / tp, H]
-        self.fc2 = nn.Parameter(torch.empty(shape[2], shape[1], dtype=config.params_dtype))          # [H, Fs / tp]
-        self.gate_weight = nn.Parameter(torch.empty(1, shape[2], dtype=config.params_dtype)) if gate else None
+        self.fc1 = self.parameter(config.parts, size // ranks, config.hidden_size)           # [P, Fs / tp, H]
+        self.fc2 = self.parameter(config.hidden_size, size // ranks)                         # [H, Fs / tp]
+        self.gate_weight = self.parameter(1, config.hidden_size) if gate else None
         self.reset_overlap()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws the unsharded weights (normal, init_std) on every rank and keeps its part: the same at every tp."""
-        (P, F, H), std = self.fc1.shape, self.config.init_std
-        rank, ranks = group_rank(self.groups.tp), group_size(self.groups.tp)
         with torch.no_grad():
-            self.fc1.copy_(_normal((P, F * ranks, H), std, self.fc1).chunk(ranks, 1)[rank])
-            self.fc2.copy_(_normal((H, F * ranks), std, self.fc2).chunk(ranks, 1)[rank])
-            if self.gate_weight is not None:
-                self.gate_weight.copy_(_normal(self.gate_weight.shape, std, self.gate_weight))
+            for name, weight in self.named_parameters():
+                group, axis = self.shard(name)
+                ranks = 1 if axis is None else group_size(group)
+                shape = [size * ranks if i == axis else size for i, size in enumerate(weight.shape)]
+                drawn = _normal(shape, self.config.init_std, weight)
+                weight.copy_(drawn.chunk(ranks, axis or 0)[group_rank(group) % ranks])
 
     # -- the parts: each takes its weight, which in steps has come to the side stream with the tokens --
 

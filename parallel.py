@@ -189,6 +189,9 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.config, self.groups = config, pg_collection or ProcessGroups()
 
+    def parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+
     def shard(self, name: str) -> tuple:
         """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
         return None, None
