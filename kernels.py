@@ -63,27 +63,31 @@ def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 
     return out[:, :columns].contiguous()
 
 
-class _Pick(torch.autograd.Function):
+def _gather_columns(values: Tensor, indices: Tensor) -> Tensor:
+    """[T, K]: values[t, indices[t, k]]; the column behind the last one holds zeros."""
+    return F.pad(values, (0, 1)).gather(1, indices)
+
+
+class _Adjoint(torch.autograd.Function):
+    """there(x, *tensors); its gradient is back(grad, *tensors)."""
+
     @staticmethod
-    def forward(ctx, scores, indices):
-        ctx.save_for_backward(indices)
-        ctx.columns = scores.shape[1]
-        return scores.gather(1, indices.clamp(max=ctx.columns - 1))
+    def forward(ctx, x, there, back, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.back = back
+        return there(x, *tensors)
 
     @staticmethod
     def backward(ctx, grad):
-        return _scatter_columns(grad, ctx.saved_tensors[0], ctx.columns), None
-
-
-_scatter_columns.register_autograd(
-    lambda ctx, grad: (F.pad(grad, (0, 1)).gather(1, ctx.saved_tensors[0]), None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]))
+        tensors = ctx.saved_tensors                  # asked for once: a checkpoint unpacks them once
+        # x, there, back, *tensors
+        return ctx.back(grad, *tensors), None, None, *[None] * len(tensors)
 
 
 def pick(scores: Tensor, indices: Tensor) -> Tensor:
-    """scores [T, E], indices [T, K] -> scores[t, indices[t, k]] [T, K]; index E gives any score, and
-    gets no gradient."""
-    return _Pick.apply(scores, indices)
+    """scores [T, E], indices [T, K] in [0, E] -> scores[t, indices[t, k]] [T, K], 0 for index E."""
+    back = functools.partial(_scatter_columns, columns=scores.shape[1])
+    return _Adjoint.apply(scores, _gather_columns, back, indices)
 
 
 def _map_of(indices: Tensor, num_experts: int) -> Tensor:
@@ -169,7 +173,8 @@ def topk_routing_with_score_function(
 
 def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool); index E is left out."""
-    return _scatter_columns(probs, indices, num_experts), _map_of(indices, num_experts)
+    there = functools.partial(_scatter_columns, columns=num_experts)
+    return _Adjoint.apply(probs, there, _gather_columns, indices), _map_of(indices, num_experts)
 
 
 def check_groups(
@@ -453,26 +458,11 @@ def _collect_rows(rows: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor)
     return _sum_rows(rows, inverse, offsets)
 
 
-class _MoveRows(torch.autograd.Function):
-    """`there` in the forward, `back` in the backward: the two are each other's gradient."""
-
-    @staticmethod
-    def forward(ctx, x, there, back, *plan):
-        ctx.save_for_backward(*plan)
-        ctx.back = back
-        return there(x, *plan)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # x, there, back, order, inverse, offsets
-        return ctx.back(grad, *ctx.saved_tensors), None, None, None, None, None
-
-
 def gather_rows(tokens: Tensor, plan: Permutation) -> Tensor:
     """tokens [T, H] -> rows [N, H] in expert order. Rows that go nowhere are zeros and pass no gradient back."""
     if tokens.ndim != 2 or tokens.shape[0] != plan.inverse.shape[0]:
         raise ValueError(f"tokens has shape {list(tokens.shape)}; the plan needs [{plan.inverse.shape[0]}, H]")
-    return _MoveRows.apply(tokens, _spread_rows, _collect_rows, plan.order, plan.inverse, plan.offsets)
+    return _Adjoint.apply(tokens, _spread_rows, _collect_rows, plan.order, plan.inverse, plan.offsets)
 
 
 def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tensor:
@@ -486,7 +476,7 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     if probs is not None and probs.shape != plan.inverse.shape:
         raise ValueError(f"probs has shape {list(probs.shape)}; the plan needs {list(plan.inverse.shape)}, [T, K]")
     weighted = rows if probs is None else _wide(rows) * gather_probs(probs, plan)[:, None]
-    return _MoveRows.apply(
+    return _Adjoint.apply(
         weighted, _collect_rows, _spread_rows, plan.order, plan.inverse, plan.offsets).to(rows.dtype)
 
 

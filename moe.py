@@ -491,15 +491,13 @@ class TopKRouter(Router):
             config.group_score_topk)
 
     def _choose_sinkhorn(self, logits_TE: Tensor, padding_T: Tensor | None, topk_indices: Tensor | None):
-        K, E = self.config.topk, self.config.num_experts
+        K, wide_TE = self.config.topk, kernels._wide(logits_TE)
         if topk_indices is None:
             with torch.no_grad():
-                balanced_TE = kernels.sinkhorn(kernels._wide(logits_TE), padding_mask=padding_T) if self.training else logits_TE
+                balanced_TE = kernels.sinkhorn(wide_TE, padding_mask=padding_T) if self.training else wide_TE
                 topk_indices = balanced_TE.topk(K, dim=1).indices
-        wide_TE = kernels._wide(logits_TE)
         scores_TE = wide_TE.sigmoid() if K == 1 else wide_TE.softmax(-1)
-        probs_TK = kernels.pick(scores_TE, topk_indices).masked_fill(topk_indices >= E, 0.0)
-        return probs_TK.to(logits_TE.dtype), topk_indices
+        return kernels.pick(scores_TE, topk_indices).to(logits_TE.dtype), topk_indices
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [.., E] -> (probs [T, E], routing_map [T, E]): in training the top K of sinkhorn(logits), in eval of the
@@ -512,7 +510,7 @@ class TopKRouter(Router):
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
         kept_TE = kernels.apply_router_token_dropping(
             probs_TE, map_TE, config.topk, config.capacity_factor, config.token_drop_policy)[1]
-        gone_TK = ~kept_TE.gather(1, indices_TK.clamp(max=E - 1)) | (indices_TK >= E)
+        gone_TK = ~kernels.pick(kept_TE, indices_TK)
         return probs_TK.masked_fill(gone_TK, 0.0), indices_TK.masked_fill(gone_TK, E)
 
     def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
