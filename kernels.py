@@ -36,8 +36,8 @@ def _op(fake, mutates_args=()):
         def body(*args, **kwargs):
             with torch.autocast(args[0].device.type, enabled=False):
                 return function(*args, **kwargs)
-        name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
-        op = torch.library.custom_op(name, body, mutates_args=mutates_args)
+        op = torch.library.custom_op(
+            f"{_NAMESPACE}::{function.__name__.strip('_')}", body, mutates_args=mutates_args)
         op.register_fake(fake)
         return op
     return register
@@ -282,9 +282,8 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 
 @_op(lambda cost, tol, padding_mask: torch.empty_like(cost, memory_format=torch.contiguous_format))
 def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
-    if cost.numel() == 0:
-        return torch.zeros_like(cost)
-    (T, E), tokens = cost.shape, cost.shape[0]
+    T, E = cost.shape
+    tokens = max(T, 1)
     A_TE = (cost - cost.amax(1, keepdim=True)).exp()                  # never overflows; rescales d0 alone
     if padding_mask is not None:
         A_TE, tokens = A_TE.masked_fill(padding_mask[:, None], 0.0), (~padding_mask).sum().clamp(min=1)
@@ -312,8 +311,7 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
     """C = ceil(num_tokens / num_experts · capacity_factor), at least min_capacity; num_tokens counts assignments T·K."""
-    capacity = math.ceil(num_tokens / num_experts * guard_scalar(capacity_factor))
-    return capacity if min_capacity is None else max(capacity, min_capacity)
+    return max(math.ceil(num_tokens / num_experts * guard_scalar(capacity_factor)), min_capacity or 0)
 
 
 @_op(lambda keys: torch.empty_like(keys, dtype=torch.int64))

@@ -103,8 +103,9 @@ class MoEConfig:
             refuse("activation glu_linear_offset activation_clamp_value", "relu2 is not gated; leave the other two out")
         if self.activation != "quick_geglu" and self.glu_alpha != 1.702:
             refuse("activation glu_alpha", "only quick_geglu has an alpha; leave glu_alpha out")
-        if self.activation_clamp_value is not None and self.activation_clamp_value <= 0:
-            refuse("activation_clamp_value", "needs a positive bound, or None")
+        for name in ("activation_clamp_value", "capacity_factor"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                refuse(name, "needs a positive number, or None")
 
         normalised = self.norm_topk_prob
         if normalised is None:
@@ -144,8 +145,6 @@ class MoEConfig:
                        "and with softmax")
         if self.capacity_factor is None and (self.pad_to_capacity or self.token_drop_policy != "probs"):
             refuse("capacity_factor pad_to_capacity token_drop_policy", "nothing is dropped; set capacity_factor too")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            refuse("capacity_factor", "needs a positive factor, or None")
         size = self.shared_expert_intermediate_size
         if size is None and (self.shared_expert_gate or self.shared_expert_overlap):
             refuse("shared_expert_intermediate_size shared_expert_gate shared_expert_overlap",
@@ -225,7 +224,6 @@ class MoELayer(ParallelModule):
                 shared.reset_overlap()
             raise
 
-
     def dispatch(self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Permutation):
         """Sends the rows to their experts; what it returns gives them to the experts and takes their
         output back."""
@@ -273,7 +271,8 @@ class ExpertParallel:
             receive = send
         else:
             received = parallel.wait(counts_in_flight)
-            with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):      # for this one read
+            # Dynamo's switch for reads on the host, open for this one
+            with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
                 send, receive = torch.stack((plan.counts, received)).view(2, ranks, -1).sum(2).tolist()
         # the local expert of each row that arrives: from every rank a block for each
         expert_M = torch.arange(local, device=x_TH.device).repeat(ranks)
@@ -335,7 +334,7 @@ class Router(ParallelModule, ABC):
         if group_size(self.groups.tp) > 1 and not config.sequence_parallel:
             raise ValueError(f"tp has {group_size(self.groups.tp)} ranks and sequence_parallel is False: they would route the same "
                              f"tokens; set sequence_parallel=True")
-        self.layer_number: int | None = None
+        self.layer_number = None
         self.weight = self.parameter(config.num_experts, config.hidden_size)
         self.bias = self.parameter(config.num_experts) if config.router_bias else None
         Router.reset_parameters(self)
@@ -722,8 +721,8 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
             counts[i] = all_sum(counts[i], group)
             losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
     counts, losses = torch.stack(counts), torch.stack(losses)
-    on = {"z_loss"} if any(r.config.z_loss_coeff for r in routers) else set()
-    on |= {LOSS_NAMES[kind] for r in routers for kind in LOSS_NAMES if r.get_aux_loss_coeff(kind)}
+    on = {LOSS_NAMES[kind] for r in routers for kind in LOSS_NAMES if r.get_aux_loss_coeff(kind)}
+    on |= {"z_loss" for r in routers if r.config.z_loss_coeff}
     metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
     mean = counts.double().mean(1).clamp(min=torch.finfo(torch.float64).tiny)
     return {**metrics, "max_violation": (counts.amax(1) / mean - 1).float(), "tokens_per_expert": counts}
@@ -813,8 +812,10 @@ _CACHED_IN = {
 
 
 # In a checkpoint inside a graph Dynamo refuses to cache a tensor on a module. Here it is safe: a later
-# step takes the cache back. The switch has a private name, and does nothing in eager mode.
-_tracing_side_effects = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+# step takes the cache back. The switch has a private name, and in eager mode just runs the step.
+_tracing_side_effects = getattr(
+    torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer",
+    lambda step, *args, **kwargs: step(*args, **kwargs))
 
 
 def overlap_state_check(required_state: SharedExpertState, next_state: SharedExpertState):
@@ -864,19 +865,24 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 class _ToSideStream(torch.autograd.Function):
     """Tensors -> the same, for the side stream. In the backward the current stream waits for all of
-    their gradients; the first tensor's is copied."""
+    their gradients; the first is copied."""
 
     @staticmethod
     def forward(ctx, stream, *tensors):
         ctx.stream = stream
+        ctx.set_materialize_grads(False)
         tensors[0].record_stream(stream)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        outputs = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*[y for x, y in zip(tensors, outputs) if not x.requires_grad])
+        return outputs
 
     @staticmethod
-    def backward(ctx, grad, *grads):
+    def backward(ctx, *grads):
+        first, *others = filter(torch.is_tensor, grads)
         with ctx.stream:                     # in a graph, the last that reads the gradient on that stream
-            grad = grad.view_as(grad)
-        return None, _join_stream(grad, grads), *grads
+            joined = first.view_as(first)
+        joined = _join_stream(joined, others)
+        return None, *[joined if grad is first else grad for grad in grads]
 
 
 class _BackwardStreamWait(torch.autograd.Function):
@@ -913,10 +919,12 @@ class _FromSideStream(torch.autograd.Function):
         return _fork_stream(grad)
 
 
-def set_tensor_grad_fn_sequence_sr(tensor: Tensor, value: int) -> None:
-    """Of the nodes that are ready, the backward takes the one with the highest number first. Without a grad_fn: nothing."""
-    if tensor.grad_fn is not None:
-        tensor.grad_fn._set_sequence_nr(value)
+def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
+    """Of the nodes that are ready, the backward takes the one with the highest number first. Without
+    a tensor, or a grad_fn, this does nothing."""
+    node = getattr(tensor, "grad_fn", None)
+    if node is not None:
+        node._set_sequence_nr(value)
 
 
 class SharedExpertMLP(ParallelModule):
@@ -945,10 +953,11 @@ class SharedExpertMLP(ParallelModule):
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 group, axis = self.shard(name)
-                ranks = 1 if axis is None else group_size(group)
-                shape = [size * ranks if i == axis else size for i, size in enumerate(weight.shape)]
+                axis, ranks = (0, 1) if axis is None else (axis, group_size(group))
+                shape = list(weight.shape)
+                shape[axis] *= ranks
                 drawn = _normal(shape, self.config.init_std, weight)
-                weight.copy_(drawn.chunk(ranks, axis or 0)[group_rank(group) % ranks])
+                weight.copy_(drawn.chunk(ranks, axis)[group_rank(group) % ranks])
 
     # -- the parts: each takes its weight, which in steps has come to the side stream with the tokens --
 
@@ -1013,8 +1022,7 @@ class SharedExpertMLP(ParallelModule):
         """The gate's score; the tokens of all tp ranks."""
         if wait_current_stream:
             self.wait_current_stream()
-        weights = [w for w in (self.fc1, self.fc2, self.gate_weight) if w is not None]
-        tensors = [input, *weights]
+        tensors = [x for x in (input, self.fc1, self.fc2, self.gate_weight) if x is not None]
         if self.stream is not None:
             tensors = _ToSideStream.apply(self.stream, *tensors)
         input, *self._weights = tensors
@@ -1030,15 +1038,15 @@ class SharedExpertMLP(ParallelModule):
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
         if self.stream is not None and not torch.compiler.is_compiling():     # a graph has its own order
             act = _BackwardStreamWait.apply(act, self.stream)
-        if overlapped_comm_output is not None and overlapped_comm_output.grad_fn is not None:
-            set_tensor_grad_fn_sequence_sr(act, overlapped_comm_output.grad_fn._sequence_nr() - 1)
+        node = getattr(overlapped_comm_output, "grad_fn", None)
+        if node is not None:
+            set_tensor_grad_fn_sequence_sr(act, node._sequence_nr() - 1)
         self.cached_fc1_input, self.cached_fc2_input = None, act
 
     @overlap_state_check(SharedExpertState.FC1_FORWARD_DONE, SharedExpertState.FC2_FORWARD_DONE)
     def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
         """overlapped_comm_output: its backward goes before everything else that is ready."""
-        if overlapped_comm_output is not None:
-            set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
+        set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
         with self._beside():
             self.cached_fc2_output = self._fc2(self.cached_fc2_input, self._weights[1])
         self.cached_fc2_input = None
@@ -1054,7 +1062,9 @@ class SharedExpertMLP(ParallelModule):
     def get_output(self) -> Tensor:
         """The output, gated; the current stream waits for it."""
         with self._beside():
-            output = self.cached_output if self.gate_score is None else self.cached_output * self.gate_score
+            output = self.cached_output
+            if self.gate_score is not None:
+                output = output * self.gate_score
         if self.stream is not None:
             output = _FromSideStream.apply(output)
         self.cached_output = self.gate_score = self._weights = None

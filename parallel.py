@@ -119,8 +119,11 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         send, receive, group = ctx.exchange
+        in_flight = exchange(grad, receive, send, group)
+        if not torch.compiler.is_compiling() and torch.is_anomaly_check_nan_enabled():
+            wait(in_flight)                                  # detect_anomaly reads it as soon as it is returned
         # buffer, shadow, send, receive, group
-        return None, exchange(grad, receive, send, group), None, None, None
+        return None, in_flight, None, None, None
 
 
 class AllToAll:
@@ -218,8 +221,8 @@ class ParallelModule(nn.Module):
             group, axis = self.get_submodule(owner).shard(name)
             if group is not None:
                 mesh = DeviceMesh.from_group(group, tensor.device.type)
-                placement = Replicate() if axis is None else Shard(axis)
-                tensor = DTensor.from_local(tensor, mesh, [placement], run_check=False)
+                placements = [Replicate() if axis is None else Shard(axis)]
+                tensor = DTensor.from_local(tensor, mesh, placements, run_check=False)
             state[prefix + path] = tensor
         return state
 

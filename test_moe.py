@@ -736,6 +736,17 @@ def test_formulas_for_cuda_equal_the_ops(monkeypatch):
             close(a, b, 1e-5)
 
 
+@pytest.mark.parametrize("probs_on", ["activation", "input"])
+def test_formulas_for_cuda_keep_as_little(monkeypatch, probs_on):
+    """Compiled, they keep neither the gathered rows nor the activation's output for the backward."""
+    monkeypatch.setattr(kernels, "_native", lambda *_: True)
+    T, H, F_, K = 256, 64, 32, 4
+    layer = MoELayer(MoEConfig(H, F_, 8, K, params_dtype=torch.bfloat16, apply_probs_on=probs_on))
+    function, x = torch.compile(layer, fullgraph=True), torch.randn(T, H).bfloat16().requires_grad_()
+    kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
+    assert kept <= 1.05 * 2 * (T * H + T * K * 2 * F_) + T * K * (3 * 8 + 4) + T * 8 * 4, kept     # ids, probs, logits
+
+
 # ---- Config and errors ----
 
 def test_refused_configs():
@@ -780,7 +791,7 @@ ValueError: group_score_topk is 3 (topk // group_topk = 2 // 2 unless given); se
 ValueError: activation = 'relu2', glu_linear_offset = 1.0, activation_clamp_value = None: relu2 is not gated; leave the other two out
 ValueError: activation = 'relu2', glu_linear_offset = 0.0, activation_clamp_value = 7.0: relu2 is not gated; leave the other two out
 ValueError: activation = 'swiglu', glu_alpha = 1.0: only quick_geglu has an alpha; leave glu_alpha out
-ValueError: activation_clamp_value = 0.0: needs a positive bound, or None
+ValueError: activation_clamp_value = 0.0: needs a positive number, or None
 ValueError: load_balancing_type = 'auxloss': needs none, aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, or a tuple of them
 ValueError: load_balancing_type = ('aux_loss',), aux_loss_coeff = 0.1: one type takes a float, several a tuple of the same length
 ValueError: load_balancing_type = ('none', 'aux_loss'): each type at most once, and "none" beside no other
@@ -795,7 +806,7 @@ ValueError: load_balancing_type = 'sinkhorn', num_groups = 2: sinkhorn has its o
 ValueError: load_balancing_type = 'sinkhorn', enable_expert_bias = True: sinkhorn has its own choice and probs; leave enable_expert_bias out
 ValueError: capacity_factor = None, pad_to_capacity = True, token_drop_policy = 'probs': nothing is dropped; set capacity_factor too
 ValueError: capacity_factor = None, pad_to_capacity = False, token_drop_policy = 'position': nothing is dropped; set capacity_factor too
-ValueError: capacity_factor = 0.0: needs a positive factor, or None
+ValueError: capacity_factor = 0.0: needs a positive number, or None
 ValueError: token_drop_policy = 'random': needs one of probs, position
 ValueError: shared_expert_intermediate_size = None, shared_expert_gate = False, shared_expert_overlap = True: there is no shared expert; set shared_expert_intermediate_size too
 ValueError: shared_expert_intermediate_size = 0: needs a positive int, or None
@@ -1935,6 +1946,21 @@ main waits for side
 a tensor lives until main has read it""")
 
 
+def test_shared_frozen_parts_on_the_side_stream(monkeypatch):
+    """What is frozen gets no gradient and asks for none; what is not gets the same as without a stream."""
+    shared = SharedExpertMLP(shared_config(shared_expert_overlap=True, init_std=0.5), gate=True)
+    for frozen in (("fc2",), ("input", "fc1"), ("input", "fc1", "gate_weight")):
+        for name, parameter in shared.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        x = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad="input" not in frozen)
+        leaves = [t for t in (x, *shared.parameters()) if t.requires_grad]
+        want = grads(shared(x), leaves)
+        with monkeypatch.context() as patch:
+            recorded(shared, [], patch)
+            for a, b in zip(grads(in_steps(shared, x), leaves), want, strict=True):
+                same(a, b)
+
+
 def test_shared_layer_order_and_waits(monkeypatch):
     """In the layer, local dispatch: the shared expert's steps on the side stream, around the routed experts."""
     layer, trace = MoELayer(shared_config(shared_expert_overlap=True)), []
@@ -1975,6 +2001,7 @@ a tensor lives until main has read it""")
 
 def test_shared_sequence_number_without_a_graph():
     moe.set_tensor_grad_fn_sequence_sr(torch.zeros(3), 7)             # no grad_fn: nothing to do
+    moe.set_tensor_grad_fn_sequence_sr(None, 7)
     y = torch.zeros(3, requires_grad=True).sin()
     moe.set_tensor_grad_fn_sequence_sr(y, 7)
     assert y.grad_fn._sequence_nr() == 7
@@ -2620,6 +2647,8 @@ def one_graph_over_ranks(rank, ranks, folder):
         torch._dynamo.reset()
         other = copy.deepcopy(layer)
         compare(layer, other, WAYS[way](other), 5 + rank)
+    with torch.autograd.set_detect_anomaly(True):                     # which reads gradients that may be in flight
+        layer(torch.randn(5, 6, dtype=torch.float64, requires_grad=True)).sum().backward()
     lines = captured(layer, torch.randn(20 + rank, 6, dtype=torch.float64, requires_grad=True))
     if rank == 0:
         Path(folder, "graph").write_text(lines)
