@@ -238,7 +238,7 @@ class Local(NamedTuple):
     probs: Tensor
     plan: kernels.Permutation
 
-    def receive(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+    def receive(self) -> "Local":
         return self
 
     def send_back(self, y_TH: Tensor) -> Tensor:
@@ -369,12 +369,15 @@ class Router(ParallelModule, ABC):
 
 
 def _recomputing() -> bool:
-    """Whether a non-reentrant checkpoint is running its forward again, inside a backward. (A reentrant one runs its
-    first pass without grad, so there the second pass is the one to count.) Private names of torch, in this one place."""
-    if torch._C._current_graph_task_id() == -1:
+    """Whether a non-reentrant checkpoint is running its forward again: in eager mode inside a backward,
+    in a graph as part of the compiled backward. (A reentrant one runs its first pass without grad, so
+    there the second pass is the one to count.) Private names of torch, in this one place."""
+    node = torch._C._current_autograd_node()
+    if node is None:
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+    name = node.name() if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name == "CompiledFunctionBackward" or "_recomputation_hook" in name
 
 
 # Ops, since only the running program can tell a recomputation, compiled code cannot.

@@ -130,7 +130,7 @@ class AllToAll:
     """Rows [sum(send), ..] in flight: `send[r]` of them to rank r, `receive[r]` from it. `finish` gives
     [sum(receive), ..]. Differentiable."""
 
-    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup):
+    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group):
         self.route = send, receive, group
         self.in_flight = _Start.apply(rows, *self.route)
 

@@ -1469,26 +1469,34 @@ def test_router_counts_exactly_once(way):
         same(load_balancing_metrics(layer)["tokens_per_expert"].sum(), torch.tensor(14))
 
 
-@pytest.mark.parametrize("way", ["plain", "reentrant", "non-reentrant", "compiled", "compiled inside reentrant", "nested re in re"])
+@pytest.mark.parametrize("way", ["plain", "reentrant", "non-reentrant", "compiled", "compiled inside reentrant", "nested re in re",
+                                 "compiled around non-reentrant", "inductor around non-reentrant"])
 def test_router_global_loss_under_checkpoints(way):
-    """The running sums grow once, and each forward's gradient uses the sums of its own first pass, also with two in
-    flight; the reentrant ones compute the loss, and so count, in the order of the backwards."""
-    results = []
+    """The running sums grow once, and each forward's gradient uses the sums of its own first pass, over three accumulated
+    forwards. Two of them are in flight where that is possible: a reentrant checkpoint computes the loss, and so counts, in
+    the order of the backwards, and a checkpoint inside a graph refuses a forward whose sums have moved on."""
+    results, in_turn = [], "around" in way or way.startswith("nested") or "reentrant" in way.replace("non-reentrant", "")
     for name in ("plain", way):
         torch.manual_seed(3)
         layer = MoELayer(MoEConfig(8, 4, 6, 2, load_balancing_type="global_aux_loss", aux_loss_coeff=0.5))
         function = WAYS[name](layer)
-        a, b = [torch.randn(n, 8).requires_grad_() for n in (7, 9)]
-        if "reentrant" in way.replace("non-reentrant", "") or way.startswith("nested"):
+        a, b, c = [torch.randn(n, 8).requires_grad_() for n in (7, 9, 8)]
+        if in_turn:
             function(a).sum().backward(), function(b).sum().backward()
         else:
             ya, yb = function(a), function(b)
             ya.sum().backward(), yb.sum().backward()
-        assert layer.router.ga_steps == 2 and layer.router.global_tokens_per_expert.sum() == 32
-        results.append([layer.router.weight.grad, layer.router.global_tokens_per_expert])
+        function(c).sum().backward()
+        assert layer.router.ga_steps == 3 and layer.router.global_tokens_per_expert.sum() == 48
+        results.append([layer.router.weight.grad, layer.router.global_tokens_per_expert.clone()])
+        if "around" in way and name == way:
+            pending = function(a)
+            function(b)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                pending.sum().backward()
         layer.router.reset_global_aux_loss_tracker()
         assert layer.router.ga_steps == 0 and layer.router.global_tokens_per_expert.sum() == 0
-    close(results[0][0], results[1][0], 1e-6)
+    close(results[0][0], results[1][0], 1e-5)
     same(results[0][1], results[1][1])
 
 
@@ -2292,7 +2300,8 @@ def captured(layer: MoELayer, x: Tensor) -> str:
                 if name in ("mm", "addmm", "rows_times_weights", "rows_times_rows", "fork_stream", "join_stream",
                             "all_to_all_single", "wait_tensor"):
                     side_stream = (node.meta.get("custom") or {}).get("stream") is not None
-                    lines.append(("side  " if side_stream else "main  ") + name.replace("addmm", "mm"))
+                    behind = f", behind {len(node.args[1])} more" if name == "join_stream" else ""
+                    lines.append(("side  " if side_stream else "main  ") + name.replace("addmm", "mm") + behind)
             return make_boxed_func(graph_module.forward)
         return compiler
     partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
@@ -2323,7 +2332,7 @@ side  mm
 main  rows_times_weights
 main  rows_times_weights
 side  mm
-main  join_stream
+main  join_stream, behind 0 more
 backward
 main  rows_times_weights
 main  fork_stream
@@ -2337,7 +2346,7 @@ side  mm
 side  mm
 side  mm
 side  mm
-main  join_stream""")
+main  join_stream, behind 3 more""")
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -2642,7 +2651,11 @@ def one_graph_over_ranks(rank, ranks, folder):
         for Ts in sizes:
             compare(layer, other, function, Ts[rank])
         assert counters["stats"]["unique_graphs"] <= graphs, (options, counters["stats"]["unique_graphs"])
+    torch._dynamo.reset(), counters.clear()                           # without fullgraph: no break either
     layer = MoELayer(shared_config(shared_expert_overlap=True, init_std=0.5), groups_of("ep"))
+    other = copy.deepcopy(layer)
+    compare(layer, other, torch.compile(other, backend="aot_eager"), 5 + rank)
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
     for way in ("reentrant", "non-reentrant", "compiled inside non-reentrant", "compiled around non-reentrant"):
         torch._dynamo.reset()
         other = copy.deepcopy(layer)
