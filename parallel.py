@@ -120,8 +120,8 @@ class _Finish(torch.autograd.Function):
     def backward(ctx, grad):
         send, receive, group = ctx.exchange
         in_flight = exchange(grad, receive, send, group)
-        if not torch.compiler.is_compiling() and torch.is_anomaly_check_nan_enabled():
-            wait(in_flight)                                  # detect_anomaly reads it as soon as it is returned
+        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+            wait(in_flight)                                  # detect_anomaly reads it at once
         # buffer, shadow, send, receive, group
         return None, in_flight, None, None, None
 
