@@ -1,4 +1,4 @@
-"""Tests: plain-loop oracles first, then one section per section of kernels.py and moe.py.
+"""Tests: plain-loop oracles first, then one section per section of the sources.
 
 The oracles share no code with their subjects, walk one token and one choice at a time, and run in float64. Every letter
 has a different size wherever it can, so that a swapped axis fails.
@@ -2587,7 +2587,7 @@ def parallel_ranks(rank, ranks, folder):
 
 
 def test_parallel_layer_equals_one_process(tmp_path):
-    """ep 4, ep 2 × tp 2 with sequence parallelism, dp 2 × ep 2, ep 1; overlap on and off; eager and compiled pieces."""
+    """ep 4, ep 2 × tp 2 with sequence parallelism, dp 2 × ep 2, ep 1; overlap on and off; eager and compiled."""
     import torch.distributed.checkpoint as dcp
     layer = saved_layer()
     dcp.save(layer.sharded_state_dict("a."), checkpoint_id=f"{tmp_path}/alone")
