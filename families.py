@@ -99,20 +99,22 @@ def config_from_hf(hf_config) -> moe.MoEConfig:
     """The MoE layer of a published config (config.json as a dict, the library's to_dict(), or its object), by model_type;
     of one with a text_config, that of the language model.
 
-    params_dtype is the config's dtype or torch_dtype, fp32 where it has none; what else a config leaves out has its
+    params_dtype is the config's dtype or torch_dtype, the inner's before the outer's, fp32 where it has none; what else a config leaves out has its
     published default, but sizes have to be there. ValueError lists all that the layer cannot express: it computes what
     was published or nothing.
     """
-    read = Reader(hf_config)
-    model_type = read.look("model_type")
-    known = model_type in FAMILIES or model_type in INEXPRESSIBLE
-    if not known and read.look("text_config") not in (_ABSENT, None):
-        if read.look("quantization_config") not in (_ABSENT, None):
+    reads = [Reader(hf_config)]                              # the innermost first
+    while (model_type := reads[0].look("model_type")) not in {**FAMILIES, **INEXPRESSIBLE}:
+        if reads[0].look("text_config") in (_ABSENT, None):
+            break
+        if reads[0].look("quantization_config") not in (_ABSENT, None):
             raise ValueError(QUANTISED)
-        return config_from_hf(read.look("text_config"))
+        reads.insert(0, Reader(reads[0].look("text_config")))
+    read = reads[0]
     row = _family(None if model_type is _ABSENT else model_type)
     values = {name: knob(read) if callable(knob) else knob for name, knob in row.knobs.items()}
-    given = [value for name in ("dtype", "torch_dtype") if (value := read.look(name)) not in (_ABSENT, None)]
+    given = [value for each in reads for name in ("dtype", "torch_dtype")
+             if (value := each.look(name)) not in (_ABSENT, None)]
     dtype = str([*given, "float32"][0]).removeprefix("torch.")
     if dtype not in DTYPES:
         read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")

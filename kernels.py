@@ -14,7 +14,8 @@ forward and backward, for every T with one dynamic graph; the exceptions say so 
 """
 import functools
 import math
-from typing import NamedTuple
+import re
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +23,31 @@ from einops import rearrange
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar      # with dynamic=True Dynamo makes floats symbolic
 
-_NAMESPACE = "moe_" + __name__.replace(".", "_")          # copies of this file in several packages do not collide
+# copies of this file under several names do not collide
+_NAMESPACE = "moe_" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
 
 
-def _op(fake, mutates_args=()):
+def without_autocast(x: Tensor):
+    """A context in which products of tensors on x's device are computed in their own dtype."""
+    device = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+    return torch.autocast(device, enabled=False)
+
+
+def _op(fake, mutates_args=(), reads_on_host: bool = False):
     """Decorator: registers a function, whose first argument is a tensor, as a custom op.
 
     The compiler calls the op as it is, and autocast does not reach inside. `fake` takes the same
-    arguments and gives empty tensors of the results' shapes and dtypes.
+    arguments and gives empty tensors of the results' shapes and dtypes. An op that decides
+    something on the host says so: the compiler then leaves it out of CUDA graphs.
     """
     def register(function):
         @functools.wraps(function)
         def body(*args, **kwargs):
-            with torch.autocast(args[0].device.type, enabled=False):
+            with without_autocast(args[0]):
                 return function(*args, **kwargs)
         op = torch.library.custom_op(
-            f"{_NAMESPACE}::{function.__name__.strip('_')}", body, mutates_args=mutates_args)
+            f"{_NAMESPACE}::{function.__name__.strip('_')}", body, mutates_args=mutates_args,
+            tags=[torch.Tag.cudagraph_unsafe] if reads_on_host else [])
         op.register_fake(fake)
         return op
     return register
@@ -51,6 +61,21 @@ def _wide(x: Tensor) -> Tensor:
 def _choice(name: str, value, known) -> None:
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
+
+
+def _matrix(name: str, x: Tensor, axes: str = "[T, E]") -> tuple[int, int]:
+    """The shape of x, or a ValueError."""
+    if x.ndim != 2:
+        raise ValueError(f"{name} has shape {list(x.shape)}; needs {axes}")
+    return x.shape
+
+
+def _as_map(routing_map: Tensor) -> Tensor:
+    """routing_map [T, E] as bool; it may have any integer dtype."""
+    _matrix("routing_map", routing_map)
+    if routing_map.is_floating_point() or routing_map.is_complex():
+        raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
+    return routing_map.bool()
 
 
 # ---- Route: logits -> who goes where, and with what weight ----
@@ -124,7 +149,7 @@ def topk_routing_with_score_function(
     Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output` (probs [T, K], indices [T, K] int64); probs
     in logits.dtype. ValueError: unknown score function, sizes that do not fit.
     """
-    T, E = logits.shape
+    T, E = _matrix("logits", logits)
     _choice("score_function", score_function, SCORE_FUNCTIONS)
     if not 1 <= topk <= E:
         raise ValueError(f"topk is {topk}; needs 1 <= topk <= num_experts = {E}")
@@ -173,6 +198,9 @@ def topk_routing_with_score_function(
 
 def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool); index E is left out."""
+    _matrix("probs", probs, "[T, K]")
+    if indices.shape != probs.shape:
+        raise ValueError(f"indices has shape {list(indices.shape)}; needs that of probs, {list(probs.shape)}")
     there = functools.partial(_scatter_columns, columns=num_experts)
     return _Adjoint.apply(probs, there, _gather_columns, indices), _map_of(indices, num_experts)
 
@@ -204,6 +232,8 @@ def group_limited_topk(
     masked with -inf, so that a negative score wins over them. Returns (the chosen scores [T, K], indices [T, K]).
     """
     group_size, group_score_topk = check_groups(topk, num_experts, num_groups, group_topk, group_score_topk)
+    if scores.shape != (num_tokens, num_experts):
+        raise ValueError(f"scores has shape {list(scores.shape)}; needs [{num_tokens}, {num_experts}], [T, E]")
     grouped_TGE = scores.view(num_tokens, num_groups, group_size)
     score_TG = grouped_TGE.topk(group_score_topk, dim=-1).values.sum(-1)
     best = score_TG.topk(group_topk, dim=-1).indices
@@ -222,6 +252,7 @@ def compute_routing_scores_for_aux_loss(
     no groups. Tokens with padding_mask [T] True are zero in both.
     """
     _choice("score_function", score_function, SCORE_FUNCTIONS)
+    _matrix("logits", logits)
     logits_TE = _wide(logits)
     scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
     if score_function != "softmax":
@@ -266,6 +297,7 @@ def switch_load_balancing_loss_func(
     probs [T, E]: scores with sum 1 per token. tokens_per_expert n [E], counted over total_num_tokens T (at least 1; an
     int or a 0-d tensor): of one batch, or of all ranks. Its minimum is coeff, reached with even load.
     """
+    _matrix("probs", probs)
     total = total_num_tokens.clamp(min=1) if isinstance(total_num_tokens, Tensor) else max(total_num_tokens, 1)
     return weighted_token_sum(probs, tokens_per_expert.double() / total / total * (moe_aux_loss_coeff * num_experts / topk))
 
@@ -306,6 +338,7 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
     is at most tol, or for 256 rounds; d1·A·d0[:, None]. Finite for costs up to ±1e4: a row's maximum is taken off.
     Tokens with padding_mask [T] True carry no mass: T counts the others, as if they were alone.
     """
+    _matrix("cost", cost)
     return _sinkhorn(_wide(cost.detach()), tol, padding_mask).to(cost.dtype)
 
 
@@ -341,9 +374,10 @@ def apply_router_token_dropping(
     `pad_to_capacity` fills every column to exactly min(C, T) ones with the lowest-numbered unrouted tokens, at prob 0.
     """
     _choice("drop_policy", drop_policy, ("probs", "position"))
-    if routing_probs.shape != routing_map.shape or routing_map.dtype != torch.bool:
+    routing_map = _as_map(routing_map)
+    if routing_probs.shape != routing_map.shape:
         raise ValueError(f"routing_probs {list(routing_probs.shape)} and routing_map {list(routing_map.shape)} "
-                         f"{routing_map.dtype} need the same shape [T, E], the map boolean")
+                         f"need the same shape [T, E]")
     T, E = routing_map.shape
     capacity = get_capacity(T * router_topk, E, capacity_factor)
     if drop_policy == "position":
@@ -503,7 +537,7 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
         order=order_or_filler[F.pad(row_EC.flatten(), (0, 1))],
         inverse=slot_TK.masked_fill(expert_TK == E, E * capacity),
         counts=torch.full_like(plan.counts, capacity),
-        offsets=torch.arange(1, E + 1, device=device, dtype=torch.int32) * capacity)
+        offsets=(torch.arange(1, E + 1, device=device) * capacity).int())
 
 
 # ---- Permute, [T, E] form: Megatron's functions ----
@@ -517,7 +551,7 @@ def permute(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None,
     fused: bool = False, drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """tokens [T, H], routing_map [T, E] bool -> (permuted_tokens [rows, H], permuted_probs [rows] or None,
+    """tokens [T, H], routing_map [T, E] bool or 0/1 -> (permuted_tokens [rows, H], permuted_probs [rows] or None,
     sorted_indices [rows] int64): experts ascending, tokens ascending within one; row i is token sorted_indices[i].
 
     num_out_tokens: exactly so many rows, a static shape. Rows beyond the map's ones are zeros with prob 0 and sorted
@@ -528,11 +562,10 @@ def permute(
     fused: this same function through torch.compile.
     On CUDA the backward adds with atomics; gather_rows does not.
     """
-    if tokens.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != tokens.shape[0]:
+    routing_map = _as_map(routing_map)
+    if tokens.ndim != 2 or routing_map.shape[0] != tokens.shape[0]:
         raise ValueError(f"tokens {list(tokens.shape)} and routing_map {list(routing_map.shape)} need shapes [T, H] and "
                          f"[T, E] with the same T")
-    if routing_map.dtype != torch.bool:
-        raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool")
     if probs is not None and probs.shape != routing_map.shape:
         raise ValueError(f"probs has shape {list(probs.shape)}; needs the routing_map's {list(routing_map.shape)}")
     (T, E), device = routing_map.shape, tokens.device
@@ -571,7 +604,7 @@ def unpermute(
     routing_map: Tensor | None = None, fused: bool = False, drop_and_pad: bool = False,
 ) -> Tensor:
     """Adds the rows [rows, H] of `permute` back to their tokens: y_t = Σ over rows i of t of rows[i], [T, H] =
-    restore_shape. With probs [T, E] (needs routing_map [T, E] bool) row i is first multiplied by its own prob.
+    restore_shape. With probs [T, E] (needs routing_map [T, E]) row i is first multiplied by its own prob.
 
     Summed in fp32 at least, in permuted_tokens.dtype. Rows with sorted index T are ignored, whatever they hold.
     fused, drop_and_pad: as in permute. On CUDA the sum uses atomics; combine_rows does not.
@@ -580,6 +613,7 @@ def unpermute(
     if permuted_tokens.ndim != 2 or permuted_tokens.shape[1] != H or sorted_indices.shape != permuted_tokens.shape[:1]:
         raise ValueError(f"permuted_tokens {list(permuted_tokens.shape)} and sorted_indices {list(sorted_indices.shape)} "
                          f"need shapes [rows, {H}] and [rows] for restore_shape [{T}, {H}]")
+    routing_map = None if routing_map is None else _as_map(routing_map)
     if probs is not None and routing_map is None:
         raise ValueError("probs without routing_map: which expert a row belongs to is read from routing_map; pass the one "
                          "given to permute")
@@ -625,10 +659,11 @@ def sort_chunks_by_idxs(
 
 
 def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """routing_map [T, E] bool with the first zeros of every column made ones, until its count is a multiple of
-    pad_multiple, or T."""
+    """routing_map [T, E] (bool or 0/1), as bool, with the first zeros of every column made ones until its count is a
+    multiple of pad_multiple, or T."""
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple is {pad_multiple}; needs 1 or more")
+    routing_map = _as_map(routing_map)
     counts_E = routing_map.sum(0)
     wanted_E = (counts_E + pad_multiple - 1) // pad_multiple * pad_multiple
     return _rank_in_column(routing_map) < wanted_E
@@ -636,24 +671,46 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 # ---- Activations: y [.., 2F] -> act(first half) · second half ----
 
-ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "relu2")
+class Activation(NamedTuple):
+    """act: value(a, constants) is act(a), value_and_slope(a, constants) is (act(a), act'(a))."""
+    value: Callable
+    value_and_slope: Callable
+    gated: bool = True
 
 
-def _gate(a: Tensor, kind: str, alpha: float) -> Tensor:
-    if kind == "swiglu":
-        return F.silu(a)
-    return a * torch.sigmoid(alpha * a) if kind == "quick_geglu" else F.gelu(a, approximate="tanh")
+class Constants(NamedTuple):
+    """Which activation, and its constants: see `activation`."""
+    kind: str = "swiglu"
+    alpha: float = 1.702
+    linear_offset: float = 0.0
+    clamp_value: float | None = None
 
 
-def _gate_and_slope(a: Tensor, kind: str, alpha: float) -> tuple[Tensor, Tensor]:
-    """(act(a), act'(a))."""
-    if kind == "geglu":
-        c = math.sqrt(2 / math.pi)
-        t = torch.tanh(c * (a + 0.044715 * a * a * a))
-        return 0.5 * a * (1 + t), 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * c * (1 + 3 * 0.044715 * a * a)
-    alpha = 1.0 if kind == "swiglu" else alpha                        # SiLU is quick GELU at alpha 1
+def _quick_gelu_and_slope(a: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     s = torch.sigmoid(alpha * a)
     return a * s, s * (1 + alpha * a * (1 - s))
+
+
+def _gelu_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
+    c = math.sqrt(2 / math.pi)
+    t = torch.tanh(c * (a + 0.044715 * a * a * a))
+    return 0.5 * a * (1 + t), 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * c * (1 + 3 * 0.044715 * a * a)
+
+
+def _relu2_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
+    r = a.relu()
+    return r * r, 2 * r
+
+
+# SiLU is quick GELU at alpha 1
+ACTIVATIONS = {
+    "swiglu": Activation(lambda a, c: F.silu(a), lambda a, c: _quick_gelu_and_slope(a, 1.0)),
+    "geglu": Activation(lambda a, c: F.gelu(a, approximate="tanh"), lambda a, c: _gelu_and_slope(a)),
+    "quick_geglu": Activation(
+        lambda a, c: a * torch.sigmoid(c.alpha * a), lambda a, c: _quick_gelu_and_slope(a, c.alpha)),
+    "relu2": Activation(
+        lambda a, c: a.relu().square(), lambda a, c: _relu2_and_slope(a), gated=False),
+}
 
 
 def _halves(y: Tensor, clamp_value: float | None, linear_offset: float) -> tuple[Tensor, Tensor]:
@@ -663,32 +720,34 @@ def _halves(y: Tensor, clamp_value: float | None, linear_offset: float) -> tuple
     return a, b + linear_offset if linear_offset else b
 
 
-def _activate(y, kind, weights, alpha, linear_offset, clamp_value) -> Tensor:
+def _activate(y: Tensor, weights: Tensor | None, c: Constants) -> Tensor:
     """activation's value, without autograd: fp32 inside, rounded once."""
-    wide = _wide(y)
-    if kind == "relu2":
-        out = wide.relu().square()
+    act, wide = ACTIVATIONS[c.kind], _wide(y)
+    if act.gated:
+        a, b = _halves(wide, c.clamp_value, c.linear_offset)
+        out = act.value(a, c) * b
     else:
-        a, b = _halves(wide, clamp_value, linear_offset)
-        out = _gate(a, kind, alpha) * b
+        out = act.value(wide, c)
     return (out if weights is None else out * weights).to(y.dtype)
 
 
-def _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value) -> tuple[list[Tensor], Tensor | None]:
+def _activate_back(
+    g: Tensor, y: Tensor, weights: Tensor | None, c: Constants,
+) -> tuple[Tensor, Tensor | None]:
     """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least, or None)."""
-    g_wide, wide = _wide(g), _wide(y)
+    act, g_wide, wide = ACTIVATIONS[c.kind], _wide(g), _wide(y)
     g_out = g_wide if weights is None else g_wide * weights
-    if kind == "relu2":
-        r = wide.relu()
-        value, grads = r * r, [g_out * 2 * r]
-    else:
-        a, b = _halves(wide, clamp_value, linear_offset)
-        gate, slope = _gate_and_slope(a, kind, alpha)
+    if act.gated:
+        a, b = _halves(wide, c.clamp_value, c.linear_offset)
+        gate, slope = act.value_and_slope(a, c)
         value, grads = gate * b, [g_out * b * slope, g_out * gate]
-        if clamp_value is not None:                                   # torch.clamp's gradient: 1 at the bound
-            raw_a, raw_b = _halves(wide, None, 0.0)
-            grads = [grads[0].masked_fill(~(raw_a <= clamp_value), 0.0),
-                     grads[1].masked_fill(~(raw_b.abs() <= clamp_value), 0.0)]
+    else:
+        value, slope = act.value_and_slope(wide, c)
+        grads = [g_out * slope]
+    if c.clamp_value is not None:                                     # torch.clamp's gradient: 1 at the bound
+        raw_a, raw_b = _halves(wide, None, 0.0)
+        grads = [grads[0].masked_fill(~(raw_a <= c.clamp_value), 0.0),
+                 grads[1].masked_fill(~(raw_b.abs() <= c.clamp_value), 0.0)]
     grad_y = torch.cat([grad.to(y.dtype) for grad in grads], -1)
     return grad_y, None if weights is None else (g_wide * value).sum(-1, keepdim=True)
 
@@ -699,34 +758,36 @@ def _to_fp8(y: Tensor) -> Tensor:
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, weights, kind, alpha, linear_offset, clamp_value, fp8_input_store):
-        ctx.kind, ctx.constants, ctx.dtype = kind, (alpha, linear_offset, clamp_value), y.dtype
+    def forward(ctx, y, weights, constants, fp8_input_store):
+        ctx.constants, ctx.dtype = constants, y.dtype
         ctx.save_for_backward(_to_fp8(y) if fp8_input_store else y, weights)
-        return _activate(y, kind, weights, *ctx.constants)
+        return _activate(y, weights, constants)
 
     @staticmethod
     def backward(ctx, g):
         y, weights = ctx.saved_tensors
-        grad_y, grad_weights = _activate_back(g, y.to(ctx.dtype), ctx.kind, weights, *ctx.constants)
-        grad_weights = None if weights is None else grad_weights.to(weights.dtype)
-        return grad_y, grad_weights, None, None, None, None, None
+        grad_y, grad_weights = _activate_back(g, y.to(ctx.dtype), weights, ctx.constants)
+        # y, weights, constants, fp8_input_store
+        return grad_y, None if weights is None else grad_weights.to(weights.dtype), None, None
 
 
-def _as_numbers(*constants: float | None) -> tuple[float | None, ...]:
-    """For the arguments of an autograd function, which cannot be symbolic floats."""
-    return tuple(None if x is None else guard_scalar(x) for x in constants)
-
-
-def _check_activation(y, kind, weights, linear_offset, clamp_value, g=None) -> None:
+def _constants(kind: str, alpha: float, linear_offset: float, clamp_value: float | None) -> Constants:
+    """Checked, and as an autograd function takes them: it cannot take symbolic floats."""
     _choice("kind", kind, ACTIVATIONS)
-    if kind == "relu2" and (linear_offset != 0.0 or clamp_value is not None):
-        raise ValueError(f"relu2 has no linear half: linear_offset is {linear_offset} and clamp_value {clamp_value}, they "
+    if not ACTIVATIONS[kind].gated and (linear_offset != 0.0 or clamp_value is not None):
+        raise ValueError(f"{kind} has no linear half: linear_offset is {linear_offset} and clamp_value {clamp_value}, they "
                          f"need 0.0 and None")
-    if kind != "relu2" and y.shape[-1] % 2:
-        raise ValueError(f"y has shape {list(y.shape)}; {kind} needs an even last axis, [.., 2F]")
+    numbers = [None if x is None else guard_scalar(x) for x in (alpha, linear_offset, clamp_value)]
+    return Constants(kind, *numbers)
+
+
+def _check_activation(y: Tensor, weights: Tensor | None, c: Constants, g: Tensor | None = None) -> None:
+    gated = ACTIVATIONS[c.kind].gated
+    if gated and y.shape[-1] % 2:
+        raise ValueError(f"y has shape {list(y.shape)}; {c.kind} needs an even last axis, [.., 2F]")
     if weights is not None and weights.shape != (*y.shape[:-1], 1):
         raise ValueError(f"weights has shape {list(weights.shape)}; needs {[*y.shape[:-1], 1]}, one per row of y")
-    out = [*y.shape[:-1], y.shape[-1] if kind == "relu2" else y.shape[-1] // 2]
+    out = [*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1]]
     if g is not None and list(g.shape) != out:
         raise ValueError(f"g has shape {list(g.shape)}; needs {out}, the shape of the activation's output")
 
@@ -742,8 +803,9 @@ def activation(
     in fp32 at least, rounded once. For the backward only y and weights are kept; with fp8_input_store y as fp8 e4m3,
     clamped to ±448 (the forward still uses the unrounded y).
     """
-    _check_activation(y, kind, weights, linear_offset, clamp_value)
-    return _Activation.apply(y, weights, kind, *_as_numbers(alpha, linear_offset, clamp_value), fp8_input_store)
+    constants = _constants(kind, alpha, linear_offset, clamp_value)
+    _check_activation(y, weights, constants)
+    return _Activation.apply(y, weights, constants, fp8_input_store)
 
 
 def activation_back(
@@ -752,8 +814,9 @@ def activation_back(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y, grad_weights [.., 1] in
     weights.dtype, summed over F in fp32 at least). At the clamp's bound the gradient passes, as torch.clamp's does."""
-    _check_activation(y, kind, weights, linear_offset, clamp_value, g)
-    grad_y, grad_weights = _activate_back(g, y, kind, weights, alpha, linear_offset, clamp_value)
+    constants = _constants(kind, alpha, linear_offset, clamp_value)
+    _check_activation(y, weights, constants, g)
+    grad_y, grad_weights = _activate_back(g, y, weights, constants)
     return grad_y if weights is None else (grad_y, grad_weights.to(weights.dtype))
 
 
@@ -820,7 +883,7 @@ def _empty_product(x, token_N, scale, weights, bias, offsets):
     return x.new_empty((x if token_N is None else token_N).shape[0], weights.shape[2])
 
 
-@_op(_empty_product)
+@_op(_empty_product, reads_on_host=True)
 def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, scale: Tensor | None, weights: Tensor, bias: Tensor | None,
     offsets: Tensor,
@@ -838,7 +901,7 @@ def _empty_weight_grad(a, token_a, b, token_b, scale, offsets):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
-@_op(_empty_weight_grad)
+@_op(_empty_weight_grad, reads_on_host=True)
 def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, scale: Tensor | None,
     offsets: Tensor,
@@ -850,12 +913,23 @@ def _rows_times_rows(
     return out
 
 
-def _native(x: Tensor, columns: int) -> bool:
-    """Whether torch's grouped product takes rows x with so many columns of the other operand.
+@torch.compiler.assume_constant_result
+def _one_kernel_card(device: torch.device) -> bool:
+    """Whether torch's grouped product reads the offsets on this card, not on the host."""
+    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
-    It is for CUDA and bf16, with strides in multiples of 16 bytes. It reads the offsets on the device.
+
+def _native(*operands: Tensor) -> bool:
+    """Whether torch's grouped product takes the operands, rows or matrices, as they are.
+
+    It is for bf16 on CUDA, compute capability 9.0 and 10.0 (H100, H200, B200), with widths and strides
+    in multiples of 16 bytes. Elsewhere it would copy the offsets to the host.
     """
-    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and columns % 8 == 0
+    def fits(x):
+        steps = [step for step in x.stride() if step != 1]
+        return (x.is_cuda and x.dtype == torch.bfloat16 and 0 not in steps
+                and all(n % 8 == 0 for n in (*x.shape[1:], *steps)))
+    return all(map(fits, operands)) and _one_kernel_card(operands[0].device)
 
 
 def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -871,7 +945,7 @@ def _all_rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, offset
 
 def _product(x, token_N, scale, weights, bias, offsets) -> Tensor:
     """Row block e · weights[e] + bias[e] -> [N, O]: weights [E, I, O], bias [E, O] or None."""
-    if not _native(x, weights.shape[2]):
+    if not _native(x, weights):
         return _rows_times_weights(x, token_N, scale, weights, bias, offsets)
     rows = _all_rows_of(x, token_N, scale, offsets)
     out = F.grouped_mm(rows, weights, offs=offsets)
@@ -883,7 +957,7 @@ def _product(x, token_N, scale, weights, bias, offsets) -> Tensor:
 
 def _weight_grad(a, token_a, b, token_b, scale, offsets) -> Tensor:
     """(Row block e of a)ᵀ · row block e of b -> [E, A, B]; `scale` [N, 1] multiplies the rows of b."""
-    if not _native(a, b.shape[1]):
+    if not _native(a, b):
         return _rows_times_rows(a, token_a, b, token_b, scale, offsets)
     rows_a, rows_b = _all_rows_of(a, token_a, None, offsets), _all_rows_of(b, token_b, scale, offsets)
     return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
@@ -933,22 +1007,24 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, probs, fc1, fc2, fc1_bias, fc2_bias, order, inverse, offsets, probs_on, act, fp8_input_store):
+    def forward(ctx, tokens, probs, fc1, fc2, fc1_bias, fc2_bias, order, inverse, offsets, probs_on, constants,
+                fp8_input_store):
         token_N, probs_N1 = order // inverse.shape[1], probs.flatten().index_select(0, order)[:, None]
         scale, weights, outer = ((probs_N1, None, None) if probs_on == "input" else
                                  (None, probs_N1, None) if probs_on == "activation" else (None, None, probs))
         bias = None if fc1_bias is None else fc1_bias.flatten(1)
         hidden = _product(tokens, token_N, scale, fc1.flatten(1, 2).transpose(1, 2), bias, offsets)
-        value = _activate(hidden, act[0], weights, *act[1:])
+        value = _activate(hidden, weights, constants)
         rows_NH = _product(value, None, None, fc2.transpose(1, 2), fc2_bias, offsets)
         hidden = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets)
-        ctx.probs_on, ctx.act = probs_on, act
+        ctx.probs_on, ctx.constants = probs_on, constants
         return _sum_rows(rows_NH, inverse, None, outer)
 
     @staticmethod
     def backward(ctx, grad):
         tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets = ctx.saved_tensors
+        need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias, need_fc2_bias = ctx.needs_input_grad[:6]
         on_input, grad = ctx.probs_on == "input", grad.contiguous()
         # what is made of these depends on grad, so the compiler cannot keep it from the forward
         order = value_in_backward(order, grad)
@@ -958,28 +1034,32 @@ class _ExpertMLP(torch.autograd.Function):
             hidden = value_in_backward(hidden, grad)
         # fc2 is linear, so probs behind it and probs before it have one backward, and neither needs fc2's output
         scale, weights = (probs_N1, None) if on_input else (None, probs_N1)
+        grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
 
-        grad_act = _product(grad, token_N, None, fc2, None, offsets)
-        grad_hidden, grad_weights = _activate_back(grad_act, hidden, ctx.act[0], weights, *ctx.act[1:])
-        grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
-        if ctx.needs_input_grad[3]:
-            value = _activate(hidden, ctx.act[0], weights, *ctx.act[1:])
+        if need_tokens or need_probs or need_fc1 or need_fc1_bias:
+            grad_act = _product(grad, token_N, None, fc2, None, offsets)
+            grad_hidden, grad_weights = _activate_back(grad_act, hidden, weights, ctx.constants)
+        if need_fc2:
+            value = _activate(hidden, weights, ctx.constants)
             grad_fc2 = _weight_grad(grad, token_N, value, None, None, offsets)
-        if ctx.needs_input_grad[2]:
+        if need_fc1:
             grad_fc1 = _weight_grad(grad_hidden, None, tokens, token_N, scale, offsets).view_as(fc1)
-        grad_rows = _product(grad_hidden, None, None, fc1.flatten(1, 2), None, offsets)
-        grad_tokens = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
-        grad_probs = _dot_rows(grad_rows, inverse, tokens) if on_input else grad_weights.flatten()[inverse]
+        if need_tokens or need_probs and on_input:
+            grad_rows = _product(grad_hidden, None, None, fc1.flatten(1, 2), None, offsets)
+        if need_tokens:
+            grad_tokens = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
 
         ones_N1 = torch.ones_like(probs_N1)
-        if fc1_bias is not None:
+        if need_fc1_bias:
             grad_fc1_bias = _bias_grad(grad_hidden, None, ones_N1, offsets).view_as(fc1_bias)
-        if fc2_bias is not None:
+        if need_fc2_bias:
             grad_fc2_bias = _bias_grad(grad, token_N, ones_N1 if on_input else weights, offsets)
-            if not on_input:
+        if need_probs:
+            grad_probs = _dot_rows(grad_rows, inverse, tokens) if on_input else grad_weights.flatten()[inverse]
+            if fc2_bias is not None and not on_input:
                 expert_TK = _expert_of(inverse, offsets).clamp(max=len(offsets) - 1)
                 grad_probs = grad_probs + _dot_rows(fc2_bias, expert_TK, grad)
-        grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
+            grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
         return (grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias,
                 None, None, None, None, None, None)
 
@@ -999,11 +1079,18 @@ def expert_mlp(
     TypeError for shapes and dtypes that do not fit.
     """
     _choice("probs_on", probs_on, ("input", "activation", "output"))
-    _choice("kind", kind, ACTIVATIONS)
-    (E, P, F_, H), parts = fc1.shape, 1 if kind == "relu2" else 2
+    constants = _constants(kind, alpha, linear_offset, clamp_value)
+    if tokens.ndim != 2 or fc1.ndim != 4:
+        raise ValueError(f"tokens {list(tokens.shape)} and fc1 {list(fc1.shape)} need shapes [T, H] and [E, P, F, H]")
+    (E, P, F_, H), parts = fc1.shape, 2 if ACTIVATIONS[kind].gated else 1
     if P != parts or fc2.shape != (E, H, F_) or tokens.shape[1:] != (H,) or plan.counts.shape != (E,):
         raise ValueError(f"tokens {list(tokens.shape)}, fc1 {list(fc1.shape)} and fc2 {list(fc2.shape)} need shapes [T, H], "
                          f"[E, {parts}, F, H] and [E, H, F] for {kind} and a plan of {plan.counts.shape[0]} experts")
+    for name, bias, shape in (("fc1_bias", fc1_bias, (E, P, F_)), ("fc2_bias", fc2_bias, (E, H))):
+        if bias is not None and bias.shape != shape:
+            raise ValueError(f"{name} has shape {list(bias.shape)}; needs {list(shape)}")
+        if bias is not None and bias.dtype != tokens.dtype:
+            raise TypeError(f"{name} is {bias.dtype} and tokens {tokens.dtype}; they need one dtype")
     if tokens.shape[0] != plan.inverse.shape[0] or probs.shape != plan.inverse.shape:
         raise ValueError(f"tokens {list(tokens.shape)} and probs {list(probs.shape)} need shapes [T, H] and [T, K] = "
                          f"{list(plan.inverse.shape)}, as the plan")
@@ -1012,33 +1099,36 @@ def expert_mlp(
     if probs_on == "activation" and fc2_bias is not None:
         probs_on = "output"                                           # p·(fc2·a + b): the bias wants the prob too
     return _ExpertMLP.apply(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets, probs_on,
-                            (kind, *_as_numbers(alpha, linear_offset, clamp_value)), fp8_input_store)
+                            constants, fp8_input_store)
 
 
-@_op(lambda grad, tokens, weight, dtype: (
-    tokens.new_empty(tokens.shape), weight.new_empty(weight.shape), grad.new_empty(grad.shape[1])))
-def _gating_back(
-    grad: Tensor, tokens: Tensor, weight: Tensor, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (grad @ weight.to(dtype)).to(tokens.dtype), (grad.t() @ tokens.to(dtype)).to(weight.dtype), grad.sum(0)
+# An op: of an upcast in the graph, the compiler would keep the copy for the backward.
+@_op(lambda a, b, dtype, out_dtype: a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
 
 
 class _Gating(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, weight, bias, dtype):
-        ctx.save_for_backward(tokens, weight, bias)
-        ctx.dtype = dtype
-        with torch.autocast(tokens.device.type, enabled=False):
+        ctx.save_for_backward(tokens, weight)
+        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
+        with without_autocast(tokens):
             logits = tokens.to(dtype) @ weight.to(dtype).t()
             return logits if bias is None else logits + bias.to(dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        tokens, weight, bias = ctx.saved_tensors
-        # an op: of products in the graph, the compiler would keep the fp32 copies of tokens and weight
-        grad_tokens, grad_weight, grad_bias = _gating_back(
-            grad.flatten(0, -2), tokens.flatten(0, -2), weight, ctx.dtype)
-        return grad_tokens.view_as(tokens), grad_weight, None if bias is None else grad_bias.to(bias.dtype), None
+        tokens, weight = ctx.saved_tensors
+        grad_TE, grad_tokens, grad_weight, grad_bias = grad.flatten(0, -2), None, None, None
+        if ctx.needs_input_grad[0]:
+            grad_tokens = _product_in(grad_TE, weight, ctx.dtype, tokens.dtype).view_as(tokens)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _product_in(grad_TE.t(), tokens.flatten(0, -2), ctx.dtype, weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = _sum_tokens(grad_TE).to(ctx.bias_dtype)
+        # tokens, weight, bias, dtype
+        return grad_tokens, grad_weight, grad_bias, None
 
 
 def router_gating_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:

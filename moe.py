@@ -16,14 +16,17 @@ from typing import NamedTuple, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import kernels, parallel
-    from .parallel import ParallelModule, ProcessGroups, all_sum, group_rank, group_size, reduce_gradients
+    from .parallel import (
+        ParallelModule, ProcessGroups, all_sum, copy_rows, gradient_norm, group_rank, group_size, reduce_gradients)
 else:
     import kernels
     import parallel
-    from parallel import ParallelModule, ProcessGroups, all_sum, group_rank, group_size, reduce_gradients
+    from parallel import (
+        ParallelModule, ProcessGroups, all_sum, copy_rows, gradient_norm, group_rank, group_size, reduce_gradients)
 
 
 # ---- Config ----
@@ -39,7 +42,8 @@ class MoEConfig:
 
     hidden_size H, ffn_hidden_size F (of one expert), num_experts E, topk K. score_function to scaling_factor: see
     kernels.topk_routing_with_score_function; activation fields: kernels.activation; apply_probs_on: kernels.expert_mlp.
-    load_balancing_type and aux_loss_coeff: one type and a float, or tuples of the same length; a coefficient of 0 is no loss.
+    load_balancing_type and aux_loss_coeff: one type and a float, or tuples of the same length; every loss needs a
+    positive coefficient.
     """
     hidden_size: int
     ffn_hidden_size: int
@@ -99,8 +103,10 @@ class MoEConfig:
         if self.topk > self.num_experts:
             refuse("topk num_experts", "a token cannot have more experts than there are; lower topk")
 
-        if self.activation == "relu2" and (self.glu_linear_offset != 0.0 or self.activation_clamp_value is not None):
-            refuse("activation glu_linear_offset activation_clamp_value", "relu2 is not gated; leave the other two out")
+        gated = kernels.ACTIVATIONS[self.activation].gated
+        if not gated and (self.glu_linear_offset != 0.0 or self.activation_clamp_value is not None):
+            refuse("activation glu_linear_offset activation_clamp_value",
+                   f"{self.activation} is not gated; leave the other two out")
         if self.activation != "quick_geglu" and self.glu_alpha != 1.702:
             refuse("activation glu_alpha", "only quick_geglu has an alpha; leave glu_alpha out")
         for name in ("activation_clamp_value", "capacity_factor"):
@@ -134,6 +140,10 @@ class MoEConfig:
                 refuse("load_balancing_type", f"needs {', '.join(LOAD_BALANCING_TYPES)}, or a tuple of them")
         if len(set(self.balancing)) != len(self.balancing) or len(self.balancing) > 1 and "none" in self.balancing:
             refuse("load_balancing_type", "each type at most once, and \"none\" beside no other")
+        for kind in LOSS_NAMES:
+            if kind in self.balancing and not 0 < self.balancing[kind] < math.inf:
+                refuse("load_balancing_type aux_loss_coeff", f"{kind} needs a positive coefficient; give one, or leave "
+                       f"the type out")
         if "none" in self.balancing and self.balancing["none"]:
             refuse("load_balancing_type aux_loss_coeff", "a coefficient of no loss; name the type, or leave it out")
         if "sinkhorn" in self.balancing:
@@ -165,7 +175,7 @@ class MoEConfig:
     @property
     def parts(self) -> int:
         """Parts of fc1's output: gate and up, or one where the activation is not gated."""
-        return 1 if self.activation == "relu2" else 2
+        return 2 if kernels.ACTIVATIONS[self.activation].gated else 1
 
 
 def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
@@ -296,12 +306,15 @@ class ExpertParallel:
 
 # ---- Router ----
 
-_LOSS_SCALE: dict[torch.device, Tensor] = {torch.device("cpu"): torch.ones(())}
+_CPU = torch.device("cpu")
+with torch.inference_mode(False):            # whatever is on where this file is imported
+    _LOSS_SCALE = {_CPU: torch.ones((), dtype=torch.float32, device=_CPU)}
 
 
 def _loss_scale(device: torch.device) -> Tensor:
     if device not in _LOSS_SCALE:
-        _LOSS_SCALE[device] = _LOSS_SCALE[torch.device("cpu")].to(device)
+        with torch.inference_mode(False):
+            _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
     return _LOSS_SCALE[device]
 
 
@@ -309,8 +322,11 @@ def set_aux_loss_scale(scale: float | Tensor) -> None:
     """Factor on the gradients of all balance losses and z-losses: what the main loss is scaled by before its backward
     (a loss scaler's factor, 1 / microbatches, ..). A float or a 0-d tensor; holds for every backward from now on, also
     of forwards already done, and in compiled code without a recompile."""
-    for tensor in _LOSS_SCALE.values():
-        tensor.copy_(scale) if isinstance(scale, Tensor) else tensor.fill_(scale)
+    if isinstance(scale, Tensor) and scale.ndim:
+        raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
+    with torch.no_grad():
+        for tensor in _LOSS_SCALE.values():
+            tensor.copy_(scale) if isinstance(scale, Tensor) else tensor.fill_(scale)
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
@@ -342,13 +358,14 @@ class Router(ParallelModule, ABC):
     def reset_parameters(self) -> None:
         """Draws the weight anew (normal, init_std); the bias becomes zero."""
         with torch.no_grad():
-            self.weight.copy_(_normal(self.weight.shape, self.config.init_std, self.weight))
+            copy_rows(self.weight, _normal(self.weight.shape, self.config.init_std, self.weight))
             if self.bias is not None:
                 self.bias.zero_()
 
     def gating(self, input: Tensor) -> Tensor:
         """input [.., H] -> logits [.., E] in router_dtype, immune to autocast."""
-        return kernels.router_gating_linear(input, self.weight, self.bias, self.config.router_dtype)
+        weight, bias = parallel.gathered(self.weight), parallel.gathered(self.bias)
+        return kernels.router_gating_linear(input, weight, bias, self.config.router_dtype)
 
     @abstractmethod
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -382,20 +399,31 @@ def _recomputing() -> bool:
 
 # Ops, since only the running program can tell a recomputation, compiled code cannot.
 
-@kernels._op(lambda buffer, value, add: None, mutates_args=("buffer",))
+@kernels._op(lambda buffer, value, add: None, mutates_args=("buffer",), reads_on_host=True)
 def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
     """buffer += value, or = value; nothing in a recomputation."""
     if not _recomputing():
         buffer.copy_(buffer + value if add else value)
 
 
-@kernels._op(lambda sums, steps, counts: torch.empty_like(sums, dtype=torch.float64), mutates_args=("sums", "steps"))
+@kernels._op(
+    lambda sums, steps, counts: torch.empty_like(sums, dtype=torch.float64), mutates_args=("sums", "steps"),
+    reads_on_host=True)
 def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
     """Adds counts [E] to sums [E] and 1 to steps [], not in a recomputation; returns sums / steps in fp64."""
     if not _recomputing():
         sums.add_(counts)
         steps.add_(1)
     return sums.double() / steps.double().clamp(min=1)
+
+
+_COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "last_tokens_per_expert", "last_losses")
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """The tensor, which will be updated in place: CUDA graphs may rely on its address."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    return tensor
 
 
 class TopKRouter(Router):
@@ -408,41 +436,51 @@ class TopKRouter(Router):
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
         E = config.num_experts
-
-        def buffer(name, *shape, dtype=torch.float32, on=True, persistent=False):
-            self.register_buffer(name, torch.empty(shape, dtype=dtype) if on else None, persistent=persistent)
-        buffer("expert_bias", E, on=config.enable_expert_bias, persistent=True)
-        buffer("local_tokens_per_expert", E, on=config.enable_expert_bias)          # since the last update_expert_bias
-        buffer("global_tokens_per_expert", E, on="global_aux_loss" in config.balancing)
-        buffer("ga_steps", on="global_aux_loss" in config.balancing)                # forwards in the sums above
-        buffer("last_tokens_per_expert", E, dtype=torch.int64)                      # of the latest training forward
-        buffer("last_losses", len(METRICS))
+        self.register_buffer("expert_bias", None)
+        # Not buffers: DistributedDataParallel would overwrite them with those of rank 0.
+        self.local_tokens_per_expert = None                      # since the last update_expert_bias
+        self.global_tokens_per_expert = self.ga_steps = None     # sums, and the forwards in them
+        if config.enable_expert_bias:
+            self.expert_bias = torch.empty(E, dtype=torch.float32)
+            self.local_tokens_per_expert = _counter(torch.empty(E, dtype=torch.float32))
+        if "global_aux_loss" in config.balancing:
+            self.global_tokens_per_expert = _counter(torch.empty(E, dtype=torch.float32))
+            self.ga_steps = _counter(torch.empty((), dtype=torch.float32))
+        self.last_tokens_per_expert = _counter(torch.empty(E, dtype=torch.int64))     # of the latest training forward
+        self.last_losses = _counter(torch.empty(len(METRICS), dtype=torch.float32))
         # loss -> ranks that hold parts of it; 0: all, the data-parallel ones too
         self._sharers = dict.fromkeys(METRICS, group_size(self.groups.tp_cp)) | {"global_load_balancing_loss": 0}
-        self._reset_buffers()
+        self._reset_counts()
 
     def reset_parameters(self) -> None:
         """Draws the weight anew (normal, init_std); biases, counts and sums become zero."""
         super().reset_parameters()
-        self._reset_buffers()
+        self._reset_counts()
 
-    def _reset_buffers(self) -> None:
-        for tensor in self.buffers(recurse=False):
-            tensor.zero_()
+    def _reset_counts(self) -> None:
+        for name in (*_COUNTS, "expert_bias"):
+            if getattr(self, name) is not None:
+                getattr(self, name).zero_()
         self.last_losses.fill_(math.nan)
         _loss_scale(self.weight.device)                               # made here, not by the first compiled forward
 
-    # -- the buffers stay fp32: a bias in bf16 would lose its updates of 1e-3, counts their units --
+    # -- bias and counts keep their dtype: a bias in bf16 would lose its updates of 1e-3, counts their units --
 
     def _apply(self, fn, recurse=True):
-        before = dict(self.named_buffers(recurse=False))
+        bias = self.expert_bias
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = getattr(self, name)
-            if moved.dtype != buffer.dtype:
-                setattr(self, name, buffer.to(moved.device))
+        if bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        self._move_counts(fn)
         _loss_scale(self.weight.device)
         return self
+
+    def _move_counts(self, fn) -> None:
+        for name in _COUNTS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                moved = fn(tensor)
+                setattr(self, name, _counter(moved if moved.dtype == tensor.dtype else tensor.to(moved.device)))
 
     def _maintain_float32_expert_bias(self) -> None:
         """Casts the expert bias back where something outside of `_apply` has cast it."""
@@ -620,7 +658,7 @@ class TopKRouter(Router):
         config = self.config
         self._maintain_float32_expert_bias()
         if config.force_load_balancing:                               # random values, the gradient of the logits
-            logits = logits + (torch.randn_like(logits) - logits).detach()
+            logits = kernels._Adjoint.apply(logits, torch.randn_like, torch.clone)
         logits = self.apply_z_loss(logits, padding_mask)
         padding_T = None if padding_mask is None else padding_mask.flatten()
         probs_TK, indices_TK = self._choose(logits.flatten(0, -2), padding_T, topk_indices)
@@ -670,6 +708,8 @@ class TopKRouter(Router):
                 raise ValueError(f"topk_indices is {list(shape)} {topk_indices.dtype}; needs [{T}, {config.topk}] or "
                                  f"{[*input.shape[:-1], config.topk]} torch.int64")
             topk_indices = topk_indices.flatten(0, -2)
+        if self.last_losses.device != self.weight.device:             # fully_shard has moved parameters and buffers
+            self._move_counts(lambda tensor: tensor.to(self.weight.device))
         logits = self.gating(self.apply_input_jitter(input))
         routing = self._route_logits(logits, padding_mask, topk_indices)
         return routing if dense_output else self._to_map(*routing)
@@ -708,9 +748,10 @@ def update_expert_bias(model: nn.Module) -> None:
 
 
 def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
-    """Of each router's latest training forward, layers in module order: "tokens_per_expert" [layers, E] int64, before
-    dropping and without padding; "max_violation" [layers] = max_e n_e / mean n - 1 (arXiv 2408.15664); and each loss that
-    is on in any layer, [layers], divided by its coefficient, NaN for a layer without it.
+    """Of each router's latest training forward, layers in module order: "tokens_per_expert" [layers, E]
+    int64, before dropping and without padding; "max_violation" [layers] = max_e n_e / mean n - 1 (arXiv
+    2408.15664), NaN where nothing was counted; and each loss that is on in any layer, [layers], divided
+    by its coefficient, NaN for a layer without it.
 
     reduce: over all ranks (collective): counts summed, losses summed over the ranks that share them and averaged over
     the others. For logging only: the losses are in the gradient already, do not add them.
@@ -727,8 +768,8 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     on = {LOSS_NAMES[kind] for r in routers for kind in LOSS_NAMES if r.get_aux_loss_coeff(kind)}
     on |= {"z_loss" for r in routers if r.config.z_loss_coeff}
     metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
-    mean = counts.double().mean(1).clamp(min=torch.finfo(torch.float64).tiny)
-    return {**metrics, "max_violation": (counts.amax(1) / mean - 1).float(), "tokens_per_expert": counts}
+    violation = counts.amax(1) / counts.double().mean(1) - 1                       # 0 / 0 before any forward
+    return {**metrics, "max_violation": violation.float(), "tokens_per_expert": counts}
 
 
 # ---- Experts ----
@@ -751,13 +792,12 @@ class Experts(ParallelModule):
 
     def reset_parameters(self) -> None:
         """Draws the weights of all E experts on every rank and keeps its part: the same at every ep. Biases to zero."""
-        E_local, first = len(self.fc1), group_rank(self.groups.ep) * len(self.fc1)
+        first = group_rank(self.groups.ep) * len(self.fc1)
         with torch.no_grad():
             for e in range(self.config.num_experts):
                 for weight in (self.fc1, self.fc2):
-                    drawn = _normal(weight.shape[1:], self.config.init_std, weight)
-                    if first <= e < first + E_local:
-                        weight[e - first].copy_(drawn)
+                    drawn = _normal((1, *weight.shape[1:]), self.config.init_std, weight)
+                    copy_rows(weight, drawn, e - first)                   # an expert of another rank: nothing
             for bias in (self.fc1_bias, self.fc2_bias):
                 if bias is not None:
                     bias.zero_()
@@ -767,7 +807,7 @@ class Experts(ParallelModule):
         dtype; the gradients arrive in the parameters' dtypes."""
         config, device_type = self.config, tokens.device.type
         operands = [tokens, self.fc1, self.fc2, self.fc1_bias, self.fc2_bias]
-        if torch.is_autocast_enabled(device_type):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             operands = [x if x is None else x.to(dtype) for x in operands]
         x, *weights = operands
@@ -830,10 +870,12 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
             if not self.config.shared_expert_overlap:
                 raise RuntimeError(f"{step.__name__} needs shared_expert_overlap=True, found False: call the module itself")
             if self._overlap_state is not required_state:
-                raise RuntimeError(f"{step.__name__} needs the state {required_state.name}, found {self._overlap_state.name}")
+                raise RuntimeError(f"{step.__name__} needs the state {required_state.name}, found "
+                                   f"{self._overlap_state.name}; reset_overlap() starts again")
             for name in _CACHED_IN.get(required_state, ()):
                 if getattr(self, name) is None and (name != "gate_score" or self.gate_weight is not None):
-                    raise RuntimeError(f"{step.__name__} needs {name} from the step before, found None")
+                    raise RuntimeError(f"{step.__name__} needs {name} from the step before, found None; "
+                                       f"reset_overlap() starts again")
             try:
                 result = _tracing_side_effects(step, self, *args, **kwargs)
             except BaseException:
@@ -848,7 +890,15 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
 # Where tensors cross the streams, an op copies them and waits. So the order holds in a graph too, where
 # torch 2.13 does not tie a wait by itself to what reads behind it, and cannot split at one in the backward.
 
-@kernels._op(lambda tensor: torch.empty_like(tensor))
+def _empty_on_other_stream(tensor: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
+    from torch._inductor import config
+    if config.triton.cudagraphs:
+        raise RuntimeError("shared_expert_overlap with CUDA graphs (mode=\"reduce-overhead\"): graphs of one memory "
+                           "pool must not run on two streams; compile without them, or without overlap")
+    return torch.empty_like(tensor)
+
+
+@kernels._op(_empty_on_other_stream)
 def _fork_stream(tensor: Tensor) -> Tensor:
     """A copy for the side stream, which waits for the current one."""
     copy, side = tensor.clone(), _SIDE_STREAMS[tensor.device]
@@ -857,7 +907,7 @@ def _fork_stream(tensor: Tensor) -> Tensor:
     return copy
 
 
-@kernels._op(lambda tensor, others: torch.empty_like(tensor))
+@kernels._op(_empty_on_other_stream)
 def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     """A copy for the current stream, which waits for the side stream, and there for `others` too."""
     current = _current_stream(tensor.device)
@@ -960,7 +1010,7 @@ class SharedExpertMLP(ParallelModule):
                 shape = list(weight.shape)
                 shape[axis] *= ranks
                 drawn = _normal(shape, self.config.init_std, weight)
-                weight.copy_(drawn.chunk(ranks, axis)[group_rank(group) % ranks])
+                copy_rows(weight, drawn.chunk(ranks, axis)[group_rank(group) % ranks])
 
     # -- the parts: each takes its weight, which in steps has come to the side stream with the tokens --
 
@@ -1023,6 +1073,9 @@ class SharedExpertMLP(ParallelModule):
     @overlap_state_check(SharedExpertState.IDLE, SharedExpertState.PRE_FORWARD_COMM_DONE)
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
         """The gate's score; the tokens of all tp ranks."""
+        if isinstance(self.fc1, DTensor):
+            raise RuntimeError("pre_forward_comm needs whole weights, found a DTensor: fully_shard gathers them "
+                               "for a call, not for steps; shard the layer, not its shared expert alone")
         if wait_current_stream:
             self.wait_current_stream()
         tensors = [x for x in (input, self.fc1, self.fc2, self.gate_weight) if x is not None]

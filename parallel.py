@@ -1,15 +1,17 @@
 """What crosses ranks: process groups, the all-to-all over ep in two halves, the tensor-parallel pair,
-sharded state dicts, gradients.
+weights and state dicts of which each rank holds a part, gradients.
 
 Who reads moe.py to understand the layer can leave this file closed. Without groups nothing in it runs.
 """
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 # ---- Process groups ----
@@ -182,7 +184,29 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     return x if group is None else _CrossTP.apply(x, _sum, _gather, group, sequence_parallel)
 
 
-# ---- Modules over ranks: sharded state dicts, gradients ----
+# ---- Modules over ranks: weights, sharded state dicts, gradients ----
+
+def copy_rows(parameter: Tensor, rows: Tensor, first: int = 0) -> None:
+    """parameter[first : first + len(rows)] = rows, as far as this rank holds it: of a DTensor its part."""
+    local, starts = parameter, [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        _, starts = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements)
+    begin = max(first, starts[0])
+    end = min(first + len(rows), starts[0] + len(local))
+    if begin < end:
+        inner = [slice(start, start + size) for start, size in zip(starts[1:], local.shape[1:])]
+        local[begin - starts[0]:end - starts[0]].copy_(rows[(slice(begin - first, end - first), *inner)])
+
+
+def gathered(parameter: Tensor | None) -> Tensor | None:
+    """The whole parameter. FSDP2 has gathered it already, unless a part of what it has sharded is called by
+    itself; the gradient is then averaged here, as FSDP2 does."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+
 
 class ParallelModule(nn.Module):
     """A module of the layer. It says which of its parameters are sharded over which group, and over
@@ -243,3 +267,49 @@ def reduce_gradients(module: nn.Module) -> None:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
+
+
+def _shards(module_or_parameters, groups: ProcessGroups) -> list[tuple[Tensor, list]]:
+    """(parameter, the groups over which it is cut into shards) of all parameters."""
+    found = []
+    if isinstance(module_or_parameters, nn.Module):
+        for path, part in module_or_parameters.named_modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                group, axis = part.shard(name) if isinstance(part, ParallelModule) else (None, None)
+                if axis is not None and group not in (None, groups.ep, groups.tp):
+                    raise ValueError(f"{path}.{name} is sharded over a group that groups lacks; needs the layer's "
+                                     f"own, layer.groups")
+                found.append((parameter, [] if axis is None or group is None else [group]))
+    elif max(group_size(groups.ep), group_size(groups.tp)) > 1:
+        raise ValueError(f"module_or_parameters is no module, with {group_size(groups.ep)} ranks of ep and "
+                         f"{group_size(groups.tp)} of tp; needs the module: parameters do not say which are sharded")
+    else:
+        found = [(parameter, []) for parameter in module_or_parameters]
+    for parameter, over in found:
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            over += [mesh.get_group(dim) for dim, at in enumerate(parameter.placements) if not at.is_replicate()]
+    return found
+
+
+@torch.no_grad()
+def gradient_norm(module_or_parameters: nn.Module | Iterable[Tensor], groups: ProcessGroups | None) -> Tensor:
+    """The L2 norm of the gradients over all ranks, 0-d, in fp32 at least: what one process would get.
+
+    Each expert counts once, and so does each shard over tp or of a DTensor (FSDP2); what several ranks
+    hold alike counts once too. `groups` are the layers' own (None: one process). Collective. Call it
+    after the gradients have been reduced; a parameter without one counts as zero.
+    ValueError: parameters instead of the module, with more than one rank in ep or tp.
+    """
+    squares: dict[tuple, Tensor] = {}                        # groups -> sum over the parameters sharded so
+    for parameter, over in _shards(module_or_parameters, groups or ProcessGroups()):
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=parameter.placements).to_local()
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        square = torch.linalg.vector_norm(grad, dtype=dtype).square()
+        squares[tuple(over)] = squares.get(tuple(over), 0.0) + square
+    for over, square in squares.items():
+        for group in over:
+            dist.all_reduce(square, group=group)
+    return torch.stack(list(squares.values())).sum().sqrt()

@@ -3,6 +3,7 @@
 The oracles share no code with their subjects, walk one token and one choice at a time, and run in float64. Every letter
 has a different size wherever it can, so that a swapped axis fails.
 """
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -771,6 +772,9 @@ def test_refused_configs():
         refused(pad_to_capacity=True), refused(token_drop_policy="position"), refused(capacity_factor=0.0),
         refused(capacity_factor=1.0, token_drop_policy="random"), refused(shared_expert_overlap=True),
         refused(shared_expert_intermediate_size=0),
+        refused(load_balancing_type="aux_loss"), refused(load_balancing_type="seq_aux_loss", aux_loss_coeff=-0.1),
+        refused(load_balancing_type=("aux_loss", "global_aux_loss"), aux_loss_coeff=(0.1, 0.0)),
+        refused(load_balancing_type="aux_loss", aux_loss_coeff=NAN),
     ]), """\
 ValueError: topk = 9, num_experts = 8: a token cannot have more experts than there are; lower topk
 ValueError: topk = 0: needs a positive int
@@ -810,6 +814,10 @@ ValueError: capacity_factor = 0.0: needs a positive number, or None
 ValueError: token_drop_policy = 'random': needs one of probs, position
 ValueError: shared_expert_intermediate_size = None, shared_expert_gate = False, shared_expert_overlap = True: there is no shared expert; set shared_expert_intermediate_size too
 ValueError: shared_expert_intermediate_size = 0: needs a positive int, or None
+ValueError: load_balancing_type = 'aux_loss', aux_loss_coeff = 0.0: aux_loss needs a positive coefficient; give one, or leave the type out
+ValueError: load_balancing_type = 'seq_aux_loss', aux_loss_coeff = -0.1: seq_aux_loss needs a positive coefficient; give one, or leave the type out
+ValueError: load_balancing_type = ('aux_loss', 'global_aux_loss'), aux_loss_coeff = (0.1, 0.0): global_aux_loss needs a positive coefficient; give one, or leave the type out
+ValueError: load_balancing_type = 'aux_loss', aux_loss_coeff = nan: aux_loss needs a positive coefficient; give one, or leave the type out
 """)
 
 
@@ -818,6 +826,7 @@ def test_error_texts():
     routing_map, plan = torch.rand(6, 4) < 0.5, plan_permutation(torch.zeros(6, 2).long(), 4)
     layer = MoELayer(MoEConfig(8, 4, 4, 2))
     tok = topk_routing_with_score_function
+    mlp = functools.partial(expert_mlp, x, torch.rand(6, 2), plan, torch.zeros(4, 2, 4, 8), torch.zeros(4, 8, 4))
     lines = [
         error(tok, logits, 5), error(tok, logits, 2, score_function="tanh"), error(tok, logits, 2, num_groups=2),
         error(tok, logits, 2, num_groups=3, group_topk=1), error(tok, logits, 3, num_groups=4, group_topk=2),
@@ -825,7 +834,7 @@ def test_error_texts():
         error(tok, logits, 2, expert_bias=torch.zeros(3)), error(tok, logits, 2, precomputed_indices=torch.zeros(6, 3).long()),
         error(apply_router_token_dropping, logits, routing_map, 2, 1.0, "random"),
         error(apply_router_token_dropping, logits, routing_map[:5], 2, 1.0),
-        error(permute, x, routing_map[:5]), error(permute, x, routing_map.long()), error(permute, x, routing_map, logits[:, :3]),
+        error(permute, x, routing_map[:5]), error(permute, x, routing_map.float()), error(permute, x, routing_map, logits[:, :3]),
         error(permute, x, routing_map, fused=True), error(permute, x, routing_map, num_out_tokens=7, drop_and_pad=True),
         error(permute, x, routing_map, drop_and_pad=True),
         error(unpermute, x, torch.zeros(6).long(), (6, 8), logits), error(unpermute, x, torch.zeros(5).long(), (6, 8)),
@@ -839,6 +848,14 @@ def test_error_texts():
         error(expert_mlp, x, torch.rand(6, 2), plan, torch.zeros(4, 1, 4, 8), torch.zeros(4, 8, 4)),
         error(layer, torch.randn(6, 9)), error(layer, x.bfloat16()), error(layer, x, torch.zeros(5).bool()), error(layer, x, torch.zeros(6)),
         error(layer, x, None, torch.zeros(6, 3).long()), error(load_balancing_metrics, torch.nn.Linear(2, 2)),
+        error(tok, logits[None], 2), error(compute_routing_scores_for_aux_loss, logits[None], 2, "softmax"),
+        error(group_limited_topk, logits[None], 2, 6, 4, 2, 1), error(sinkhorn, logits[None]),
+        error(switch_load_balancing_loss_func, logits[None], logits[0], 6, 2, 4, 0.1), error(permute, x, routing_map[None]),
+        error(apply_router_token_dropping, logits[None], routing_map[None], 2, 1.0), error(pad_routing_map, routing_map[None], 2),
+        error(kernels.routing_to_map, logits[None], torch.zeros(1, 6, 2).long(), 4), error(kernels.routing_to_map, logits, torch.zeros(6, 2).long(), 4),
+        error(mlp, fc1_bias=torch.zeros(4, 4, 2)), error(mlp, fc2_bias=torch.zeros(4, 1)), error(mlp, fc2_bias=torch.zeros(7, 8)),
+        error(mlp, fc1_bias=torch.zeros(4, 2, 4).double()), error(mlp, kind="silu"), error(mlp, kind="relu2", linear_offset=1.0),
+        error(expert_mlp, x[None], torch.rand(6, 2), plan, torch.zeros(4, 2, 4, 8), torch.zeros(4, 8, 4)),
     ]
     assert_expected_inline("\n".join(lines), """\
 ValueError: topk is 5; needs 1 <= topk <= num_experts = 4
@@ -850,9 +867,9 @@ ValueError: group_score_topk is 3 (topk // group_topk = 2 // 2 unless given); se
 ValueError: expert_bias has shape [3]; needs [4], one entry per expert
 ValueError: precomputed_indices has shape [6, 3]; needs [6, 2]
 ValueError: drop_policy is 'random'; known: 'probs', 'position'
-ValueError: routing_probs [6, 4] and routing_map [5, 4] torch.bool need the same shape [T, E], the map boolean
+ValueError: routing_probs [6, 4] and routing_map [5, 4] need the same shape [T, E]
 ValueError: tokens [6, 8] and routing_map [5, 4] need shapes [T, H] and [T, E] with the same T
-TypeError: routing_map is torch.int64; needs torch.bool
+TypeError: routing_map is torch.float32; needs torch.bool or an integer dtype
 ValueError: probs has shape [6, 3]; needs the routing_map's [6, 4]
 ValueError: num_out_tokens is None, which gives a data-dependent shape; fused=True needs a number
 ValueError: num_out_tokens is 7; with drop_and_pad it needs a multiple of E = 4
@@ -880,7 +897,24 @@ TypeError: tokens is torch.bfloat16, fc1 torch.float32 and fc2 torch.float32; th
 ValueError: padding_mask is [5] torch.bool; needs [6] torch.bool, True = padding
 ValueError: padding_mask is [6] torch.float32; needs [6] torch.bool, True = padding
 ValueError: topk_indices is [6, 3] torch.int64; needs [6, 2] or [6, 2] torch.int64
-ValueError: model (Linear) has no TopKRouter""")
+ValueError: model (Linear) has no TopKRouter
+ValueError: logits has shape [1, 6, 4]; needs [T, E]
+ValueError: logits has shape [1, 6, 4]; needs [T, E]
+ValueError: scores has shape [1, 6, 4]; needs [6, 4], [T, E]
+ValueError: cost has shape [1, 6, 4]; needs [T, E]
+ValueError: probs has shape [1, 6, 4]; needs [T, E]
+ValueError: routing_map has shape [1, 6, 4]; needs [T, E]
+ValueError: routing_map has shape [1, 6, 4]; needs [T, E]
+ValueError: routing_map has shape [1, 6, 4]; needs [T, E]
+ValueError: probs has shape [1, 6, 4]; needs [T, K]
+ValueError: indices has shape [6, 2]; needs that of probs, [6, 4]
+ValueError: fc1_bias has shape [4, 4, 2]; needs [4, 2, 4]
+ValueError: fc2_bias has shape [4, 1]; needs [4, 8]
+ValueError: fc2_bias has shape [7, 8]; needs [4, 8]
+TypeError: fc1_bias is torch.float64 and tokens torch.float32; they need one dtype
+ValueError: kind is 'silu'; known: 'swiglu', 'geglu', 'quick_geglu', 'relu2'
+ValueError: relu2 has no linear half: linear_offset is 1.0 and clamp_value None, they need 0.0 and None
+ValueError: tokens [1, 6, 8] and fc1 [4, 2, 4, 8] need shapes [T, H] and [E, P, F, H]""")
 
 
 def test_misshapen_state_dict_changes_nothing():
@@ -1798,34 +1832,34 @@ def test_shared_steps_refuse_every_wrong_order():
     assert [getattr(shared, name) for name in cached] == [None] * 5 + [SharedExpertState.IDLE]
     assert len(texts) == 5 * 4 + 2 * 4
     assert_expected_inline("\n".join(sorted(set(texts))), """\
-RuntimeError: get_output needs cached_output from the step before, found None
-RuntimeError: get_output needs gate_score from the step before, found None
-RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found FC1_FORWARD_DONE
-RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found FC2_FORWARD_DONE
-RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found IDLE
-RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found PRE_FORWARD_COMM_DONE
-RuntimeError: linear_fc1_forward_and_act needs cached_fc1_input from the step before, found None
-RuntimeError: linear_fc1_forward_and_act needs gate_score from the step before, found None
-RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found FC1_FORWARD_DONE
-RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found FC2_FORWARD_DONE
-RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found IDLE
-RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found POST_FORWARD_COMM_DONE
-RuntimeError: linear_fc2_forward needs cached_fc2_input from the step before, found None
-RuntimeError: linear_fc2_forward needs gate_score from the step before, found None
-RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found FC2_FORWARD_DONE
-RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found IDLE
-RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found POST_FORWARD_COMM_DONE
-RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found PRE_FORWARD_COMM_DONE
-RuntimeError: post_forward_comm needs cached_fc2_output from the step before, found None
-RuntimeError: post_forward_comm needs gate_score from the step before, found None
-RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found FC1_FORWARD_DONE
-RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found IDLE
-RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found POST_FORWARD_COMM_DONE
-RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found PRE_FORWARD_COMM_DONE
-RuntimeError: pre_forward_comm needs the state IDLE, found FC1_FORWARD_DONE
-RuntimeError: pre_forward_comm needs the state IDLE, found FC2_FORWARD_DONE
-RuntimeError: pre_forward_comm needs the state IDLE, found POST_FORWARD_COMM_DONE
-RuntimeError: pre_forward_comm needs the state IDLE, found PRE_FORWARD_COMM_DONE""")
+RuntimeError: get_output needs cached_output from the step before, found None; reset_overlap() starts again
+RuntimeError: get_output needs gate_score from the step before, found None; reset_overlap() starts again
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found FC1_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found FC2_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found IDLE; reset_overlap() starts again
+RuntimeError: get_output needs the state POST_FORWARD_COMM_DONE, found PRE_FORWARD_COMM_DONE; reset_overlap() starts again
+RuntimeError: linear_fc1_forward_and_act needs cached_fc1_input from the step before, found None; reset_overlap() starts again
+RuntimeError: linear_fc1_forward_and_act needs gate_score from the step before, found None; reset_overlap() starts again
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found FC1_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found FC2_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found IDLE; reset_overlap() starts again
+RuntimeError: linear_fc1_forward_and_act needs the state PRE_FORWARD_COMM_DONE, found POST_FORWARD_COMM_DONE; reset_overlap() starts again
+RuntimeError: linear_fc2_forward needs cached_fc2_input from the step before, found None; reset_overlap() starts again
+RuntimeError: linear_fc2_forward needs gate_score from the step before, found None; reset_overlap() starts again
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found FC2_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found IDLE; reset_overlap() starts again
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found POST_FORWARD_COMM_DONE; reset_overlap() starts again
+RuntimeError: linear_fc2_forward needs the state FC1_FORWARD_DONE, found PRE_FORWARD_COMM_DONE; reset_overlap() starts again
+RuntimeError: post_forward_comm needs cached_fc2_output from the step before, found None; reset_overlap() starts again
+RuntimeError: post_forward_comm needs gate_score from the step before, found None; reset_overlap() starts again
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found FC1_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found IDLE; reset_overlap() starts again
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found POST_FORWARD_COMM_DONE; reset_overlap() starts again
+RuntimeError: post_forward_comm needs the state FC2_FORWARD_DONE, found PRE_FORWARD_COMM_DONE; reset_overlap() starts again
+RuntimeError: pre_forward_comm needs the state IDLE, found FC1_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: pre_forward_comm needs the state IDLE, found FC2_FORWARD_DONE; reset_overlap() starts again
+RuntimeError: pre_forward_comm needs the state IDLE, found POST_FORWARD_COMM_DONE; reset_overlap() starts again
+RuntimeError: pre_forward_comm needs the state IDLE, found PRE_FORWARD_COMM_DONE; reset_overlap() starts again""")
     assert_expected_inline(error(SharedExpertMLP(shared_config(), gate=False).get_output), """RuntimeError: get_output needs shared_expert_overlap=True, found False: call the module itself""")
     assert SharedExpertMLP(shared_config(), gate=False).stream is None
     SharedExpertMLP(shared_config(), gate=False).wait_current_stream()
@@ -2055,9 +2089,10 @@ def layer_over_tp(rank, ranks, folder):
     shared_over_tp(rank, ranks)
     mesh = torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     groups = ProcessGroups.from_mesh(mesh)
-    for overlap in (False, True):
+    losses = dict(load_balancing_type=TYPES, aux_loss_coeff=(0.1, 0.2, 0.3), z_loss_coeff=0.1)
+    for overlap, per_token in ((False, True), (True, False), (True, True)):
         config = shared_config(sequence_parallel=True, shared_expert_overlap=overlap, shared_expert_gate=True, init_std=0.5,
-                               score_function="sigmoid", enable_expert_bias=True, z_loss_coeff=0.1)
+                               score_function="sigmoid", enable_expert_bias=True, calculate_per_token_loss=per_token, **losses)
         torch.manual_seed(0)
         whole = MoELayer(dataclasses.replace(config, sequence_parallel=False, shared_expert_overlap=False))
         torch.manual_seed(0)
@@ -2189,7 +2224,8 @@ def graphs_over_T(layer, options: dict, sizes, mask: bool = False, given: bool =
             outputs = [call(x, *args) for x, args, _ in pair]
             for y, (_, _, upstream) in zip(outputs, pair):
                 y.backward(upstream)
-            results.append([*outputs, *[p.grad for p in model.parameters()], *[x.grad for x, _, _ in pair], *model.buffers()])
+            results.append([*outputs, *[p.grad for p in model.parameters()], *[x.grad for x, _, _ in pair],
+                            *model.buffers(), *counts_of(model)])
             model.zero_grad()
             for x, _, _ in pair:
                 x.grad = None
@@ -2244,7 +2280,7 @@ def test_one_graph_with_overlap_and_checkpoints(way):
         outputs = [call(x) for x in xs]                               # two in flight
         for y in outputs:
             y.sin().sum().backward()
-        results.append([*outputs, *[p.grad for p in model.parameters()], *[x.grad for x in xs], *model.buffers()])
+        results.append([*outputs, *[p.grad for p in model.parameters()], *[x.grad for x in xs], *model.buffers(), *counts_of(model)])
         for x in xs:
             x.grad = None
     for a, b in zip(*results, strict=True):
@@ -2530,12 +2566,15 @@ def check_what_moves(rank, groups, folder) -> None:
 def check_parallel_checkpoints(rank, folder) -> None:
     """Written at each of (ep, tp), read at each, bitwise."""
     import torch.distributed.checkpoint as dcp
-    sizes = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+    sizes = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
     layers = []
     for size in sizes:
         mesh = torch.distributed.init_device_mesh("cpu", size, mesh_dim_names=("dp", "ep", "tp"))
         layers.append((saved_layer(ProcessGroups.from_mesh(mesh)), f"{folder}/{size[1]}{size[2]}"))
-        dcp.save(layers[-1][0].sharded_state_dict("a."), checkpoint_id=layers[-1][1])
+        state = layers[-1][0].sharded_state_dict("a.")
+        for a, b in zip(state.values(), layers[-1][0].state_dict().values(), strict=True):       # no temporary that a load fills
+            assert getattr(a, "_local_tensor", a).data_ptr() == b.data_ptr()
+        dcp.save(state, checkpoint_id=layers[-1][1])
     whole = saved_layer().state_dict()
     for (layer, _), (_, path) in itertools.product(layers, [*layers, (None, f"{folder}/alone")]):
         for tensor in layer.state_dict().values():
@@ -2564,11 +2603,24 @@ def check_parallel_families(groups) -> None:
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in out.items())
 
 
+def check_gradient_norm(mesh, groups) -> None:
+    """Of gradients that are the weights; experts over ep and FSDP2 over dp at once, where there are both."""
+    from torch.distributed.fsdp import fully_shard
+    layer, whole = saved_layer(groups), saved_layer()
+    if "dp" in mesh.mesh_dim_names:
+        fully_shard(layer, mesh=mesh["dp"])
+    for p in layer.parameters():
+        p.grad = p.detach().clone()
+    close(parallel.gradient_norm(layer, groups), torch.stack([p.norm() for p in whole.parameters()]).norm())
+
+
 def parallel_ranks(rank, ranks, folder):
     """All that needs four ranks, in one set of processes."""
     mesh_groups(rank, ranks)
     for names, sizes in MESHES:
-        groups = ProcessGroups.from_mesh(torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        groups = ProcessGroups.from_mesh(mesh)
+        check_gradient_norm(mesh, groups)
         for i, (options, at_once) in enumerate(PARALLEL_CASES):
             if sizes == (4, 1) and i not in (0, 3):                   # ep of one rank
                 continue
@@ -2592,7 +2644,7 @@ def test_parallel_layer_equals_one_process(tmp_path):
     layer = saved_layer()
     dcp.save(layer.sharded_state_dict("a."), checkpoint_id=f"{tmp_path}/alone")
     spawn_gloo(parallel_ranks, 4, str(tmp_path))
-    for path in ("11", "21", "12", "22"):                             # read without any process group
+    for path in ("11", "21", "12", "22", "41"):                             # read without any process group
         other = saved_layer()
         for tensor in other.state_dict().values():
             tensor.zero_()
@@ -2649,7 +2701,7 @@ def one_graph_over_ranks(rank, ranks, folder):
             y = call(x)
             y.backward(upstream)
             results.append([y, x.grad, *[p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()],
-                            *model.buffers()])
+                            *model.buffers(), *counts_of(model)])
             model.zero_grad()
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
@@ -2751,6 +2803,544 @@ def test_parallel_rank_that_fails_ends_the_others(tmp_path, how):
     finally:
         for process in processes:
             process.kill()
+
+
+# ---- In other people's trainers ----
+
+def counts_of(model) -> list[Tensor]:
+    """What the routers keep beside their state dict: counts, sums, latest losses."""
+    kept = [getattr(router, name) for router in moe._routers(model) for name in moe._COUNTS]
+    return [tensor for tensor in kept if tensor is not None]
+
+
+def trained_over_ranks(rank, ranks):
+    """All that needs two ranks, in one set of processes."""
+    counts_under_ddp(rank, ranks)
+    sharded_from_meta(rank, ranks)
+    norms_over_ranks(rank, ranks)
+
+
+def counts_under_ddp(rank, ranks):
+    """DDP broadcasts rank 0's buffers before every forward: counts and sums must not be among them."""
+    group = torch.distributed.group.WORLD
+    config = MoEConfig(8, 4, 6, 2, score_function="sigmoid", enable_expert_bias=True, params_dtype=torch.float64,
+                       router_dtype=torch.float64, load_balancing_type="global_aux_loss", aux_loss_coeff=0.3)
+    torch.manual_seed(1)
+    mine = MoELayer(config, ProcessGroups(tp_dp_cp=group))
+    alone, want = copy.deepcopy(mine), torch.zeros(6)
+    model = torch.nn.parallel.DistributedDataParallel(mine)
+    for _ in range(3):
+        x = torch.randn(ranks, 7, 8, dtype=torch.float64)[rank]
+        for logits_E in (x @ alone.router.weight.T).tolist():
+            want[best(logits_E, 2)] += 1
+        for layer in (model, alone):
+            layer(x).sum().backward()
+    same(mine.router.local_tokens_per_expert, want)
+    for a, b in zip(counts_of(mine), counts_of(alone), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, equal_nan=True)
+    for a, b in zip(mine.parameters(), alone.parameters()):           # DDP averages over ranks
+        torch.distributed.all_reduce(b.grad)
+        close(a.grad, b.grad / ranks)
+    torch.distributed.all_reduce(want)
+    update_expert_bias(model)
+    close(mine.router.expert_bias, 1e-3 * (want.mean() - want).sign(), 1e-9)
+    assert [name for name, _ in mine.named_buffers()] == ["router.expert_bias"]
+
+
+def sharded_from_meta(rank, ranks):
+    """Meta device, fully_shard, to_empty, reset_parameters: what one process draws and computes. Each part alone, all
+    of them nested, the layer; in bf16 by FSDP2's own casts; the shared expert in steps cannot be sharded alone."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    config = shared_config(router_bias=True, add_bias_linear=True, shared_expert_gate=True, num_experts=5, init_std=0.5,
+                           score_function="sigmoid", enable_expert_bias=True)
+    torch.manual_seed(5)
+    plain = MoELayer(config)
+    x, upstream = torch.randn(2, 7, 6, dtype=torch.float64)
+    want = plain(x)
+    want.backward(upstream)
+    whole_shards = torch.distributed.tensor.Shard(1)
+    for names, options in ([("router",), {}], [("experts",), {}], [("shared_experts",), {}], [("",), {}],
+                           [("router", "experts", "shared_experts", ""), {}],
+                           [("shared_experts",), dict(shard_placement_fn=lambda p: whole_shards if p.ndim == 3 else None)]):
+        with torch.device("meta"):
+            layer = MoELayer(config)
+        for name in names:
+            fully_shard(layer.get_submodule(name), **options)
+        layer.to_empty(device="cpu")
+        torch.manual_seed(5)
+        for module in layer.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+        def full(t):
+            return t.full_tensor() if hasattr(t, "full_tensor") else t
+        for a, b in zip(layer.state_dict().values(), plain.state_dict().values(), strict=True):
+            same(full(a), b)
+        got = layer(x)                                                # the same x on both: an average is the gradient
+        close(got, want)
+        got.backward(upstream)
+        for a, b in zip(layer.parameters(), plain.parameters()):
+            close(full(a.grad), b.grad)
+        alone = copy.deepcopy(plain.router)
+        layer.zero_grad(), alone.zero_grad()
+        (probs, indices), (want_probs, want_indices) = layer.router.route(x), alone.route(x)     # without the layer's call
+        same(indices, want_indices)
+        probs[:, 0].sum().backward(), want_probs[:, 0].sum().backward()
+        for a, b in zip(layer.router.parameters(), alone.parameters(), strict=True):
+            close(full(a.grad), b.grad)
+    half = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert half(x).dtype == torch.bfloat16
+    close(half(x).double(), want, 0.1)
+    layer = MoELayer(dataclasses.replace(config, shared_expert_overlap=True))
+    fully_shard(layer.shared_experts)
+    assert "shard the layer, not its shared expert alone" in error(layer, x)
+    assert layer.shared_experts._overlap_state is SharedExpertState.IDLE
+
+
+def norms_over_ranks(rank, ranks):
+    """The norm of a module's gradients over ep, tp, FSDP2; gradients are set to the weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    def with_gradients(layer):
+        for p in layer.parameters():
+            p.grad = p.detach().clone()
+        return layer
+    config = shared_config(sequence_parallel=True, router_bias=True, shared_expert_gate=True, init_std=0.5)
+    results = {}
+    for name in ("alone", "ep", "tp", "fsdp", "fsdp parts"):
+        groups = None
+        if name in ("ep", "tp"):
+            groups = ProcessGroups.from_mesh(torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,)))
+        torch.manual_seed(2)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6, dtype=torch.float64), MoELayer(config, groups))
+        if name.startswith("fsdp"):
+            fully_shard(model[1] if name == "fsdp" else model[1].experts)
+        results[name] = parallel.gradient_norm(with_gradients(model), groups)
+        if groups is None:
+            close(parallel.gradient_norm(model.parameters(), groups), results[name])
+        else:
+            assert "needs the module" in error(parallel.gradient_norm, model.parameters(), groups)
+            assert "over a group that groups lacks" in error(parallel.gradient_norm, model, None)
+        model[1].zero_grad()
+        close(parallel.gradient_norm(model, groups), torch.nn.utils.get_total_norm([p.detach() for p in model[0].parameters()]))
+        if name == "alone":
+            want = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()])
+    for norm in results.values():
+        close(norm, want)
+        assert norm.dtype == torch.float64 and norm.ndim == 0
+
+
+def test_trainers_over_two_ranks():
+    """DDP, FSDP2 from the meta device, gradient norms."""
+    spawn_gloo(trained_over_ranks, 2)
+
+
+def test_gradient_norm_of_one_process():
+    layer = MoELayer(shared_config())
+    assert parallel.gradient_norm(layer, None) == 0
+    layer(torch.randn(5, 6, dtype=torch.float64)).sum().backward()
+    want = torch.stack([p.grad.norm() for p in layer.parameters()]).norm()
+    close(parallel.gradient_norm(layer, None), want)
+    close(parallel.gradient_norm([p for p in layer.parameters()], ProcessGroups()), want)
+    norm = parallel.gradient_norm(MoELayer(MoEConfig(8, 4, 4, 2, params_dtype=torch.bfloat16)), None)
+    assert norm.dtype == torch.float32
+
+
+def test_counts_follow_a_weight_moved_without_apply():
+    """fully_shard moves parameters and buffers, no other tensors."""
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, enable_expert_bias=True, score_function="sigmoid"))
+    router = layer.router
+    router.weight, router.expert_bias = torch.nn.Parameter(router.weight.to("meta")), router.expert_bias.to("meta")
+    router(torch.zeros(5, 8, device="meta"))
+    assert {tensor.device.type for tensor in counts_of(layer)} == {"meta"}
+
+
+FROZEN = ["", "experts", "experts.fc1", "experts.fc2", "experts.fc1 experts.fc1_bias experts.fc2_bias", "router", "x",
+          "x experts", "x router experts.fc1", "x router experts.fc1 experts.fc1_bias"]
+
+
+@pytest.mark.parametrize("probs_on", ["activation", "input"])
+def test_frozen_parameters_cost_nothing(probs_on):
+    """Grouped products and the router's, in the backward, eager and compiled; the other gradients stay as they are."""
+    layer = MoELayer(MoEConfig(6, 5, 4, 2, add_bias_linear=True, router_bias=True, apply_probs_on=probs_on,
+                               pre_softmax=True, params_dtype=torch.float64, router_dtype=torch.float64))
+    x = torch.randn(7, 6, dtype=torch.float64)
+    named = {"x": x, **dict(layer.named_parameters())}
+    for tensor in named.values():
+        tensor.requires_grad_()
+    want = dict(zip(named, grads(layer(x).sin().sum(), list(named.values()))))
+    lines = []
+    for frozen in FROZEN:
+        for name, tensor in named.items():
+            tensor.requires_grad_(not any(name.startswith(part) for part in frozen.split()))
+        live = [name for name, tensor in named.items() if tensor.requires_grad]
+        counted = []
+        for how in ("eager", "compiled"):
+            calls = dict.fromkeys(("rows_times_weights", "rows_times_rows", "product_in"), 0)
+            torch._dynamo.reset()
+            function = layer if how == "eager" else compiled(layer)
+            loss = function(x).sin().sum()
+
+            class Count(torch.utils._python_dispatch.TorchDispatchMode):
+                def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                    name = func.name().split("::")[1]
+                    if name in calls:
+                        calls[name] += 1
+                    return func(*args, **(kwargs or {}))
+            with Count():
+                got = torch.autograd.grad(loss, [named[name] for name in live])
+            for name, grad in zip(live, got, strict=True):
+                close(grad, want[name])
+            counted.append(" ".join(map(str, calls.values())))
+        assert counted[0] == counted[1], (frozen, counted)
+        lines.append(f"{counted[0]}  {frozen or 'nothing'}")
+    got = "\n".join(lines)
+    if probs_on == "activation":
+        assert_expected_inline(got, """\
+2 4 2  nothing
+2 0 2  experts
+2 2 2  experts.fc1
+2 2 2  experts.fc2
+2 1 2  experts.fc1 experts.fc1_bias experts.fc2_bias
+2 4 1  router
+1 4 1  x
+1 0 1  x experts
+0 2 0  x router experts.fc1
+0 2 0  x router experts.fc1 experts.fc1_bias""")
+    else:
+        assert_expected_inline(got, """\
+2 4 2  nothing
+2 0 2  experts
+2 2 2  experts.fc1
+2 2 2  experts.fc2
+2 1 2  experts.fc1 experts.fc1_bias experts.fc2_bias
+2 4 1  router
+2 4 1  x
+2 0 1  x experts
+0 2 0  x router experts.fc1
+0 2 0  x router experts.fc1 experts.fc1_bias""")
+
+
+@pytest.mark.parametrize("kind", list(kernels.ACTIVATIONS))
+def test_activation_slopes_by_differences(kind):
+    """Every entry of the table, by itself and inside the experts."""
+    width = 2 if kernels.ACTIVATIONS[kind].gated else 1
+    constants = dict(kind=kind, alpha=1.3)
+    if width == 2:
+        constants |= dict(linear_offset=0.5, clamp_value=0.9)
+    y = torch.randn(5, 3 * width, dtype=torch.float64, requires_grad=True)
+    w = torch.rand(5, 1, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(functools.partial(activation, **constants), (y,))
+    torch.autograd.gradcheck(lambda y, w: activation(y, weights=w, **constants), (y, w))
+    plan = plan_permutation(random_indices(4, 3, 2), 3)
+    shapes = [(4, 6), (4, 2), (3, width, 5, 6), (3, 6, 5), (3, width, 5), (3, 6)]
+    operands = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    for probs_on in ("input", "activation", "output"):
+        torch.autograd.gradcheck(lambda x, p, *w: expert_mlp(x, p, plan, *w, probs_on=probs_on, **constants), operands)
+
+
+@pytest.mark.parametrize("score_function", list(kernels.SCORE_FUNCTIONS))
+def test_score_function_slopes_by_differences(score_function):
+    logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    for options in (dict(), dict(norm_topk_prob=True), dict(norm_topk_prob=False, scaling_factor=2.5),
+                    dict(expert_bias=torch.rand(6)), dict(num_groups=3, group_topk=2)):
+        torch.autograd.gradcheck(lambda x: topk_routing_with_score_function(
+            x, 2, score_function=score_function, dense_output=True, **options)[0], (logits,))
+    scores = compute_routing_scores_for_aux_loss(logits, 2, score_function)[1]
+    close(scores.sum(1), torch.ones(5))
+
+
+def test_a_new_activation_is_one_entry(monkeypatch):
+    """In the table, it is known to the config, the experts and the shared expert, forward and backward."""
+    assert "known: 'swiglu'" in error(activation, torch.randn(3, 4), "tanh")
+    monkeypatch.setitem(kernels.ACTIVATIONS, "tanh", kernels.Activation(
+        lambda a, c: a.tanh(), lambda a, c: (a.tanh(), 1 - a.tanh().square()), gated=False))
+    layer = MoELayer(shared_config(activation="tanh", init_std=1.0))
+    assert layer.experts.fc1.shape == (4, 1, 5, 6) and layer.shared_experts.fc1.shape == (1, 8, 6)
+    x, weights = torch.randn(5, 6, dtype=torch.float64, requires_grad=True), list(layer.parameters())
+    probs, indices = layer.router.route(x)
+
+    def expert(x_H, e):
+        return layer.experts.fc2[e] @ (layer.experts.fc1[e, 0] @ x_H).tanh()
+    routed = torch.stack([sum(probs[t, k] * expert(x[t], indices[t, k]) for k in range(2)) for t in range(5)])
+    want = routed + (x @ layer.shared_experts.fc1[0].T).tanh() @ layer.shared_experts.fc2.T
+    want_grads = grads(want.sin(), [x, *weights])
+    for function in (layer, compiled(layer)):
+        close(function(x), want)
+        for a, b in zip(grads(function(x).sin(), [x, *weights]), want_grads, strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("on", ["torch.set_default_dtype(torch.float16)", "torch.set_default_device('meta')",
+                                "torch.inference_mode().__enter__()", "torch.set_grad_enabled(False)"])
+def test_loss_scale_whatever_is_on_at_import(on, tmp_path):
+    """What is on where moe.py is imported does not reach the scale: fp32, on the CPU, outside of inference mode."""
+    script = f"""
+import torch
+{on}
+import moe
+for device, scale in moe._LOSS_SCALE.items():
+    print(device, scale.dtype, scale.device, scale.is_inference())
+torch.set_default_dtype(torch.float32), torch.set_default_device("cpu")
+with torch.inference_mode(False), torch.enable_grad():
+    moe.set_aux_loss_scale(2.0 ** 18)
+    layer = moe.MoELayer(moe.MoEConfig(8, 4, 4, 2, z_loss_coeff=0.1))
+    logits = torch.ones(3, 4, requires_grad=True)
+    layer.router.routing(logits)[0].mul(0).sum().backward()
+    print(logits.grad.sum(1).unique().tolist())
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = run("script.py", cwd=tmp_path, PYTHONPATH=str(HERE))
+    lse = 1 + math.log(4)                                             # d/dx of 0.1·lse² is 0.1·2·lse
+    scale, gradient = done.stdout.splitlines()
+    assert scale == "cpu torch.float32 cpu False"
+    close(torch.tensor(json.loads(gradient)), torch.tensor([2.0 ** 18 * 0.1 * 2 * lse / 3]), 1.0)
+
+
+def test_loss_scale_leaves_no_graph():
+    scale = torch.tensor(3.0, requires_grad=True)
+    set_aux_loss_scale(scale * 2)
+    kept = moe._loss_scale(torch.device("cpu"))
+    assert kept == 6 and not kept.requires_grad and kept.grad_fn is None
+    assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, torch.ones(2))
+
+
+def test_saved_overlap_layer_runs_in_a_fresh_process(tmp_path):
+    layer = MoELayer(MoEConfig(6, 5, 4, 2, shared_expert_intermediate_size=8, shared_expert_overlap=True))
+    x = torch.randn(5, 6)
+    torch.save((layer, x), tmp_path / "layer.pt")
+    (tmp_path / "script.py").write_text("""
+import torch
+layer, x = torch.load("layer.pt", weights_only=False)
+torch.save(layer(x), "out.pt")
+""")
+    run("script.py", cwd=tmp_path, PYTHONPATH=str(HERE))
+    same(torch.load(tmp_path / "out.pt"), layer(x))
+
+
+def test_forced_balance_with_minus_infinity():
+    """A masked logit (-inf) stays out of the random values; the gradient passes straight through."""
+    router = TopKRouter(MoEConfig(8, 4, 5, 2, force_load_balancing=True, pre_softmax=True))
+    logits = torch.randn(6, 5)
+    logits[:, 1], logits[2] = -INF, -INF
+    for route in (router.routing, compiled(router.routing)):
+        logits = logits.detach().requires_grad_()
+        probs, routing_map = route(logits)
+        assert probs.isfinite().all() and (routing_map.sum(1) == 2).all()
+        grad = grads(probs[:, 0], [logits])[0]
+        assert grad.isfinite().all() and grad.abs().sum() > 0
+
+
+def test_forward_on_the_meta_device():
+    """Shapes without memory, also where T·K·H is beyond 2^31; and what autocast cannot know there."""
+    with torch.device("meta"):
+        layer = MoELayer(MoEConfig(4096, 512, 64, 8, shared_expert_intermediate_size=64, enable_expert_bias=True,
+                                   score_function="sigmoid", load_balancing_type="aux_loss", aux_loss_coeff=0.1))
+        x = torch.randn(1 << 20, 4096, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+    assert y.shape == x.shape and y.is_meta
+    assert all(p.grad.shape == p.shape for p in (x, *layer.parameters()))
+
+
+class IndexArithmetic(torch.utils._python_dispatch.TorchDispatchMode):
+    """Collects products of integers that are not int64, and indices of another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.seen = [], set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("aten::").split(".")[0]
+        if name in ("mul", "floor_divide", "remainder", "index_select", "gather", "index", "index_add"):
+            self.seen.add(name)
+            index = {"index_select": 2, "gather": 2, "index_add": 2}.get(name)
+            checked = [out] if index is None and name != "index" else args[1] if name == "index" else [args[index]]
+            for t in checked:
+                if t is not None and not t.is_floating_point() and t.dtype not in (torch.int64, torch.bool):
+                    self.narrow.append(f"{func.name()} {t.dtype}")
+        return out
+
+
+def test_index_times_width_is_int64():
+    """torchtitan #2430: beyond 2^31 elements an int32 product of an index and a row's width is another row."""
+    mode, x = IndexArithmetic(), torch.randn(6, 8, requires_grad=True)
+    config = MoEConfig(8, 4, 4, 2, capacity_factor=1.0, pad_to_capacity=True, add_bias_linear=True)
+    with mode:
+        MoELayer(config)(x).sum().backward()
+        plan = plan_permutation(random_indices(6, 4, 2), 4)
+        padded = kernels.pad_plan(plan, 6)
+        combine_rows(gather_rows(x, padded), padded, torch.rand(6, 2)).sum().backward()
+        routing_map, probs = torch.rand(6, 4) < 0.5, torch.rand(6, 4)
+        for pad in (False, True):
+            rows, _, order = permute(x, routing_map, probs, 12, drop_and_pad=pad)
+            unpermute(rows, order, x.shape, probs, routing_map, drop_and_pad=pad)
+        sort_chunks_by_idxs(x, torch.tensor([2, 1, 3]).int(), torch.tensor([1, 2, 0]))
+    assert mode.seen >= {"mul", "index_select", "gather", "index", "index_add", "floor_divide"}, mode.seen
+    assert not mode.narrow, mode.narrow
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < 60 << 30, reason="no CUDA device of 60 GiB")
+def test_rows_beyond_two_to_the_31_elements_on_cuda():
+    T, K, H = 1 << 16, 8, 8192                                        # 2^32 elements
+    tokens = torch.arange(T, device="cuda").remainder(251).bfloat16()[:, None].expand(T, H).contiguous()
+    plan = plan_permutation(torch.arange(K, device="cuda").repeat(T, 1), K)
+    for gather, combine in ((gather_rows, combine_rows), (compiled(gather_rows, "inductor"), compiled(combine_rows, "inductor"))):
+        rows = gather(tokens, plan)
+        same(rows[-3:, -1].cpu(), tokens[-3:, -1].cpu())
+        same(combine(rows, plan)[-3:, -1].cpu(), (tokens[-3:, -1] * K).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_integer_routing_maps(dtype):
+    """0 and 1 in any integer dtype, as the originals take them, are the boolean map; what comes back is boolean."""
+    routing_map, probs, x = torch.rand(9, 4) < 0.4, torch.rand(9, 4), torch.randn(9, 6)
+    numbers = routing_map.to(dtype)
+    for options in (dict(), dict(num_out_tokens=20), dict(num_out_tokens=12, drop_and_pad=True)):
+        want, got = permute(x, routing_map, probs, **options), permute(x, numbers, probs, **options)
+        same(got, want)
+        pad = "drop_and_pad" in options
+        same(unpermute(got[0], got[2], x.shape, probs, numbers, drop_and_pad=pad),
+             unpermute(want[0], want[2], x.shape, probs, routing_map, drop_and_pad=pad))
+    same(pad_routing_map(numbers, 4), pad_routing_map(routing_map, 4))
+    for policy, pad in itertools.product(("probs", "position"), (False, True)):
+        want = apply_router_token_dropping(probs, routing_map, 2, 0.7, policy, pad)
+        got = apply_router_token_dropping(probs, numbers, 2, 0.7, policy, pad)
+        same(got, want)
+        assert got[1].dtype == torch.bool
+    router = TopKRouter(MoEConfig(6, 4, 4, 2, enable_expert_bias=True, score_function="sigmoid"))
+    router._apply_expert_bias(numbers)
+    same(router.local_tokens_per_expert, routing_map.sum(0).float())
+    assert "routing_map is torch.float32" in error(permute, x, routing_map.float())
+
+
+def test_kernels_under_a_name_with_a_hyphen(tmp_path):
+    """Op names are made of the module's name, whatever it is."""
+    shutil.copy(HERE / "kernels.py", tmp_path / "my-kernels.v2.py")
+    (tmp_path / "script.py").write_text("""
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("my-kernels.v2", "my-kernels.v2.py")
+module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+plan = module.plan_permutation(torch.tensor([[1], [0]]), 2)
+print(plan.order.tolist(), torch.ops.moe_my_kernels_v2.plan_permutation.default.name())
+""")
+    assert run("script.py", cwd=tmp_path).stdout == "[1, 0] moe_my_kernels_v2::plan_permutation\n"
+
+
+def test_native_product_where_it_fits(monkeypatch):
+    """torch's grouped product on CUDA, in bf16, on two kinds of card, in multiples of 16 bytes; what reads the card runs
+    inside a graph."""
+    card = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card[0])
+
+    def on_cuda(t):
+        return types.SimpleNamespace(is_cuda=True, dtype=t.dtype, shape=t.shape, stride=t.stride, device="cuda")
+
+    def native(rows, weights):
+        return kernels._native(on_cuda(rows.bfloat16()), on_cuda(weights))
+    rows, weights = torch.empty(10, 16), torch.empty(4, 16, 24, dtype=torch.bfloat16)
+    fits = {
+        "as it is": native(rows, weights),
+        "transposed": native(rows, weights.transpose(1, 2)),
+        "fp32": native(rows, weights.float()),
+        "on a CPU": kernels._native(rows.bfloat16(), weights),
+        "12 columns of the rows": native(rows[:, :12].contiguous(), weights),
+        "12 columns of the weights": native(rows, weights[:, :, :12].contiguous()),
+        "every second weight": native(rows, weights.repeat(1, 1, 2)[:, :, ::2]),
+        "weights 20 apart": native(rows, torch.empty(4, 16, 20, dtype=torch.bfloat16)[:, :, :16]),
+        "expanded": native(rows, weights[:1].expand(4, 16, 24)),
+    }
+    for card[0] in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        fits[f"compute capability {card[0]}"] = native(rows, weights)
+    assert_expected_inline("\n".join(f"{yes!s:<5}  {name}" for name, yes in fits.items()), """\
+True   as it is
+True   transposed
+False  fp32
+False  on a CPU
+False  12 columns of the rows
+False  12 columns of the weights
+False  every second weight
+False  weights 20 apart
+False  expanded
+False  compute capability (8, 0)
+False  compute capability (8, 9)
+True   compute capability (9, 0)
+True   compute capability (10, 0)
+False  compute capability (12, 0)""")
+    same(compiled(lambda x: x + kernels._one_kernel_card(x.device))(torch.zeros(2)), torch.zeros(2))
+
+
+def test_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
+    names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_kernels::")]
+    names += [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_moe::")]
+    def unsafe(name):
+        op = getattr(torch.ops.moe_kernels, name).default
+        return torch.Tag.cudagraph_unsafe in op.tags
+    assert_expected_inline("\n".join(f"{'host' if unsafe(name) else 'device':<6}  {name}" for name in sorted(names)), """\
+device  count_experts
+device  fork_stream
+device  join_stream
+device  place_in_column
+device  plan_permutation
+device  product_in
+host    rows_times_rows
+host    rows_times_weights
+host    running_mean
+device  scatter_columns
+device  sinkhorn
+host    update_once
+device  value_in_backward""")
+
+
+def test_overlap_with_cuda_graphs_is_refused():
+    """mode="reduce-overhead" sets this switch; graphs of one memory pool must not be replayed on two streams."""
+    assert torch._inductor.list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
+    layer = MoELayer(MoEConfig(32, 24, 4, 2, shared_expert_intermediate_size=40, shared_expert_overlap=True))
+    x = torch.randn(20, 32, requires_grad=True)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(Exception, match="compile without them, or without overlap"):
+            captured(layer, x)
+
+
+def test_index_nowhere_gives_the_routers_gradient():
+    """transformers #48687: an index that computes a real expert leaves the loss right and the router's gradient wrong."""
+    for options in (dict(), dict(apply_probs_on="input"), dict(apply_probs_on="output", add_bias_linear=True),
+                    dict(score_function="sigmoid"), dict(pre_softmax=True)):
+        layer = random_layer(MoEConfig(6, 5, 4, 3, params_dtype=torch.float64, router_dtype=torch.float64, **options))
+        x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+        given = random_indices(7, 4, 3, nowhere=0.5)
+        want, inputs = layer_loop(layer, x, given=given)[0], [x, *layer.parameters()]
+        want_grads = grads(want.sin(), inputs)
+        for function in (layer, compiled(layer)):
+            got = function(x, topk_indices=given)
+            close(got, want)
+            for a, b in zip(grads(got.sin(), inputs), want_grads, strict=True):
+                close(a, b)
+
+
+def test_replay_between_dense_layers():
+    """verl #7340, #5037: each router takes its own record, in module order, whatever stands between the layers."""
+    layers = [MoELayer(MoEConfig(8, 4, 6, 2)) for _ in range(3)]
+    dense = [torch.nn.Linear(8, 8) for _ in range(3)]
+
+    def run_all(x, replayed):
+        routings = []
+        for f, layer, indices in zip(dense, layers, replayed):
+            x = f(x)
+            routings.append(layer.router.route(x, topk_indices=indices))
+            x = x + layer(x, topk_indices=indices)
+        return x, routings
+    x = torch.randn(9, 8)
+    want, record = run_all(x, [None] * 3)
+    others = [torch.rand(9, 6).argsort(1)[:, :2] for _ in range(3)]
+    same(run_all(x, [indices for _, indices in record])[0], want)
+    got, routings = run_all(x, others)
+    assert not torch.allclose(got, want)
+    for (probs, indices), given in zip(routings, others):
+        same(indices, given)
+        assert probs.requires_grad
 
 
 # ---- Compile, memory, repeatability ----
@@ -2895,7 +3485,7 @@ def test_ops_pass_opcheck():
         (kernels._rows_times_weights, (h, None, None, w, None, plan.offsets)),
         (kernels._rows_times_rows, (x, plan.order // 2, h, None, scale, plan.offsets)),
         (kernels._rows_times_rows, (h, None, x, plan.order // 2, scale, plan.offsets)),
-        (kernels._gating_back, (torch.randn(9, 4), x, torch.randn(4, 8), torch.float32)), (kernels.count_experts, (indices, 4)), (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
+        (kernels._product_in, (torch.randn(4, 9), x, torch.float64, torch.float32)), (kernels.count_experts, (indices, 4)), (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
         (moe._running_mean, (torch.zeros(4), torch.zeros(()), torch.ones(4))),
     ]:
         torch.library.opcheck(op, args)
@@ -3399,6 +3989,29 @@ def test_families_round_trip(model_type):
         same(layer.state_dict(), before)
 
 
+def test_families_layouts_where_two_F_equal_H():
+    """unsloth-zoo #849: at 2F = H a matrix has the same shape as its transpose, so no shape can tell the layout."""
+    sizes = dict(hidden_size=6, num_experts_per_tok=2, num_local_experts=4, num_experts=4)
+    for model_type, name, view in [
+            ("qwen3_moe", "experts.gate_up_proj", lambda t: (t[:, :3], t[:, 3:])),                 # as held in memory
+            ("granitemoe", "input_linear.weight", lambda t: (t[:, :3], t[:, 3:])),
+            ("llama4_text", "experts.gate_up_proj", lambda t: (t[:, :, :3].mT, t[:, :, 3:].mT)),
+            ("gpt_oss", "experts.gate_up_proj", lambda t: (t[:, :, 0::2].mT, t[:, :, 1::2].mT))]:
+        width = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
+        config = families.config_from_hf({"model_type": model_type, **sizes, width: 3})
+        layer = MoELayer(config)
+        tensors = families.to_hf(layer, model_type)
+        if model_type == "qwen3_moe":
+            tensors = as_held(model_type, {**tensors, **{f"experts.{e}.{p}_proj.weight": torch.zeros(3, 6)
+                                                         for e in range(4, E8) for p in ("gate", "up", "down")}})
+            tensors = {name: t[:4] if name.startswith("experts.") else t for name, t in tensors.items()}
+        gate, up = view(tensors[name])
+        assert tensors[name].shape == (4, 6, 6)
+        same(gate, layer.experts.fc1[:, 0]), same(up, layer.experts.fc1[:, 1])
+        other = families.from_hf(MoELayer(config), tensors, model_type)
+        same(other.state_dict(), layer.state_dict())
+
+
 IN_THE_LIBRARY = [model_type for model_type, published in PUBLISHED.items() if published.block]
 
 
@@ -3458,7 +4071,12 @@ def test_families_config_dtype_and_defaults():
     for given in ({"torch_dtype": "bfloat16"}, {"dtype": torch.bfloat16}, {"dtype": "torch.bfloat16"}):
         assert families.config_from_hf({**base, **given}).params_dtype == torch.bfloat16
     assert families.config_from_hf(types.SimpleNamespace(**base)) == config
-    assert families.config_from_hf({"model_type": "kimi_k25", "text_config": base, "dtype": "bfloat16"}) == config
+    outer, bf16 = {"model_type": "kimi_k25"}, dataclasses.replace(config, params_dtype=torch.bfloat16)
+    assert families.config_from_hf({**outer, "text_config": base}) == config
+    for text, given in ((base, {"dtype": "bfloat16"}), (base, {"torch_dtype": "bfloat16"}),
+                        ({**base, "dtype": "bfloat16"}, {"torch_dtype": "float16"})):            # the inner one wins
+        assert families.config_from_hf({**outer, "text_config": text, **given}) == bf16
+        assert families.config_from_hf({**outer, "text_config": {**outer, "text_config": text}, **given}) == bf16
     assert families.config_from_hf({**base, "n_shared_experts": None}).shared_expert_intermediate_size is None
     oss = families.config_from_hf({"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64,
                                    "num_local_experts": 32, "num_experts_per_tok": 4})

@@ -33,7 +33,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe import (
-    MoEConfig, MoELayer, ProcessGroups, TopKRouter, load_balancing_metrics, reduce_gradients, update_expert_bias)
+    MoEConfig, MoELayer, ProcessGroups, TopKRouter, gradient_norm, load_balancing_metrics, reduce_gradients,
+    update_expert_bias)
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
@@ -379,18 +380,7 @@ def clip_gradients(model: nn.Module, args, groups: ProcessGroups) -> None:
     if args.world == 1:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return
-    parts = {"plain": [], "fsdp": [], "experts": []}
-    for name, p in model.named_parameters():
-        parts["experts" if is_expert(name) else "fsdp" if isinstance(p, DTensor) else "plain"].append(p.grad)
-    squares = 0.0
-    for part, grads in parts.items():
-        if grads:
-            norm = nn.utils.get_total_norm(grads)
-            square = whole(norm, norm).square()
-            if part == "experts":
-                dist.all_reduce(square, group=groups.ep)
-            squares = squares + square
-    factor = (1.0 / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    factor = (1.0 / (gradient_norm(model, groups) + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
         p.grad *= factor
 
