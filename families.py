@@ -29,16 +29,19 @@ class Family(NamedTuple):
     layouts: the first as published, then as held in memory; each from a tensor's name behind the prefix to where it lies,
     "parameter[part] axes". A name with {e} stands for one tensor per expert; part is an index of axis p (gate, up); axes
     are those of the file, einops style: "e h (f p)" is gate and up interleaved. needs: config field -> the values with
-    which the layer computes the same model; absent is fine too.
+    which the layer computes the same model; absent is fine too. others: a pattern for the names
+    behind the prefix that are not the layer's, and are neither read nor written.
     """
     knobs: dict[str, object]
     layouts: tuple[dict[str, str], ...]
     needs: dict[str, tuple] = {}
+    others: str = ""
 
 
 AXES = {"router.weight": "eh", "router.bias": "e", "router.expert_bias": "e",
         "experts.fc1": "epfh", "experts.fc2": "ehf", "experts.fc1_bias": "epf", "experts.fc2_bias": "eh",
-        "shared_experts.fc1": "psh", "shared_experts.fc2": "hs", "shared_experts.gate_weight": "1h"}
+        "shared_experts.fc1": "psh", "shared_experts.fc2": "hs", "shared_experts.gate_weight": "1h",
+        "latent.down": "lh", "latent.up": "hl", "latent.norm": "l"}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 QUANTISED = "quantization_config is given; needs dequantised weights and a config without it"
@@ -50,19 +53,26 @@ _ABSENT = object()
 class Reader:
     """Reads a published config, a mapping or an object with attributes; keeps what was read and what cannot be."""
 
-    def __init__(self, config):
-        self.config, self.names, self.problems = config, set(), []
+    def __init__(self, config, layer_idx: int | None = None):
+        self.config, self.layer_idx = config, layer_idx
+        self.names, self.problems = set(), []
 
     def look(self, name: str):
-        """The value of a field ("ffn_config.moe_top_k": inside), or _ABSENT; a uniform per-layer list is one value."""
+        """The value of a field, or _ABSENT; "ffn_config.moe_top_k" is a field inside another. A
+        list has one value per layer: layer_idx chooses; without it all have to be equal."""
         value = self.config
         for part in name.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, Mapping) else getattr(value, part, _ABSENT)
-        if isinstance(value, (list, tuple)):
-            if not value or any(x != value[0] for x in value):
-                self.problems.append(f"{name} is {list(value)}; needs one value, that of the layer's own entry")
-            value = value[0] if value else None
-        return value
+        if not isinstance(value, (list, tuple)):
+            return value
+        index = self.layer_idx or 0
+        if index >= len(value):
+            self.problems.append(f"{name} has {len(value)} values; layer_idx is {self.layer_idx}")
+            return None
+        if self.layer_idx is None and any(x != value[0] for x in value):
+            several = " or ".join(dict.fromkeys(map(repr, value)))
+            self.problems.append(f"{name} is {several}, by layer; needs layer_idx")
+        return value[index]
 
     def __call__(self, *names: str, default=_ABSENT, among: dict | None = None):
         """The value under any of the names, or the default. among: published value -> knob, others are refused."""
@@ -90,28 +100,32 @@ def _or(values) -> str:
 def _family(model_type) -> Family:
     if model_type in INEXPRESSIBLE:
         raise ValueError(f"model_type is {model_type!r}: {INEXPRESSIBLE[model_type]}")
-    if model_type not in FAMILIES:
+    if model_type not in TYPES:
         raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    return TYPES[model_type]
 
 
-def config_from_hf(hf_config) -> moe.MoEConfig:
-    """The MoE layer of a published config (config.json as a dict, the library's to_dict(), or its object), by model_type;
-    of one with a text_config, that of the language model.
+def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
+    """The MoE layer of a published config: config.json as a dict, the library's to_dict(), or its
+    object. The model_type chooses the row; with a text_config inside, the outermost known type
+    chooses, and the fields are those of the innermost config.
 
-    params_dtype is the config's dtype or torch_dtype, the inner's before the outer's, fp32 where it has none; what else a config leaves out has its
-    published default, but sizes have to be there. ValueError lists all that the layer cannot express: it computes what
-    was published or nothing.
+    layer_idx: the number of the layer. A config whose MoE layers differ needs it.
+    params_dtype is the config's dtype or torch_dtype, the inner's before the outer's, and fp32
+    without both. Whatever else a config leaves out has its published default, but sizes have to be
+    there. ValueError lists all that the layer cannot express: it computes what was published, or
+    nothing.
     """
-    reads = [Reader(hf_config)]                              # the innermost first
-    while (model_type := reads[0].look("model_type")) not in {**FAMILIES, **INEXPRESSIBLE}:
-        if reads[0].look("text_config") in (_ABSENT, None):
-            break
+    reads = [Reader(hf_config, layer_idx)]                   # the innermost first
+    while reads[0].look("text_config") not in (_ABSENT, None):
         if reads[0].look("quantization_config") not in (_ABSENT, None):
             raise ValueError(QUANTISED)
-        reads.insert(0, Reader(reads[0].look("text_config")))
+        reads.insert(0, Reader(reads[0].look("text_config"), layer_idx))
     read = reads[0]
-    row = _family(None if model_type is _ABSENT else model_type)
+    types = [None if (value := each.look("model_type")) is _ABSENT else value for each in reads]
+    known = [name for name in types if name in TYPES or name in INEXPRESSIBLE]
+    model_type = known[-1] if known else types[0]
+    row = _family(model_type)
     values = {name: knob(read) if callable(knob) else knob for name, knob in row.knobs.items()}
     given = [value for each in reads for name in ("dtype", "torch_dtype")
              if (value := each.look(name)) not in (_ABSENT, None)]
@@ -124,6 +138,10 @@ def config_from_hf(hf_config) -> moe.MoEConfig:
              "scoring_func": (values.get("score_function", "softmax"), None), "n_group": (1, 0, None),
              "norm_topk_prob": (_meaning(values)["norm_topk_prob"], None), "routed_scaling_factor": (1.0, 0, None),
              "n_shared_experts": (0, None), "swiglu_limit": (None,)}
+    if layer_idx is not None:
+        usual["mlp_layer_types"] = "sparse", "moe", None
+        if layer_idx < 0:
+            read.problems.append(f"layer_idx is {layer_idx}; needs 0 or more")
     for name, fine in {**usual, **row.needs}.items():
         if name not in read.names and (value := read.look(name)) is not _ABSENT and value not in fine:
             quantised = name == "quantization_config"
@@ -176,28 +194,32 @@ def _places(layer: moe.MoELayer, layout: dict[str, str]) -> dict[str, Place]:
     config, groups = layer.config, layer.groups
     tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     sizes = {"e": config.num_experts, "p": config.parts, "f": config.ffn_hidden_size, "h": config.hidden_size,
-             "s": config.shared_expert_intermediate_size, "1": 1}
+             "s": config.shared_expert_intermediate_size, "l": config.latent_size, "1": 1}
+    inside = {**sizes, "h": config.latent_size or config.hidden_size}     # an expert's own width
     places = {}
     for pattern, where in layout.items():
         parameter, part, axes = re.fullmatch(r"([^[ ]+)(?:\[(\d)\])? (.*)", where).groups()
         if parameter not in tensors:
             continue
         view, view_axes, cut = tensors[parameter], AXES[parameter], {}
+        size = inside if parameter.startswith("experts.") else sizes
         for axis, group, owner in (("e", groups.ep, "experts."), ("s", groups.tp, "shared_experts.")):
             if group is not None and parameter.startswith(owner) and axis in view_axes:
-                length = sizes[axis] // group.size()
+                length = size[axis] // group.size()
                 cut[axis] = group.rank() * length, length
         if part is not None:
             view, view_axes = view.select(view_axes.index("p"), int(part)), view_axes.replace("p", "")
-        shape = [math.prod(sizes[a] for a in axis.strip("()").split(" ")) for axis in re.findall(r"\(.*?\)|\S", axes)]
+        shape = [math.prod(size[a] for a in axis.strip("()").split(" "))
+                 for axis in re.findall(r"\(.*?\)|\S", axes)]
         flat = "".join(a for a in axes if a.isalpha())
         if "{e}" not in pattern:
-            places[pattern] = Place(shape, flat, view, view_axes.replace("1", ""), sizes, cut)
+            places[pattern] = Place(shape, flat, view, view_axes.replace("1", ""), size, cut)
             continue
         first, count = cut.pop("e", (0, config.num_experts))
         for e in range(config.num_experts):
             local = view[e - first] if first <= e < first + count else None
-            places[pattern.replace("{e}", str(e))] = Place(shape, flat, local, view_axes.replace("e", ""), sizes, cut)
+            places[pattern.replace("{e}", str(e))] = Place(
+                shape, flat, local, view_axes.replace("e", ""), size, cut)
     return places
 
 
@@ -219,7 +241,8 @@ def _fitting(layer: moe.MoELayer, model_type: str) -> tuple[moe.MoELayer, Family
 
 FIXED = ("activation", "glu_alpha", "glu_linear_offset", "activation_clamp_value", "add_bias_linear", "apply_probs_on",
          "score_function", "norm_topk_prob", "num_groups", "group_topk", "scaling_factor", "router_bias",
-         "enable_expert_bias", "shared_expert_intermediate_size", "shared_expert_gate")
+         "enable_expert_bias", "shared_expert_intermediate_size", "shared_expert_gate",
+         "latent_size", "latent_norm", "situ_beta", "situ_linear_beta")
 
 
 # ---- Weights in, weights out, weights from a dense FFN ----
@@ -243,7 +266,11 @@ def from_hf(layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str 
     places = max(layouts, key=lambda layout: len(here & layout.keys()))            # of two alike the published one
     local = {name: place for name, place in places.items() if place.view is not None}
     problems = [f"{prefix}{name} {place.shape} is missing" for name, place in local.items() if name not in here]
-    problems += [f"{prefix}{name} is unexpected" for name in names if name not in places]
+    for name in names:
+        if name not in places and not re.fullmatch(row.others, name):
+            quantised = re.search(r"(packed|blocks|scales?|scale_inv)$", name)
+            kind = "of quantised weights; dequantise them first" if quantised else "unexpected"
+            problems.append(f"{prefix}{name} is {kind}")
     for name, place in local.items():
         if name in here:
             shape, dtype = _described(tensors, load, prefix + name)
@@ -304,6 +331,9 @@ def upcycle(
     needs = {"gate_proj": [F, H] if config.parts == 2 else None, "up_proj": [F, H], "down_proj": [H, F]}
     got = {name: None if tensor is None else list(tensor.shape) for name, tensor in given.items()}
     wrong = [f"{name} is {got[name]}; needs {needs[name]}" for name in given if got[name] != needs[name]]
+    if config.latent_size is not None:
+        wrong.append(f"latent_size is {config.latent_size}; needs None, since an expert is as wide "
+                     f"as the dense FFN")
     if wrong or noise < 0:
         raise ValueError("; ".join(wrong + ([f"noise is {noise}; needs 0 or more"] if noise < 0 else [])))
     layer = moe.MoELayer(config).to(up_proj.device)
@@ -325,45 +355,85 @@ def field(*names, default=_ABSENT, among=None):
     return lambda read: read(*names, default=default, among=among)
 
 
-def flag(name, default):
-    return lambda read: bool(read(name, default=default))
+def flag(*names, default):
+    return lambda read: bool(read(*names, default=default))
 
 
 def by_config(norm: bool) -> dict:
     """Softmax over all experts, normalised over the chosen or not: as the config says, else `norm`."""
-    return dict(pre_softmax=True, norm_topk_prob=flag("norm_topk_prob", norm))
+    return dict(pre_softmax=True, norm_topk_prob=flag("norm_topk_prob", default=norm))
 
 
 def knobs(ffn: str, experts: str = "num_local_experts", topk: str = "num_experts_per_tok", **others) -> dict:
     """Where H, F, E, K and the activation are read, E and K also under other versions' names; and a row's other knobs."""
-    return dict(hidden_size=field("hidden_size"), ffn_hidden_size=field(ffn), topk=field(topk, "num_experts_per_tok"),
+    return dict(hidden_size=field("hidden_size"), ffn_hidden_size=field(ffn),
+                topk=field(topk, "num_experts_per_tok", "num_experts_per_token"),
                 num_experts=field(experts, "num_experts", "num_local_experts"),
                 activation=field("hidden_act", default="silu", among=GATED)) | others
 
 
-def shared(count: str, default: int | None) -> dict:
-    """`count` shared experts of size F side by side are one of size F · count."""
+def shared(default: int | None, *sizes: str) -> dict:
+    """Several shared experts side by side are one expert. `sizes` names the size of each; without
+    names it is F."""
+    counts = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
+
     def size(read):
-        return (read(count, default=default) or 0) * (read("moe_intermediate_size") or 0) or None
+        count = read(*counts, default=default) or 0
+        return count * (read(*sizes or ["moe_intermediate_size"]) or 0) or None
     return dict(shared_expert_intermediate_size=size)
 
 
 def grouped(on: Callable, best: int, groups=None, group_topk=None) -> dict:
     """Where on(read): n_group groups of experts, of which the topk_group with the best sum of their `best` best stay."""
-    def knob(name, default):
+    def knob(*names, default):
         def value(read):
-            got = read(name, default=default)                         # in any case: without effect it is not refused
+            got = read(*names, default=default)              # always, so that it is not refused
             return got if on(read) else None
         return value
-    return dict(num_groups=knob("n_group", groups), group_topk=knob("topk_group", group_topk),
+    return dict(num_groups=knob("n_group", "num_expert_group", default=groups),
+                group_topk=knob("topk_group", default=group_topk),
                 group_score_topk=lambda read: best if on(read) else None)
+
+
+def grouped_by_two(groups: int, group_topk: int) -> dict:
+    """Groups by the sum of their two best, where there are several."""
+    def several(read):
+        return read("n_group", "num_expert_group", default=groups) not in (None, 0, 1)
+    return grouped(several, 2, groups, group_topk)
+
+
+def biased(scaling: float, norm: bool) -> dict:
+    """DeepSeek-V3's router without groups: sigmoid, a bias that only chooses, a factor."""
+    return dict(score_function="sigmoid", enable_expert_bias=True,
+                norm_topk_prob=flag("norm_topk_prob", "moe_renormalize", default=norm),
+                scaling_factor=field("routed_scaling_factor", "route_scale", default=scaling))
 
 
 def noaux(groups: int, group_topk: int, scaling: float, norm: bool) -> dict:
     """DeepSeek-V3's router (arXiv 2412.19437), with a family's defaults."""
-    return dict(score_function="sigmoid", enable_expert_bias=True, norm_topk_prob=flag("norm_topk_prob", norm),
-                scaling_factor=field("routed_scaling_factor", default=scaling),
-                **grouped(lambda read: read("n_group", default=groups) not in (None, 0, 1), 2, groups, group_topk))
+    return biased(scaling, norm) | grouped_by_two(groups, group_topk)
+
+
+def kimi_activation(read) -> str:
+    situ = read("activation_situ_beta", default=None) is not None
+    return read("hidden_act", default="situ" if situ else "silu", among={**GATED, "situ": "situ"})
+
+
+def kimi_norm_eps(read) -> float:
+    normed = read("latent_moe_use_norm", default=False)
+    return read("rms_norm_eps", default=1e-5) if normed else 1e-5
+
+
+def chosen_by_score(read) -> bool:
+    """DeepSeek-V4: in a hash layer a table chooses the experts, and there is no bias."""
+    kinds = {"moe": True, "hash_moe": False, None: None}
+    by_score = read("mlp_layer_types", default=None, among=kinds)
+    hashed = read("num_hash_layers", default=3) or 0         # where types are not given
+    if by_score is not None:
+        return by_score
+    if hashed and read.layer_idx is None:
+        read.problems.append(f"the first {hashed} layers are hash layers; needs layer_idx")
+    return (read.layer_idx or 0) >= hashed
 
 
 def one_per_expert(gate="gate_proj", up="up_proj", down="down_proj") -> dict:
@@ -371,14 +441,18 @@ def one_per_expert(gate="gate_proj", up="up_proj", down="down_proj") -> dict:
             f"experts.{{e}}.{down}.weight": "experts.fc2 h f"}
 
 
-def shared_names(name: str) -> dict:
-    return {f"{name}.gate_proj.weight": "shared_experts.fc1[0] s h",
-            f"{name}.up_proj.weight": "shared_experts.fc1[1] s h", f"{name}.down_proj.weight": "shared_experts.fc2 h s"}
+def shared_names(name="shared_experts", gate="gate_proj", up="up_proj", down="down_proj") -> dict:
+    return {f"{name}.{gate}.weight": "shared_experts.fc1[0] s h",
+            f"{name}.{up}.weight": "shared_experts.fc1[1] s h",
+            f"{name}.{down}.weight": "shared_experts.fc2 h s"}
 
 
-def layouts(others: dict, experts: dict = one_per_expert()) -> tuple[dict, dict]:
-    """(one tensor per expert and projection, as published; gate and up of all experts in one, as held)."""
-    return {**others, **experts}, {**others, **FUSED}
+def layouts(
+    others: dict, experts: dict = one_per_expert(), held: dict | None = None,
+) -> tuple[dict, dict]:
+    """(as published, as held in memory). Published are the others, and one tensor per expert and
+    projection. In memory gate and up of all experts are one tensor, and the others are `held`."""
+    return {**others, **experts}, {**(held or others), **FUSED}
 
 
 def qwen2_moe(norm: bool) -> Family:
@@ -391,25 +465,46 @@ def qwen2_moe(norm: bool) -> Family:
 def deepseek_v3(*router_defaults, shared_default: int | None = 1) -> Family:
     return Family(
         knobs("moe_intermediate_size", "n_routed_experts", **noaux(*router_defaults),
-              **shared("n_shared_experts", shared_default)),
-        layouts({**CORRECTED, **shared_names("shared_experts")}), NOAUX)
+              **shared(shared_default)),
+        layouts({**CORRECTED, **SHARED}), NOAUX)
 
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 FUSED = {"experts.gate_up_proj": "experts.fc1 e (p f) h", "experts.down_proj": "experts.fc2 e h f"}
 W132 = one_per_expert("w1", "w3", "w2")
+SHARED, SHARED_W132 = shared_names(), shared_names("shared_experts", "w1", "w3", "w2")
 GATE, ROUTER = {"gate.weight": "router.weight e h"}, {"router.weight": "router.weight e h"}
 CORRECTED = {**GATE, "gate.e_score_correction_bias": "router.expert_bias e"}
-RELU2_SHARED = {"shared_experts.up_proj.weight": "shared_experts.fc1[0] s h",
-                "shared_experts.down_proj.weight": "shared_experts.fc2 h s"}
+GATE_BIAS = {**GATE, "gate.bias": "router.expert_bias e"}
+RELU2_OTHERS = {"shared_experts.up_proj.weight": "shared_experts.fc1[0] s h",
+                "shared_experts.down_proj.weight": "shared_experts.fc2 h s",
+                "fc1_latent_proj.weight": "latent.down l h",
+                "fc2_latent_proj.weight": "latent.up h l"}
+LATENT = {"routed_expert_down_proj.weight": "latent.down l h",
+          "routed_expert_up_proj.weight": "latent.up h l",
+          "routed_expert_norm.weight": "latent.norm l"}
+KIMI = Family(
+    knobs("moe_intermediate_size", "num_experts", **noaux(1, 1, 2.446, True), **shared(1),
+          activation=kimi_activation,
+          situ_beta=lambda read: read("activation_situ_beta", default=None) or 1.0,
+          situ_linear_beta=field("activation_situ_linear_beta", default=None),
+          latent_size=field("routed_expert_hidden_size", default=None),
+          latent_norm=flag("latent_moe_use_norm", default=False), latent_norm_eps=kimi_norm_eps),
+    layouts({**CORRECTED, **SHARED, **LATENT}, W132),
+    {"topk_method": ("noaux_tc", None), "moe_router_activation_func": ("sigmoid", None)})
 NOAUX = {"topk_method": ("noaux_tc", None)}
+ALWAYS_NORMED = dict(norm_topk_prob=True)
+OAI_GLU = dict(activation="quick_geglu", glu_alpha=field("swiglu_alpha", default=1.702),
+               glu_linear_offset=1.0, activation_clamp_value=field("swiglu_limit", default=7.0))
 OVER_ALL = dict(pre_softmax=True, norm_topk_prob=False)                # softmax over all experts; else over the chosen
 
 
 # ---- The table ----
 
 INEXPRESSIBLE = {"phimoe": "its SparseMixer router takes the second expert from a softmax that masks the first, with a "
-                           "gradient estimator of its own; the layer has no such router"}
+                           "gradient estimator of its own; the layer has no such router",
+                 "hy_v4": "it clamps gate and up of the routed experts alone; the layer's clamp "
+                          "holds for the shared expert too"}
 
 FAMILIES = {
     "mixtral": Family(knobs("intermediate_size"), layouts(GATE, W132)),
@@ -423,10 +518,10 @@ FAMILIES = {
     "qwen2_moe": qwen2_moe(False),
     "qwen3_next": qwen2_moe(True),
     "deepseek_v2": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", **OVER_ALL, **shared("n_shared_experts", 2),
+        knobs("moe_intermediate_size", "n_routed_experts", **OVER_ALL, **shared(2),
               **grouped(field("topk_method", default="greedy", among={"greedy": False, "group_limited_greedy": True}), 1),
               scaling_factor=field("routed_scaling_factor", default=1.0)),
-        layouts({**GATE, **shared_names("shared_experts")})),
+        layouts({**GATE, **SHARED})),
     "deepseek_v3": deepseek_v3(8, 4, 2.5, True),
     "kimi_k2": deepseek_v3(8, 4, 2.5, True),
     "glm4_moe": deepseek_v3(1, 1, 1.0, True),
@@ -437,19 +532,16 @@ FAMILIES = {
         ({**ROUTER, **shared_names("shared_expert"), "experts.gate_up_proj": "experts.fc1 e h (p f)",
           "experts.down_proj": "experts.fc2 e f h"},)),
     "gpt_oss": Family(
-        knobs("intermediate_size", activation="quick_geglu", glu_alpha=field("swiglu_alpha", default=1.702),
-              glu_linear_offset=1.0, activation_clamp_value=field("swiglu_limit", default=7.0), add_bias_linear=True,
-              router_bias=True),
+        knobs("intermediate_size", **OAI_GLU, add_bias_linear=True, router_bias=True),
         ({**ROUTER, "router.bias": "router.bias e", "experts.gate_up_proj": "experts.fc1 e h (f p)",
           "experts.gate_up_proj_bias": "experts.fc1_bias e (f p)", "experts.down_proj": "experts.fc2 e f h",
           "experts.down_proj_bias": "experts.fc2_bias e h"},)),
     "ernie4_5_moe": Family(
-        knobs("moe_intermediate_size", "moe_num_experts", "moe_k", **shared("moe_num_shared_experts", 2),
-              pre_softmax=True, norm_topk_prob=True, enable_expert_bias=True),
-        ({**GATE, **shared_names("shared_experts"), **one_per_expert(),
-          "moe_statics.e_score_correction_bias": "router.expert_bias 1 e"},
-         {**GATE, **shared_names("shared_experts"), **FUSED,
-          "gate.moe_statics.e_score_correction_bias": "router.expert_bias 1 e"}),
+        knobs("moe_intermediate_size", "moe_num_experts", "moe_k", **shared(2), pre_softmax=True,
+              norm_topk_prob=True, enable_expert_bias=True),
+        layouts({**GATE, **SHARED, "moe_statics.e_score_correction_bias": "router.expert_bias 1 e"},
+                held={**GATE, **SHARED,
+                      "gate.moe_statics.e_score_correction_bias": "router.expert_bias 1 e"}),
         {"use_bias": (False, None), "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
         knobs("intermediate_size", score_function="sigmoid", norm_topk_prob=True, enable_expert_bias=True),
@@ -462,16 +554,18 @@ FAMILIES = {
         {"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,), "group_limited_greedy": (False, None)}),
     "lfm2_moe": Family(
         knobs("moe_intermediate_size", "num_experts", activation="swiglu", score_function="sigmoid", norm_eps=1e-6,
-              norm_topk_prob=flag("norm_topk_prob", True), enable_expert_bias=flag("use_expert_bias", True),
+              norm_topk_prob=flag("norm_topk_prob", default=True),
+              enable_expert_bias=flag("use_expert_bias", default=True),
               scaling_factor=field("routed_scaling_factor", default=1.0)),
         layouts({**GATE, "expert_bias": "router.expert_bias e"}, W132)),
     "nemotron_h": Family(
         knobs("moe_intermediate_size", "n_routed_experts", **noaux(1, 1, 1.0, True),
               shared_expert_intermediate_size=field("moe_shared_expert_intermediate_size"),
+              latent_size=field("moe_latent_size", default=None),
               activation=field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"})),
-        ({**CORRECTED, **RELU2_SHARED, "experts.{e}.up_proj.weight": "experts.fc1[0] f h",
+        ({**CORRECTED, **RELU2_OTHERS, "experts.{e}.up_proj.weight": "experts.fc1[0] f h",
           "experts.{e}.down_proj.weight": "experts.fc2 h f"},
-         {**CORRECTED, **RELU2_SHARED, "experts.up_proj": "experts.fc1[0] e f h",
+         {**CORRECTED, **RELU2_OTHERS, "experts.up_proj": "experts.fc1[0] e f h",
           "experts.down_proj": "experts.fc2 e h f"}),
         {**NOAUX, "n_shared_experts": (1, None)}),
     "dbrx": Family(
@@ -482,4 +576,61 @@ FAMILIES = {
         ({"router.layer.weight": "router.weight e h", "experts.mlp.w1": "experts.fc1[0] (e f) h",
           "experts.mlp.v1": "experts.fc1[1] (e f) h", "experts.mlp.w2": "experts.fc2 (e f) h"},),
         {"ffn_config.moe_jitter_eps": (0.0, None)}),
+    "kimi_linear": KIMI,
+    "kimi_k3": KIMI,
+    "deepseek_v4": Family(
+        knobs("moe_intermediate_size", "n_routed_experts", norm_topk_prob=True,
+              score_function=field("scoring_func", default="sqrtsoftplus",
+                                   among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
+              scaling_factor=field("routed_scaling_factor", default=1.5),
+              activation_clamp_value=field("swiglu_limit", default=10.0),
+              shared_expert_intermediate_size=field("moe_intermediate_size"),
+              enable_expert_bias=chosen_by_score),
+        layouts({**GATE_BIAS, **SHARED_W132}, W132, held={**CORRECTED, **SHARED}),
+        {**NOAUX, "n_shared_experts": (1, None)}, others=r"gate\.tid2eid"),
+    "inkling2_text": Family(
+        knobs("moe_intermediate_size", "n_routed_experts", **biased(8.0, True) | ALWAYS_NORMED,
+              activation="situ", situ_beta=field("mlp_gate_softcap", default=4.0),
+              situ_linear_beta=field("mlp_up_softcap", default=25.0)),
+        layouts(GATE_BIAS, {"experts.w13_weight": "experts.fc1 e (f p) h",
+                            "experts.w2_weight": FUSED["experts.down_proj"]}, held=CORRECTED)),
+    "flint": Family(
+        knobs("moe_intermediate_size", "num_experts", score_function="sigmoid",
+              norm_topk_prob=flag("norm_topk_prob", default=True),
+              shared_expert_intermediate_size=field("shared_expert_intermediate_size")),
+        layouts({**GATE, **shared_names("shared_expert")})),
+    "mistral_large4_text": Family(
+        knobs("moe_intermediate_size", "n_routed_experts", pre_softmax=True, norm_topk_prob=True,
+              scaling_factor=field("routed_scaling_factor", default=1.0), **grouped_by_two(1, 1),
+              **shared(1)),
+        ({**GATE, **SHARED_W132, **W132}, *layouts({**GATE, **SHARED}, W132)),
+        others=r"(?!gate\.|experts\.|shared_experts\.).*"),
+    "minimax_m3_vl_text": Family(
+        knobs("intermediate_size", **biased(2.0, True) | ALWAYS_NORMED, **OAI_GLU,
+              shared_expert_intermediate_size=field("shared_intermediate_size")),
+        layouts({**GATE, "e_score_correction_bias": "router.expert_bias e", **SHARED}, W132,
+                held={**CORRECTED,
+                      "shared_experts.gate_up_proj.weight": "shared_experts.fc1 (p s) h",
+                      "shared_experts.down_proj.weight": "shared_experts.fc2 h s"}),
+        {"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": (True, None),
+         "n_shared_experts": (1, None)}),
+    "bailing_hybrid": Family(
+        knobs("moe_intermediate_size", "num_experts", **noaux(8, 4, 2.5, True), **shared(1)),
+        layouts({**GATE, "gate.expert_bias": "router.expert_bias e", **SHARED},
+                held={**CORRECTED, **SHARED}),
+        {**NOAUX, "score_function": ("sigmoid", None),
+         "moe_router_enable_expert_bias": (True, None)}),
+    "axk2": Family(
+        knobs("moe_intermediate_size", "n_routed_experts", **biased(2.5, True), **shared(1)),
+        layouts({**CORRECTED, **SHARED}), NOAUX),
+    "dots3_note_text": Family(
+        knobs("moe_intermediate_size", "n_routed_experts", **noaux(1, 1, 1.0, True),
+              **shared(1, "shared_experts_intermediate_size",
+                       "moe_shared_expert_intermediate_size")),
+        layouts({**CORRECTED, **SHARED}), NOAUX),
+    "beam": Family(
+        knobs("moe_intermediate_size", "num_experts", **noaux(8, 4, 2.5, True)),
+        layouts(CORRECTED), NOAUX),
+    "qwen4_exp_text": qwen2_moe(True),
 }
+TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, **FAMILIES}

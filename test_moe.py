@@ -3655,34 +3655,54 @@ def test_bench_runs_quickly(tmp_path):
 # tensors under the published names, and a forward of one token at a time.
 
 E8, H6, F5, T7 = 8, 6, 5, 7                          # a shared expert has Fs = F5, F5 · 2 or 4; K is 3, or 1 for llama4
+L4, V9 = 4, 9                                        # the latent size; a hash layer's vocabulary
 
 
 def fam_normal(shapes: dict, dtype=torch.float64) -> dict[str, Tensor]:
     """Always the same numbers; a bias that only chooses is fp32, and small enough to leave the scores their say."""
     generator, found = torch.Generator().manual_seed(0), {}
     for name, shape in shapes.items():
-        chooses = "expert_bias" in name or "correction" in name
+        chooses = "expert_bias" in name or "correction" in name or name.endswith("gate.bias")
         found[name] = torch.randn(*shape, generator=generator, dtype=torch.float64) * (0.2 if chooses else 0.7)
         found[name] = found[name].to(torch.float32 if chooses else dtype)
     return found
 
 
-def fam_each(gate: str, up: str, down: str) -> dict:
-    return {f"experts.{e}.{name}.weight": (H6, F5) if name == down else (F5, H6)
+def fam_each(gate: str, up: str, down: str, H: int = H6) -> dict:
+    return {f"experts.{e}.{name}.weight": (H, F5) if name == down else (F5, H)
             for e in range(E8) for name in (gate, up, down) if name}
 
 
-def fam_shared(name: str, Fs: int) -> dict:
-    return {f"{name}.gate_proj.weight": (Fs, H6), f"{name}.up_proj.weight": (Fs, H6),
-            f"{name}.down_proj.weight": (H6, Fs)}
+def fam_shared(name: str, Fs: int, names=("gate_proj", "up_proj", "down_proj")) -> dict:
+    gate, up, down = (f"{name}.{part}.weight" for part in names)
+    return {gate: (Fs, H6), up: (Fs, H6), down: (H6, Fs)}
 
 
 def silu(a):
     return a / (1 + (-a).exp())
 
 
-def fam_ffn(x, gate, up, down):
-    return down @ (silu(gate @ x) * (up @ x))
+def fam_ffn(x, gate, up, down, act=lambda a, b: silu(a) * b):
+    return down @ act(gate @ x, up @ x)
+
+
+def situ(beta: float, linear_beta: float | None):
+    """beta·tanh(a/beta)·sigmoid(a) times b; with linear_beta b is squashed in the same way."""
+    def act(a, b):
+        squashed = b if linear_beta is None else linear_beta * (b / linear_beta).tanh()
+        return beta * (a / beta).tanh() / (1 + (-a).exp()) * squashed
+    return act
+
+
+def oai_glu(limit: float):
+    def act(a, b):
+        gate, up = a.clamp(max=limit), b.clamp(-limit, limit)
+        return (up + 1) * gate / (1 + (-1.702 * gate).exp())
+    return act
+
+
+def clamped_swiglu(limit: float):
+    return lambda a, b: silu(a.clamp(max=limit)) * b.clamp(-limit, limit)
 
 
 def over_chosen(logits, c, t, K):
@@ -3735,21 +3755,68 @@ def ernie_route(logits, c, t, K):
     return [(e, scores[e] / total) for e in chosen]
 
 
+def kimi_route(logits, c, t, K):
+    return sigmoid_route(logits, c, t, K, t["gate.e_score_correction_bias"],
+                         norm=c["moe_renormalize"], scale=c["routed_scaling_factor"])
+
+
+def bailing_route(logits, c, t, K):
+    return v3_route(logits, c, {"gate.e_score_correction_bias": t["gate.expert_bias"]}, K)
+
+
+def v4_route(logits, c, t, K):
+    """Chosen by sqrt(softplus) + bias, weighed by sqrt(softplus), normalised, times a factor."""
+    scores = [(1 + logit.exp()).log().sqrt() for logit in logits]
+    chosen = best([s.item() + b.item() for s, b in zip(scores, t["gate.bias"])], K)
+    total = sum(scores[e] for e in chosen)
+    return [(e, scores[e] / total * c["routed_scaling_factor"]) for e in chosen]
+
+
+def mistral_route(logits, c, t, K):
+    """Softmax over all, in the groups with the best sum of two; normalised, times a factor."""
+    scores = score_loop(list(logits), "softmax")
+    size = E8 // c["n_group"]
+    groups = [scores[g * size:(g + 1) * size] for g in range(c["n_group"])]
+    kept = best([sum(sorted(s.item() for s in group)[-2:]) for group in groups], c["topk_group"])
+    chosen = best([s.item() if e // size in kept else -INF for e, s in enumerate(scores)], K)
+    total = sum(scores[e] for e in chosen)
+    return [(e, scores[e] / total * c["routed_scaling_factor"]) for e in chosen]
+
+
+def biased_by(name: str, scale: float):
+    """Sigmoid plus the bias of that name, normalised, times a factor."""
+    return lambda logits, c, t, K: sigmoid_route(logits, c, t, K, t[name], scale=scale)
+
+
 def gpt_oss_expert(x, t, e):
     y = x @ t["experts.gate_up_proj"][e] + t["experts.gate_up_proj_bias"][e]
-    gate, up = y[0::2].clamp(max=1.5), y[1::2].clamp(-1.5, 1.5)
-    return ((up + 1) * gate / (1 + (-1.702 * gate).exp())) @ t["experts.down_proj"][e] + t["experts.down_proj_bias"][e]
+    act = oai_glu(1.5)(y[0::2], y[1::2])
+    return act @ t["experts.down_proj"][e] + t["experts.down_proj_bias"][e]
 
 
-def by_names(gate: str, up: str, down: str):
-    return lambda x, t, e: fam_ffn(x, *(t[f"experts.{e}.{name}.weight"] for name in (gate, up, down)))
+def inkling2_expert(x, t, e):
+    gate_and_up, down = t["experts.w13_weight"][e], t["experts.w2_weight"][e]
+    return fam_ffn(x, gate_and_up[0::2], gate_and_up[1::2], down, act=situ(0.7, 1.2))
 
 
-def shared_by(name: str, gate: str | None = None):
+def by_names(*names: str, **act):
+    """names: of the gate, up and down projections."""
+    return lambda x, t, e: fam_ffn(x, *(t[f"experts.{e}.{name}.weight"] for name in names), **act)
+
+
+def shared_by(
+    name: str, gate: str | None = None, names=("gate_proj", "up_proj", "down_proj"), **act,
+):
     def shared(x, t):
-        y = fam_ffn(x, *(t[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down")))
+        y = fam_ffn(x, *(t[f"{name}.{part}.weight"] for part in names), **act)
         return y if gate is None else y / (1 + (-(t[gate] @ x)).exp())
     return shared
+
+
+def kimi_up(r, t):
+    """RMSNorm in the latent space, then back to H."""
+    normed = r / (r.square().mean() + 1e-3).sqrt() * t["routed_expert_norm.weight"]
+    return t["routed_expert_up_proj.weight"] @ normed
 
 
 @dataclasses.dataclass
@@ -3760,7 +3827,9 @@ class Published:
     route: object
     expert: object
     shared: object = None
-    block: tuple[str, str] = ()                       # the library's classes: config, block
+    block: tuple = ()                                 # the library's config and block, arguments
+    down: object = None                               # of latent experts: into their space
+    up: object = None                                 # and back
 
 
 GUD, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -3775,6 +3844,21 @@ GATE = {"gate.weight": (E8, H6)}
 V3_SHAPES = {**GATE, "gate.e_score_correction_bias": (E8,), **fam_each(*GUD), **fam_shared("shared_experts", 2 * F5)}
 V3 = dict(shapes=V3_SHAPES, router="gate.weight", route=v3_route, expert=by_names(*GUD),
           shared=shared_by("shared_experts"))
+KIMI = {"hidden_size": H6, "hidden_act": "silu", "moe_intermediate_size": F5,
+        "intermediate_size": 17, "num_experts": E8, "num_experts_per_token": 3,
+        "num_shared_experts": 2, "moe_renormalize": True, "routed_scaling_factor": 2.446,
+        "num_expert_group": 1, "topk_group": 1}
+KIMI_SHAPES = {**GATE, "gate.e_score_correction_bias": (E8,),
+               **fam_shared("shared_experts", 2 * F5)}
+
+
+def relu2_of(name: str, x, t):
+    return t[f"{name}.down_proj.weight"] @ (t[f"{name}.up_proj.weight"] @ x).clamp(min=0) ** 2
+
+
+RELU2 = dict(
+    router="gate.weight", route=v3_route, expert=lambda x, t, e: relu2_of(f"experts.{e}", x, t),
+    shared=functools.partial(relu2_of, "shared_experts"))
 QWEN2 = dict(
     shapes={**GATE, **fam_each(*GUD), **fam_shared("shared_expert", 4), "shared_expert_gate.weight": (1, H6)},
     router="gate.weight", route=by_config, expert=by_names(*GUD),
@@ -3861,10 +3945,8 @@ PUBLISHED = {
          "topk_group": 2, "n_routed_experts": E8,
          "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
         {**GATE, "gate.e_score_correction_bias": (E8,), **fam_each("", "up_proj", "down_proj"),
-         "shared_experts.up_proj.weight": (4, H6), "shared_experts.down_proj.weight": (H6, 4)}, "gate.weight", v3_route,
-        lambda x, t, e: t[f"experts.{e}.down_proj.weight"] @ (t[f"experts.{e}.up_proj.weight"] @ x).clamp(min=0) ** 2,
-        lambda x, t: t["shared_experts.down_proj.weight"] @ (t["shared_experts.up_proj.weight"] @ x).clamp(min=0) ** 2,
-        ("NemotronHConfig", "NemotronHMoE")),
+         "shared_experts.up_proj.weight": (4, H6), "shared_experts.down_proj.weight": (H6, 4)},
+        **RELU2, block=("NemotronHConfig", "NemotronHMoE")),
     "dbrx": Published(
         {"d_model": H6, "ffn_config": {"ffn_hidden_size": F5, "moe_num_experts": E8, "moe_top_k": 3, "moe_jitter_eps": 0,
                                        "moe_normalize_expert_weights": 1.0}},
@@ -3872,6 +3954,82 @@ PUBLISHED = {
         "router.layer.weight", functools.partial(over_all, norm=True), lambda x, t, e: fam_ffn(
             x, *(t[f"experts.mlp.{name}"][e * F5:(e + 1) * F5] for name in ("w1", "v1")),
             t["experts.mlp.w2"][e * F5:(e + 1) * F5].T), block=("DbrxConfig", "DbrxFFN")),
+    "kimi_linear": Published(
+        KIMI, {**KIMI_SHAPES, **fam_each(*W132)}, "gate.weight", kimi_route, by_names(*W132),
+        shared_by("shared_experts"), ("KimiLinearConfig", "KimiLinearMoE")),
+    "kimi_k3": Published(
+        {**KIMI, "hidden_act": "situ", "activation_situ_beta": 0.8,
+         "activation_situ_linear_beta": 1.5, "routed_expert_hidden_size": L4,
+         "latent_moe_use_norm": True, "rms_norm_eps": 1e-3,
+         "moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc"},
+        {**KIMI_SHAPES, **fam_each(*W132, L4), "routed_expert_down_proj.weight": (L4, H6),
+         "routed_expert_up_proj.weight": (H6, L4), "routed_expert_norm.weight": (L4,)},
+        "gate.weight", kimi_route, by_names(*W132, act=situ(0.8, 1.5)),
+        shared_by("shared_experts", act=situ(0.8, 1.5)),
+        down=lambda x, t: t["routed_expert_down_proj.weight"] @ x, up=kimi_up),
+    "deepseek_v4": Published(
+        {**SIZES, "moe_intermediate_size": F5, "n_routed_experts": E8, "n_shared_experts": 1,
+         "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True,
+         "routed_scaling_factor": 1.5, "swiglu_limit": 0.9, "num_hidden_layers": 2,
+         "mlp_layer_types": ["moe", "moe"]},
+        {**GATE, "gate.bias": (E8,), **fam_each(*W132), **fam_shared("shared_experts", F5, W132)},
+        "gate.weight", v4_route, by_names(*W132, act=clamped_swiglu(0.9)),
+        shared_by("shared_experts", names=W132, act=clamped_swiglu(0.9)),
+        ("DeepseekV4Config", "DeepseekV4SparseMoeBlock", 1)),
+    "inkling2_text": Published(
+        {**SIZES, "moe_intermediate_size": F5, "n_routed_experts": E8, "route_scale": 2.5,
+         "scoring_func": "sigmoid", "mlp_gate_softcap": 0.7, "mlp_up_softcap": 1.2},
+        {**GATE, "gate.bias": (E8,), "experts.w13_weight": (E8, 2 * F5, H6),
+         "experts.w2_weight": (E8, H6, F5)},
+        "gate.weight", biased_by("gate.bias", 2.5), inkling2_expert,
+        block=("Inkling2TextConfig", "Inkling2SparseMoeBlock")),
+    "flint": Published(
+        {**MOE_SIZED, "num_experts": E8, "norm_topk_prob": True,
+         "shared_expert_intermediate_size": 4},
+        {**GATE, **fam_each(*GUD), **fam_shared("shared_expert", 4)}, "gate.weight",
+        lambda logits, c, t, K: sigmoid_route(logits, c, t, K, norm=c["norm_topk_prob"]),
+        by_names(*GUD), shared_by("shared_expert"), ("FlintConfig", "FlintSparseMoeBlock")),
+    "mistral_large4_text": Published(
+        {**MOE_SIZED, "n_routed_experts": E8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 1.3},
+        {**GATE, **fam_each(*W132), **fam_shared("shared_experts", 2 * F5, W132)}, "gate.weight",
+        mistral_route, by_names(*W132), shared_by("shared_experts", names=W132),
+        ("MistralLarge4TextConfig", "MistralLarge4TextMoE")),
+    "minimax_m3_vl_text": Published(
+        {**SMALL, "hidden_act": "swigluoai", "num_local_experts": E8, "shared_intermediate_size": 4,
+         "dense_intermediate_size": 17, "n_shared_experts": 1, "scoring_func": "sigmoid",
+         "use_routing_bias": True, "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702,
+         "swiglu_limit": 0.9},
+        {**GATE, "e_score_correction_bias": (E8,), **fam_each(*W132),
+         **fam_shared("shared_experts", 4)},
+        "gate.weight", biased_by("e_score_correction_bias", 2.0), by_names(*W132, act=oai_glu(0.9)),
+        shared_by("shared_experts", act=oai_glu(0.9)),
+        ("MiniMaxM3VLTextConfig", "MiniMaxM3VLSparseMoeBlock")),
+    "bailing_hybrid": Published(
+        {**MOE_SIZED, "num_experts": E8, "num_shared_experts": 2, "n_group": 4, "topk_group": 2,
+         "norm_topk_prob": True, "routed_scaling_factor": 2.5, "score_function": "sigmoid",
+         "moe_router_enable_expert_bias": True},
+        {**GATE, "gate.expert_bias": (E8,), **fam_each(*GUD),
+         **fam_shared("shared_experts", 2 * F5)},
+        "gate.weight", bailing_route, by_names(*GUD), shared_by("shared_experts"),
+        ("BailingHybridConfig", "BailingHybridMoE")),
+    "axk2": Published(
+        {**MOE_SIZED, **ONE_GROUP, "n_group": None, "topk_group": None},
+        V3_SHAPES, "gate.weight", biased_by("gate.e_score_correction_bias", 1.4), by_names(*GUD),
+        shared_by("shared_experts"), ("AXK2Config", "AXK2MoE")),
+    "dots3_note_text": Published(
+        {**MOE_SIZED, **GROUPS, "shared_experts_intermediate_size": 2},
+        {**V3_SHAPES, **fam_shared("shared_experts", 2 * 2)}, "gate.weight", v3_route,
+        by_names(*GUD), shared_by("shared_experts"), ("Dots3NoteTextConfig", "Dots3NoteTextMoE")),
+    "beam": Published(
+        {**MOE_SIZED, "num_experts": E8, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+         "routed_scaling_factor": 2.5},
+        {**GATE, "gate.e_score_correction_bias": (E8,), **fam_each(*GUD)}, "gate.weight", v3_route,
+        by_names(*GUD), block=("BeamConfig", "BeamMoE")),
+    "qwen4_exp_text": Published(
+        {**MOE_SIZED, "num_experts": E8, "norm_topk_prob": True,
+         "shared_expert_intermediate_size": 4},
+        **QWEN2, block=("Qwen4ExpTextConfig", "Qwen4ExpTextSparseMoeBlock")),
 }
 EVERY_FAMILY = pytest.mark.parametrize("model_type", PUBLISHED)
 
@@ -3880,14 +4038,17 @@ def published_loop(model_type: str, x: Tensor, t: dict) -> Tensor:
     """The family's block, one token at a time."""
     p, rows = PUBLISHED[model_type], []
     fields = {**p.config, **p.config.get("ffn_config", {})}
-    K = next(fields[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k") if name in fields)
+    names = "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"
+    K = next(fields[name] for name in names if name in fields)
     for x_H in x.flatten(0, -2):
         logits = t[p.router] @ x_H + (t["router.bias"] if "router.bias" in t else 0.0)
         chosen = p.route(logits, p.config, t, K[0] if isinstance(K, list) else K)
+        z = x_H if p.down is None else p.down(x_H, t)
         if model_type == "llama4_text":
-            y = sum(p.expert(weight * x_H, t, e) for e, weight in chosen)
+            y = sum(p.expert(weight * z, t, e) for e, weight in chosen)
         else:
-            y = sum(weight * p.expert(x_H, t, e) for e, weight in chosen)
+            y = sum(weight * p.expert(z, t, e) for e, weight in chosen)
+        y = y if p.up is None else p.up(y, t)
         rows.append(y if p.shared is None else y + p.shared(x_H, t))
     return torch.stack(rows).view(x.shape)
 
@@ -3905,16 +4066,34 @@ def fam_layer(model_type: str, dtype=torch.float64) -> MoELayer:
     return families.from_hf(MoELayer(fam_config(model_type, dtype)), fam_tensors(model_type, dtype), model_type)
 
 
+AS_HELD = {                                           # model_type -> published name -> name held
+    "ernie4_5_moe": {
+        "moe_statics.e_score_correction_bias": "gate.moe_statics.e_score_correction_bias"},
+    "minimax_m3_vl_text": {"e_score_correction_bias": "gate.e_score_correction_bias"},
+    "bailing_hybrid": {"gate.expert_bias": "gate.e_score_correction_bias"},
+    "inkling2_text": {"gate.bias": "gate.e_score_correction_bias",
+                      "experts.w2_weight": "experts.down_proj"}}
+for _type in ("deepseek_v4", "mistral_large4_text"):
+    AS_HELD[_type] = {f"shared_experts.{a}.weight": f"shared_experts.{b}.weight" for a,
+                      b in zip(W132, GUD)}
+AS_HELD["deepseek_v4"]["gate.bias"] = "gate.e_score_correction_bias"
+
+
 def as_held(model_type: str, t: dict) -> dict:
     """The same tensors as a loaded model holds them: those of the experts stacked, gate above up."""
     def stack(name):
         return torch.stack([t[f"experts.{e}.{name}.weight"] for e in range(E8)])
-    held = {name: tensor for name, tensor in t.items() if not re.match(r"experts\.\d", name)}
+    held = {AS_HELD.get(model_type, {}).get(name, name): tensor for name, tensor in t.items()
+            if not re.match(r"experts\.\d", name)}
     if model_type == "granitemoe":
         return {"router.weight": held["router.layer.weight"], "experts.gate_up_proj": held["input_linear.weight"],
                 "experts.down_proj": held["output_linear.weight"]}
-    if model_type == "ernie4_5_moe":
-        held["gate.moe_statics.e_score_correction_bias"] = held.pop("moe_statics.e_score_correction_bias")
+    if model_type == "inkling2_text":
+        gate_and_up = held.pop("experts.w13_weight")
+        held["experts.gate_up_proj"] = torch.cat([gate_and_up[:, 0::2], gate_and_up[:, 1::2]], 1)
+    if model_type == "minimax_m3_vl_text":
+        gate_and_up = [held.pop(f"shared_experts.{name}_proj.weight") for name in ("gate", "up")]
+        held["shared_experts.gate_up_proj.weight"] = torch.cat(gate_and_up)
     if model_type == "nemotron_h":
         return {**held, "experts.up_proj": stack("up_proj"), "experts.down_proj": stack("down_proj")}
     for gate, up, down in (GUD, W132):
@@ -3926,7 +4105,8 @@ def as_held(model_type: str, t: dict) -> dict:
 
 def test_families_are_those_listed_here():
     assert list(families.FAMILIES) == list(PUBLISHED)
-    assert [name for name in PUBLISHED if name not in IN_THE_LIBRARY] == ["kimi_k2"]           # no class of its own there
+    not_there = [name for name in PUBLISHED if name not in IN_THE_LIBRARY]
+    assert not_there == ["kimi_k2", "kimi_k3"]
 
 
 @EVERY_FAMILY
@@ -4021,16 +4201,19 @@ def test_families_match_the_library(model_type):
     its defaults."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
     published = PUBLISHED[model_type]
-    config_name, block_name = published.block
-    kwargs = {name: value[0] if isinstance(value, list) else value for name, value in published.config.items()}
-    kwargs.pop("swiglu_limit", None)                  # theirs is always 7
-    heads = {} if model_type == "dbrx" else {"num_attention_heads": 2}                 # hidden_size has to be divisible
+    config_name, block_name, *others = published.block
+    kwargs = {name: value[0] if isinstance(value, list) and name != "mlp_layer_types" else value
+              for name, value in published.config.items()}
+    if model_type == "gpt_oss":
+        kwargs.pop("swiglu_limit")                    # theirs is always 7
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}      # hidden_size is divisible
+    heads = {} if model_type == "dbrx" else heads
     theirs = getattr(transformers, config_name)(**kwargs, **heads)
     theirs._experts_implementation = "eager"
     if model_type == "dbrx":
         theirs.ffn_config.hidden_size = H6
     modeling = pytest.importorskip(type(theirs).__module__.replace("configuration_", "modeling_"))
-    block = getattr(modeling, block_name)(theirs)
+    block = getattr(modeling, block_name)(theirs, *others)
     with torch.no_grad():
         for tensor in block.state_dict().values():
             tensor.normal_(0, 0.7)
@@ -4038,12 +4221,16 @@ def test_families_match_the_library(model_type):
     assert config == families.config_from_hf(theirs.to_dict())
     assert config == families.config_from_hf({"model_type": model_type, **published.config, **(
         {"swiglu_limit": 7.0} if model_type == "gpt_oss" else {})})
+    ends = "_size", "_experts", "_tok", "_token", "_k", "topk", "d_model"
+    counts_of_shared = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     sizes = {name: value * 4 if name in ("n_routed_experts", "num_experts") else value for name, value in kwargs.items()
-             if name.endswith(("_size", "_experts", "_tok", "_k", "topk", "d_model")) and "shared_experts" not in name}
+             if name.endswith(ends) and name not in counts_of_shared}
     if model_type == "dbrx":
         sizes["ffn_config"] = {name: value for name, value in kwargs["ffn_config"].items() if "normalize" not in name}
     by_default = getattr(transformers, config_name)(**sizes, **heads)
-    assert families.config_from_hf(by_default) == families.config_from_hf({"model_type": model_type, **sizes})
+    layer_idx = 3 if model_type == "deepseek_v4" else None            # the first without a table
+    assert families.config_from_hf(by_default, layer_idx) == families.config_from_hf(
+        {"model_type": model_type, **sizes}, layer_idx)
     layer = families.from_hf(MoELayer(config), block.state_dict(), model_type)
     x = torch.randn(2, T7, H6, requires_grad=True)
     want, got = block(x.clone()), layer(x)
@@ -4099,11 +4286,192 @@ def test_families_other_knobs_match_published_loop(monkeypatch):
     for model_type, fixed, drop in [
             ("deepseek_v2", {"topk_method": "greedy"}, ()), ("deepseek_v3", {"norm_topk_prob": False}, ()),
             ("qwen3_moe", {"norm_topk_prob": False}, ()), ("olmoe", {"norm_topk_prob": True}, ()),
-            ("mixtral", {"num_experts_per_tok": 2}, ())]:
+            ("mixtral", {"num_experts_per_tok": 2}, ()), ("flint", {"norm_topk_prob": False}, ()),
+            ("kimi_linear", {"moe_renormalize": False}, ()),
+            ("mistral_large4_text", {"n_group": 1, "topk_group": 1}, ()),
+            ("beam", {"n_group": 1, "topk_group": 1}, ())]:
         monkeypatch.setitem(PUBLISHED, model_type, dataclasses.replace(
             PUBLISHED[model_type], config={**PUBLISHED[model_type].config, **fixed}))
         x = torch.randn(T7, H6, dtype=torch.float64)
         close(fam_layer(model_type)(x), published_loop(model_type, x, fam_tensors(model_type)), 1e-8)
+
+
+def test_families_nemotron_h_with_latent_experts(monkeypatch):
+    """All that the other families are tested for, with experts narrower than the model."""
+    plain = PUBLISHED["nemotron_h"]
+    shapes = {**plain.shapes, **fam_each("", "up_proj", "down_proj", L4),
+              "fc1_latent_proj.weight": (L4, H6), "fc2_latent_proj.weight": (H6, L4)}
+    monkeypatch.setitem(PUBLISHED, "nemotron_h", dataclasses.replace(
+        plain, config={**plain.config, "moe_latent_size": L4}, shapes=shapes,
+        down=lambda x, t: t["fc1_latent_proj.weight"] @ x,
+        up=lambda r, t: t["fc2_latent_proj.weight"] @ r))
+    test_families_match_published_loop("nemotron_h")
+    test_families_round_trip("nemotron_h")
+    test_families_match_the_library("nemotron_h")
+
+
+def test_families_kimi_linear_reads_what_kimi_k3_adds():
+    """The outer type chooses the row; the inner one alone gives the same layer, or is refused."""
+    text = {"model_type": "kimi_linear", **PUBLISHED["kimi_k3"].config}
+    config = families.config_from_hf({"model_type": "kimi_k3", "text_config": text,
+                                      "dtype": "bfloat16"})
+    assert (config.latent_size, config.latent_norm, config.latent_norm_eps) == (L4, True, 1e-3)
+    assert (config.activation, config.situ_beta, config.situ_linear_beta) == ("situ", 0.8, 1.5)
+    assert config == dataclasses.replace(families.config_from_hf(text), params_dtype=torch.bfloat16)
+    del text["hidden_act"]
+    assert families.config_from_hf(text).activation == "situ"
+    quantised = {**text, "quantization_config": {"quant_method": "compressed-tensors"}}
+    assert "situ_beta = 0.8" in error(families.config_from_hf, {**text, "hidden_act": "silu"})
+    texts = [error(families.config_from_hf, {"model_type": "kimi_k3", "text_config": quantised}),
+             error(families.to_hf, fam_layer("kimi_k3"), "deepseek_v3")]
+    t = fam_tensors("kimi_k3", torch.float32)
+    t["experts.0.w1.weight_packed"] = t.pop("experts.0.w1.weight").to(torch.uint8)
+    t["experts.0.w1.weight_scale"] = torch.zeros(1, dtype=torch.uint8)
+    texts.append(error(families.from_hf, fam_layer("kimi_k3", torch.float32), t, "kimi_k3"))
+    assert_expected_inline(in_lines(texts), """\
+ValueError: this kimi_k3 config cannot be expressed: quantization_config is given; needs dequantised weights and a
+    config without it
+ValueError: layer is no deepseek_v3 block: latent_size = 4 (needs None), latent_norm = True (needs False), situ_beta
+    = 0.8 (needs 1.0), situ_linear_beta = 1.5 (needs None); build it with config_from_hf
+ValueError: tensors do not make a kimi_k3 block, nothing was changed:
+  experts.0.w1.weight [5, 4] is missing
+  experts.0.w1.weight_packed is of quantised weights; dequantise them first
+  experts.0.w1.weight_scale is of quantised weights; dequantise them first""")
+
+
+@pytest.mark.parametrize("outer", ["inkling2", "mistral_large4", "minimax_m3_vl", "dots3_note",
+                                   "qwen4_exp"])
+def test_families_composite_models(outer):
+    """The outer config and the outer name do as the text model's; the library's objects too."""
+    text = f"{outer}_text"
+    plain = fam_config(text, torch.float32)
+    inner = {"model_type": text, **PUBLISHED[text].config}
+    for config in ({"model_type": outer, "text_config": inner}, {"text_config": inner},
+                   {"model_type": outer, "text_config": {**inner, "model_type": "minimax_m2"}},
+                   {**inner, "model_type": outer}):          # dots3_note is published like this
+        assert families.config_from_hf(config) == plain
+    t = fam_tensors(text, torch.float32)
+    layer = families.from_hf(MoELayer(plain), t, outer)
+    same(families.to_hf(layer, outer), t)
+    transformers = pytest.importorskip("transformers", reason="reads the configs of transformers")
+    name = PUBLISHED[text].block[0]
+    kwargs = {"num_attention_heads": 2, "num_key_value_heads": 2, **PUBLISHED[text].config}
+    theirs = transformers.PreTrainedConfig()
+    theirs.model_type, theirs.text_config = outer, getattr(transformers, name)(**kwargs)
+    assert families.config_from_hf(theirs) == plain
+
+
+def test_families_layers_that_differ():
+    """DeepSeek-V4's first layers choose by a table: which layer it is has to be said."""
+    def config(layer_idx=None, **fixed):
+        text = {"model_type": "deepseek_v4", **PUBLISHED["deepseek_v4"].config,
+                "num_hidden_layers": 4, **fixed}
+        text = {name: value for name, value in text.items() if value != "left out"}
+        return families.config_from_hf(text, layer_idx)
+
+    def by_score(**fixed):
+        return [config(layer_idx, **fixed).enable_expert_bias for layer_idx in range(4)]
+    types = ["hash_moe", "hash_moe", "moe", "moe"]
+    for given in ({"mlp_layer_types": types}, {"mlp_layer_types": "left out", "num_hash_layers": 2},
+                  {"mlp_layer_types": None, "num_hash_layers": 2}):
+        assert by_score(**given) == [False, False, True, True]
+        assert config(3, **given) == config(mlp_layer_types=["moe"] * 4)
+        assert config(0, **given) == config(mlp_layer_types=["hash_moe"] * 4)
+    published = {"mlp_layer_types": "left out"}                       # three hash layers
+    assert by_score(**published) == [False, False, False, True]
+    assert config(num_hash_layers=0, **published) == config(3, **published)
+    hunyuan = {"model_type": "hunyuan_v1_moe", **PUBLISHED["hunyuan_v1_moe"].config,
+               "moe_topk": [3, 2, 1, 2]}
+    assert families.config_from_hf(hunyuan, layer_idx=1).topk == 2
+    kimi = {"model_type": "kimi_linear", **KIMI, "mlp_layer_types": ["dense", "sparse"]}
+    assert families.config_from_hf(kimi, layer_idx=1) == families.config_from_hf(kimi)
+    texts = [error(config, mlp_layer_types=types), error(config, **published),
+             error(config, 4, mlp_layer_types=types), error(config, -1, mlp_layer_types=types),
+             error(config, 1, mlp_layer_types=["moe", "dense"]),
+             error(families.config_from_hf, hunyuan), error(families.config_from_hf, kimi, 0)]
+    assert_expected_inline(in_lines(texts), """\
+ValueError: this deepseek_v4 config cannot be expressed: mlp_layer_types is 'hash_moe' or 'moe', by layer; needs
+    layer_idx
+ValueError: this deepseek_v4 config cannot be expressed: the first 3 layers are hash layers; needs layer_idx
+ValueError: this deepseek_v4 config cannot be expressed: mlp_layer_types has 4 values; layer_idx is 4
+ValueError: this deepseek_v4 config cannot be expressed: layer_idx is -1; needs 0 or more
+ValueError: this deepseek_v4 config cannot be expressed: mlp_layer_types is 'dense'; needs 'moe' or 'hash_moe' or
+    None
+ValueError: this hunyuan_v1_moe config cannot be expressed: moe_topk is 3 or 2 or 1, by layer; needs layer_idx
+ValueError: this kimi_linear config cannot be expressed: mlp_layer_types is 'dense'; needs 'sparse' or 'moe' or None""")
+
+
+def v4_hash_block():
+    """(layer, published tensors with the table, table) of a hash layer."""
+    config = fam_config("deepseek_v4", mlp_layer_types=["hash_moe", "hash_moe"])
+    t = fam_tensors("deepseek_v4")
+    del t["gate.bias"]
+    table = torch.stack([torch.randperm(E8)[:3] for _ in range(V9)])
+    return MoELayer(config), {**t, "gate.tid2eid": table}, table
+
+
+def test_families_hash_layer():
+    """The table stays with the caller: neither read nor unexpected, and not given back."""
+    layer, t, table = v4_hash_block()
+    lazy, plain = Lazy(t, True), {name: x for name, x in t.items() if name != "gate.tid2eid"}
+    families.from_hf(layer, lazy, "deepseek_v4")
+    assert sorted(lazy.loads) == sorted(plain) and layer.router.expert_bias is None
+    same(families.to_hf(layer, "deepseek_v4"), plain)
+    ids, x = torch.randint(V9, (T7, 2)), torch.randn(T7, 2, H6, dtype=torch.float64)
+    rows = []
+    for x_H, token in zip(x.flatten(0, 1), ids.flatten()):
+        logits = {e: t["gate.weight"][e] @ x_H for e in table[token].tolist()}
+        scores = {e: (1 + logit.exp()).log().sqrt() for e, logit in logits.items()}
+        y = sum(score / sum(scores.values()) * 1.5 * PUBLISHED["deepseek_v4"].expert(x_H, t, e)
+                for e, score in scores.items())
+        rows.append(y + PUBLISHED["deepseek_v4"].shared(x_H, t))
+    for function in (layer, compiled(layer)):
+        close(function(x, topk_indices=table[ids]), torch.stack(rows).view(x.shape), 1e-8)
+    missing = error(families.from_hf, MoELayer(fam_config("deepseek_v4")), t, "deepseek_v4")
+    assert missing.splitlines()[1:] == ["  gate.bias [8] is missing"]
+
+
+def test_families_hash_layer_matches_the_library():
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    published = {**PUBLISHED["deepseek_v4"].config, "mlp_layer_types": ["hash_moe", "moe"]}
+    theirs = transformers.DeepseekV4Config(**published, num_attention_heads=2, vocab_size=V9)
+    theirs._experts_implementation = "eager"
+    modeling = pytest.importorskip(type(theirs).__module__.replace("configuration_", "modeling_"))
+    block, (_, _, table) = modeling.DeepseekV4SparseMoeBlock(theirs, 0), v4_hash_block()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, 0.7)
+        block.gate.tid2eid.copy_(table)
+    config = families.config_from_hf(theirs, layer_idx=0)
+    assert config == families.config_from_hf(theirs.to_dict(), layer_idx=0)
+    layer = families.from_hf(MoELayer(config), block.state_dict(), "deepseek_v4")
+    ids, x = torch.randint(V9, (2, T7)), torch.randn(2, T7, H6, requires_grad=True)
+    want, got = block(x, ids), layer(x, topk_indices=table[ids])
+    close(got, want, 1e-5)
+    upstream = torch.randn(x.shape)
+    close(*(torch.autograd.grad(y, x, upstream)[0] for y in (got, want)), 1e-5)
+
+
+def test_families_block_without_a_name_of_its_own():
+    """Mistral Large 4: attention and norms lie under the same prefix, and are left alone. A text
+    model that is saved without the rest has the shared expert's held names."""
+    name, prefix = "mistral_large4_text", "layers.3."
+    t = fam_tensors(name, torch.float32, prefix)
+    around = {f"{prefix}{other}.weight": torch.zeros(2)
+              for other in ("attention.wo", "ffn_norm", "gate_up")}
+    blank = MoELayer(fam_config(name, torch.float32))
+    layer = families.from_hf(blank, {**t, **around}, name, prefix)
+    same(families.to_hf(layer, name, prefix), t)
+    renamed = {prefix + AS_HELD[name].get(key, key): x
+               for key, x in fam_tensors(name, torch.float32).items()}
+    other = families.from_hf(MoELayer(layer.config), {**renamed, **around}, name, prefix)
+    same(other.state_dict(), layer.state_dict())
+    wrong = {**t, **around, f"{prefix}experts.0.w4.weight": torch.zeros(2),
+             f"{prefix}experts.0.w1.scale": torch.zeros(2)}
+    assert_expected_inline(in_lines([error(families.from_hf, layer, wrong, name, prefix)]), """\
+ValueError: tensors do not make a mistral_large4_text block, nothing was changed:
+  layers.3.experts.0.w4.weight is unexpected
+  layers.3.experts.0.w1.scale is of quantised weights; dequantise them first""")
 
 
 def in_lines(texts: list[str]) -> str:
@@ -4129,19 +4497,35 @@ def test_families_refused_configs():
         refused("ernie4_5_moe", use_bias=True, moe_norm_min=0.1), refused("minimax_m2", use_routing_bias=False),
         refused("hunyuan_v1_moe", moe_topk=[8, 4]),
         refused("hunyuan_v1_moe", moe_intermediate_size=[7, 7], num_shared_expert=2),
-        refused("nemotron_h", moe_latent_size=3, mlp_hidden_act="silu"), refused("nemotron_h", n_shared_experts=2),
+        refused("nemotron_h", mlp_hidden_act="silu"), refused("qwen3_moe", moe_latent_size=3),
+        refused("nemotron_h", n_shared_experts=2),
         refused("jamba", norm_topk_prob=True), refused("llama4_text", hidden_act="relu"),
         refused("gpt_oss", hidden_act="gelu"),
         refused("dbrx", ffn_config={**dbrx, "moe_normalize_expert_weights": 2.0}),
         refused("dbrx", ffn_config={**dbrx, "moe_jitter_eps": 0.01, "ffn_act_fn": {"name": "gelu"}}),
+        error(families.config_from_hf, {"model_type": "hy_v4"}),
+        refused("kimi_linear", moe_router_activation_func="softmax", hidden_act="gelu"),
+        refused("deepseek_v4", scoring_func="softmax", norm_topk_prob=False, n_shared_experts=2),
+        refused("inkling2_text", scoring_func="softmax", hidden_act="gelu"),
+        refused("flint", hidden_act="gelu", n_group=2),
+        refused("mistral_large4_text", norm_topk_prob=False),
+        refused("axk2", n_group=8, topk_group=4),
+        refused("minimax_m3_vl_text", hidden_act="gelu", use_routing_bias=False,
+                n_shared_experts=2),
+        refused("bailing_hybrid", score_function="softmax", moe_router_enable_expert_bias=False),
+        refused("dots3_note_text", mlp_bias=True),
+        refused("beam", scoring_func="softmax", n_shared_experts=1),
+        refused("qwen4_exp_text", scoring_func="sigmoid"),
         error(families.config_from_hf, {"model_type": "mixtral"})]
     assert_expected_inline(in_lines(texts), """\
 ValueError: model_type is 'gpt2'; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe, qwen3_next,
     deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
-    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx, kimi_linear, kimi_k3, deepseek_v4, inkling2_text, flint,
+    mistral_large4_text, minimax_m3_vl_text, bailing_hybrid, axk2, dots3_note_text, beam, qwen4_exp_text
 ValueError: model_type is None; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe, qwen3_next,
     deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
-    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx, kimi_linear, kimi_k3, deepseek_v4, inkling2_text, flint,
+    mistral_large4_text, minimax_m3_vl_text, bailing_hybrid, axk2, dots3_note_text, beam, qwen4_exp_text
 ValueError: model_type is 'phimoe': its SparseMixer router takes the second expert from a softmax that masks the
     first, with a gradient estimator of its own; the layer has no such router
 ValueError: quantization_config is given; needs dequantised weights and a config without it
@@ -4152,8 +4536,7 @@ ValueError: this mixtral config cannot be expressed: num_local_experts = None an
     other
 ValueError: this qwen3_moe config cannot be expressed: dtype is float8_e4m3fn; needs float64, float32, bfloat16,
     float16; quantization_config is given; needs dequantised weights and a config without it
-ValueError: this qwen3_moe config cannot be expressed: num_experts_per_tok is [2, 2, 4]; needs one value, that of
-    the layer's own entry
+ValueError: this qwen3_moe config cannot be expressed: num_experts_per_tok is 2 or 4, by layer; needs layer_idx
 ValueError: this qwen3_moe config cannot be expressed: scoring_func is 'sigmoid'; needs 'softmax' or None; n_group
     is 4; needs 1 or 0 or None
 ValueError: this deepseek_v2 config cannot be expressed: topk_method is 'noaux_tc'; needs 'greedy' or
@@ -4165,12 +4548,11 @@ ValueError: this deepseek_v3 config cannot be expressed: topk_method is 'greedy'
 ValueError: this ernie4_5_moe config cannot be expressed: use_bias is True; needs False or None; moe_norm_min is
     0.1; needs 1e-12 or 0.0
 ValueError: this minimax_m2 config cannot be expressed: use_routing_bias is False; needs True
-ValueError: this hunyuan_v1_moe config cannot be expressed: moe_topk is [8, 4]; needs one value, that of the layer's
-    own entry
+ValueError: this hunyuan_v1_moe config cannot be expressed: moe_topk is 8 or 4, by layer; needs layer_idx
 ValueError: this hunyuan_v1_moe config cannot be expressed: intermediate_size = 5 and moe_intermediate_size = 7
     contradict each other; num_shared_expert is 2; needs 1
-ValueError: this nemotron_h config cannot be expressed: mlp_hidden_act is 'silu'; needs 'relu2'; moe_latent_size is
-    3; needs None
+ValueError: this nemotron_h config cannot be expressed: mlp_hidden_act is 'silu'; needs 'relu2'
+ValueError: this qwen3_moe config cannot be expressed: moe_latent_size is 3; needs None
 ValueError: this nemotron_h config cannot be expressed: n_shared_experts is 2; needs 1 or None
 ValueError: this jamba config cannot be expressed: norm_topk_prob is True; needs False or None
 ValueError: this llama4_text config cannot be expressed: hidden_act is 'relu'; needs 'silu' or 'swish' or
@@ -4179,8 +4561,28 @@ ValueError: this gpt_oss config cannot be expressed: hidden_act is 'gelu'; needs
 ValueError: this dbrx config cannot be expressed: ffn_config.moe_normalize_expert_weights is 2.0; needs 1.0 or None
 ValueError: this dbrx config cannot be expressed: ffn_config.ffn_act_fn.name is 'gelu'; needs 'silu' or 'swish' or
     'gelu_pytorch_tanh'; ffn_config.moe_jitter_eps is 0.01; needs 0.0 or None
+ValueError: model_type is 'hy_v4': it clamps gate and up of the routed experts alone; the layer's clamp holds for
+    the shared expert too
+ValueError: this kimi_linear config cannot be expressed: hidden_act is 'gelu'; needs 'silu' or 'swish' or
+    'gelu_pytorch_tanh' or 'situ'; moe_router_activation_func is 'softmax'; needs 'sigmoid' or None
+ValueError: this deepseek_v4 config cannot be expressed: scoring_func is 'softmax'; needs 'sqrtsoftplus' or
+    'sigmoid'; norm_topk_prob is False; needs True or None; n_shared_experts is 2; needs 1 or None
+ValueError: this inkling2_text config cannot be expressed: hidden_act is 'gelu'; needs 'silu' or 'swish' or None;
+    scoring_func is 'softmax'; needs 'sigmoid' or None
+ValueError: this flint config cannot be expressed: hidden_act is 'gelu'; needs 'silu' or 'swish' or
+    'gelu_pytorch_tanh'; n_group is 2; needs 1 or 0 or None
+ValueError: this mistral_large4_text config cannot be expressed: norm_topk_prob is False; needs True or None
+ValueError: this axk2 config cannot be expressed: n_group is 8; needs 1 or 0 or None
+ValueError: this minimax_m3_vl_text config cannot be expressed: hidden_act is 'gelu'; needs 'swigluoai' or 'silu' or
+    None; n_shared_experts is 2; needs 1 or None; use_routing_bias is False; needs True or None
+ValueError: this bailing_hybrid config cannot be expressed: score_function is 'softmax'; needs 'sigmoid' or None;
+    moe_router_enable_expert_bias is False; needs True or None
+ValueError: this dots3_note_text config cannot be expressed: mlp_bias is True; needs False or None
+ValueError: this beam config cannot be expressed: scoring_func is 'softmax'; needs 'sigmoid' or None;
+    n_shared_experts is 1; needs 0 or None
+ValueError: this qwen4_exp_text config cannot be expressed: scoring_func is 'sigmoid'; needs 'softmax' or None
 ValueError: this mixtral config cannot be expressed: hidden_size is missing; intermediate_size is missing;
-    num_experts_per_tok is missing; num_local_experts or num_experts is missing""")
+    num_experts_per_tok or num_experts_per_token is missing; num_local_experts or num_experts is missing""")
 
 
 def test_families_misfits():
@@ -4207,7 +4609,7 @@ def test_families_misfits():
 ValueError: tensors do not make a mixtral block, nothing was changed:
   mlp.gate.weight [8, 6] is missing
   mlp.experts.1.w3.weight [5, 6] is missing
-  mlp.experts.0.w1.weight_scale is unexpected
+  mlp.experts.0.w1.weight_scale is of quantised weights; dequantise them first
   mlp.experts.8.w2.weight is unexpected
   mlp.experts.0.w1.weight is [6, 5]; needs [5, 6]
   mlp.experts.2.w2.weight is float8_e4m3fn; needs float64, float32, bfloat16, float16
@@ -4215,7 +4617,8 @@ ValueError: tensors do not make a mixtral block, nothing was changed:
   experts.gate_up_proj is [8, 6, 10]; needs [8, 10, 6]
 ValueError: model_type is 'qwen4'; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe, qwen3_next,
     deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
-    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx, kimi_linear, kimi_k3, deepseek_v4, inkling2_text, flint,
+    mistral_large4_text, minimax_m3_vl_text, bailing_hybrid, axk2, dots3_note_text, beam, qwen4_exp_text
 ValueError: model_type is 'phimoe': its SparseMixer router takes the second expert from a softmax that masks the
     first, with a gradient estimator of its own; the layer has no such router
 ValueError: layer is no gpt_oss block: activation = 'swiglu' (needs 'quick_geglu'), glu_linear_offset = 0.0 (needs
@@ -4314,7 +4717,7 @@ def shard(layer: MoELayer, group: OneOf, **groups) -> MoELayer:
     return part
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "dbrx", "nemotron_h"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "dbrx", "nemotron_h", "kimi_k3"])
 def test_families_over_ep_ranks(model_type):
     """Each rank takes its experts from either layout, and needs no others; together they give the whole model back."""
     whole, t, found = fam_layer(model_type, torch.float32), fam_tensors(model_type, torch.float32), {}
@@ -4345,12 +4748,14 @@ ValueError: ep has 4 ranks and gpt_oss holds all experts in one tensor (experts.
 
 
 def test_families_over_tp_ranks():
-    """Each rank takes its part of the shared expert; writing it refuses."""
-    whole, t = fam_layer("deepseek_v3", torch.float32), fam_tensors("deepseek_v3", torch.float32)
-    for group in (OneOf(0, 2), OneOf(1, 2)):
-        want = shard(whole, group, tp=group)
-        part = shard(MoELayer(whole.config), group, tp=group)
-        same(families.from_hf(part, t, "deepseek_v3").state_dict(), want.state_dict())
+    """Each rank takes its part of the shared expert, from either layout; writing it refuses."""
+    for model_type in ("minimax_m3_vl_text", "deepseek_v3"):
+        whole, t = fam_layer(model_type, torch.float32), fam_tensors(model_type, torch.float32)
+        layouts = t, as_held(model_type, t)
+        for group, tensors in itertools.product((OneOf(0, 2), OneOf(1, 2)), layouts):
+            want = shard(whole, group, tp=group)
+            part = shard(MoELayer(whole.config), group, tp=group)
+            same(families.from_hf(part, tensors, model_type).state_dict(), want.state_dict())
     assert_expected_inline(in_lines([error(families.to_hf, part, "deepseek_v3")]), """\
 ValueError: tp has 2 ranks and each a part of the shared expert; needs a layer without tp: save sharded_state_dict()
     and load it there""")
@@ -4374,6 +4779,9 @@ def test_families_upcycle(kind):
         spread = (weight - weight.mean(0)).std() / weight.mean(0).std()
         assert 0.05 < spread < 0.2 and (weight[0] - weight[1]).abs().min() > 0
     if kind == "swiglu":
+        narrow = dataclasses.replace(config, latent_size=L4)
+        assert error(families.upcycle, narrow, gate, up, down) == (
+            "ValueError: latent_size is 4; needs None, since an expert is as wide as the dense FFN")
         assert_expected_inline(error(families.upcycle, config, up, up.T, down, -1.0), """\
 ValueError: up_proj is [6, 5]; needs [5, 6]; noise is -1.0; needs 0 or more""")
 
