@@ -4182,9 +4182,10 @@ def test_families_layouts_where_two_F_equal_H():
         layer = MoELayer(config)
         tensors = families.to_hf(layer, model_type)
         if model_type == "qwen3_moe":
-            tensors = as_held(model_type, {**tensors, **{f"experts.{e}.{p}_proj.weight": torch.zeros(3, 6)
-                                                         for e in range(4, E8) for p in ("gate", "up", "down")}})
-            tensors = {name: t[:4] if name.startswith("experts.") else t for name, t in tensors.items()}
+            gate, up, down = (torch.stack([tensors[f"experts.{e}.{part}_proj.weight"] for e in range(4)])
+                              for part in ("gate", "up", "down"))
+            tensors = {"gate.weight": tensors["gate.weight"], "experts.gate_up_proj": torch.cat((gate, up), 1),
+                       "experts.down_proj": down}
         gate, up = view(tensors[name])
         assert tensors[name].shape == (4, 6, 6)
         same(gate, layer.experts.fc1[:, 0]), same(up, layer.experts.fc1[:, 1])
