@@ -1164,6 +1164,7 @@ def test_every_used_parameter_gets_a_gradient():
 def test_metrics_of_the_latest_training_forward():
     model = torch.nn.Sequential(MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.3)),
                                 MoELayer(MoEConfig(8, 4, 4, 3, z_loss_coeff=0.2)))
+    assert load_balancing_metrics(model)["max_violation"].isnan().all()
     x = torch.randn(9, 8)
     for f in (model, compiled(model)):
         f(x)
@@ -3072,7 +3073,7 @@ def test_a_new_activation_is_one_entry(monkeypatch):
 
 
 @pytest.mark.parametrize("on", ["torch.set_default_dtype(torch.float16)", "torch.set_default_device('meta')",
-                                "torch.inference_mode().__enter__()", "torch.set_grad_enabled(False)"])
+                                "mode = torch.inference_mode(); mode.__enter__()", "torch.set_grad_enabled(False)"])
 def test_loss_scale_whatever_is_on_at_import(on, tmp_path):
     """What is on where moe.py is imported does not reach the scale: fp32, on the CPU, outside of inference mode."""
     script = f"""
@@ -3318,6 +3319,16 @@ def test_index_nowhere_gives_the_routers_gradient():
             close(got, want)
             for a, b in zip(grads(got.sin(), inputs), want_grads, strict=True):
                 close(a, b)
+
+
+def test_index_nowhere_gives_its_prob_no_gradient():
+    """Whatever the prob there is, and with every bias."""
+    indices = torch.tensor([[0, 3], [3, 1], [2, 0]])                  # of three experts: 3 is nowhere
+    plan, probs = plan_permutation(indices, 3), torch.rand(3, 2, requires_grad=True)
+    weights = [torch.randn(shape) for shape in ((3, 2, 5, 6), (3, 6, 5), (3, 2, 5), (3, 6))]
+    for probs_on in ("input", "activation", "output"):
+        grad = grads(expert_mlp(torch.randn(3, 6), probs, plan, *weights, probs_on=probs_on).sum(), [probs])[0]
+        assert torch.equal(grad == 0, indices == 3)
 
 
 def test_replay_between_dense_layers():
