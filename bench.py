@@ -8,6 +8,7 @@ fp64. Candidates take turns in one process, in an order shuffled anew every roun
 90th percentile, ratios those of medians. A backward is timed with its forward, never subtracted. Letters: kernels.py.
 """
 import argparse
+import copy
 import gc
 import importlib
 import importlib.util
@@ -183,11 +184,11 @@ class Candidate(NamedTuple):
         return [self.forward(), *self.step(grad)]
 
 
-def layer_and_input(case: Case) -> tuple[moe.MoELayer, list[Tensor], Tensor]:
-    """(layer, leaves, gradient). Tokens whose K-th and next best expert nearly tie are not taken: there rounding decides,
+def layer_and_input(case: Case, **options) -> tuple[moe.MoELayer, list[Tensor], Tensor]:
+    """(layer, leaves, gradient); options of its config. Tokens whose K-th and next best expert nearly tie are not taken: there rounding decides,
     and candidates would route differently."""
     torch.manual_seed(0)
-    layer = moe.MoELayer(moe.MoEConfig(case.H, case.F, case.E, case.K, params_dtype=case.dtype)).to(DEVICE)
+    layer = moe.MoELayer(moe.MoEConfig(case.H, case.F, case.E, case.K, params_dtype=case.dtype, **options)).to(DEVICE)
     drawn = torch.randn(2 * case.T + 16, case.H).to(DEVICE, case.dtype)
     best = (drawn.double() @ layer.router.weight.detach().double().t()).topk(case.K + 1).values
     x = drawn[best[:, -2] - best[:, -1] > 1e-4][:case.T, None].clone().requires_grad_()
@@ -500,20 +501,47 @@ def bench_permute(report: Report, scale: Scale, case: Case) -> None:
 
 
 def bench_router(report: Report, scale: Scale) -> None:
-    """The router by itself beside the whole layer: logits, choice, probs, and the gradients of x and the weight."""
+    """The router by itself beside the whole layer: logits, choice, probs, and the gradients of x and the weight; then
+    with the histogram of quantile balancing."""
     case = scale.router
-    layer, leaves, grad = layer_and_input(case)
+    for label, limit, options in (("", 0.08, {}), (", quantile", 0.12, dict(enable_expert_bias=True, bias_update="quantile"))):
+        layer, leaves, grad = layer_and_input(case, **options)
+        torch._dynamo.reset()
+        compiled, route = torch.compile(layer, fullgraph=True), torch.compile(layer.router.route, fullgraph=True)
+        whole = Candidate(compiled, leaves)
+        router = Candidate(lambda x: route(x)[0], leaves[:2])
+        require_close(OURS, whole.results(grad), loop_in_fp64(case, leaves, grad), case.dtype)
+        grad_TK = torch.randn_like(router.forward())
+        print(f"\n{case}: the router's share{label}")
+        timings = time_in_turn({"router, compiled": partial(router.step, grad_TK), OURS: partial(whole.step, grad)}, scale)
+        report.times(case, "forward + backward", timings, OURS)
+        share = timings["router, compiled"].ms / timings[OURS].ms
+        report.fact(case, f"f + b: router / layer{label}", share, "", limit, scale is FULL)
+
+
+def bench_latent(report: Report, scale: Scale, case: Case) -> None:
+    """Latent experts, ℓ = H / 2, beside those of width H, at equal active parameters."""
+    latent = case.H // 2
+    width = round((3 * case.K * case.F * case.H - 2 * latent * case.H) / (3 * case.K * latent) / 8) * 8
+    plain, leaves, grad = layer_and_input(case)
+    layers = {"ℓ = H / 2, compiled": layer_and_input(case._replace(F=width), latent_size=latent)[0], "ℓ = None, compiled": plain}
+    steps, active = {}, {}
     torch._dynamo.reset()
-    compiled, route = torch.compile(layer, fullgraph=True), torch.compile(layer.router.route, fullgraph=True)
-    whole = Candidate(compiled, leaves)
-    router = Candidate(lambda x: route(x)[0], leaves[:2])
-    require_close(OURS, whole.results(grad), loop_in_fp64(case, leaves, grad), case.dtype)
-    grad_TK = torch.randn_like(router.forward())
-    print(f"\n{case}: the router's share")
-    timings = time_in_turn({"router, compiled": partial(router.step, grad_TK), OURS: partial(whole.step, grad)}, scale)
-    report.times(case, "forward + backward", timings, OURS)
-    share = timings["router, compiled"].ms / timings[OURS].ms
-    report.fact(case, "f + b: router / layer", share, "", 0.08, scale is FULL)
+    for name, layer in layers.items():
+        layer.router.load_state_dict(plain.router.state_dict())
+        candidate = Candidate(torch.compile(layer, fullgraph=True), [leaves[0], *layer.parameters()])
+        double = copy.deepcopy(layer).double()
+        x = leaves[0].detach().double().requires_grad_()
+        want = Candidate(double, [x, *double.parameters()]).results(grad.double())
+        require_close(name, candidate.results(grad), want, case.dtype)
+        steps[name] = partial(candidate.step, grad)
+        experts = sum(p.numel() for p in layer.experts.parameters()) * case.K // case.E
+        active[name] = experts + sum(p.numel() for name, p in layer.named_parameters() if name.startswith("latent"))
+    print(f"\n{case}: latent experts, F = {width}; active parameters beside the router's: {active}")
+    timings = time_in_turn(steps, scale)
+    report.times(case, "forward + backward", timings, "ℓ = None, compiled")
+    ratio = timings["ℓ = H / 2, compiled"].ms / timings["ℓ = None, compiled"].ms
+    report.fact(case, "f + b: ℓ = H / 2 over ℓ = None", ratio, f"F = {width}")
 
 
 @torch.no_grad()
@@ -553,6 +581,8 @@ def bench_layer(report: Report, scale: Scale) -> None:
     for case in scale.permute:
         bench_permute(report, scale, case)
     bench_router(report, scale)
+    for case in scale.cases[:2]:
+        bench_latent(report, scale, case)
     bench_decode(report, scale)
     bench_graphs(report)
 

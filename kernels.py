@@ -404,6 +404,72 @@ def get_updated_expert_bias(
         return expert_bias + (total - counts.double() * E).sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
+def _bias_bins(expert_bias: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
+    """(lower end, width), 0-d, of uniform bins over [min b - 1, max b + 1]; fp32 at least."""
+    bias_E = _wide(expert_bias)
+    low = bias_E.min() - 1
+    return low, (bias_E.max() + 1 - low) / num_bins
+
+
+@_op(lambda bins, num_bins: bins.new_empty(bins.shape[1], num_bins, dtype=torch.int32))
+def _count_bins(bins: Tensor, num_bins: int) -> Tensor:
+    """bins [T, E] int64 in [0, num_bins] -> how often each stands in column e: [E, num_bins] int32."""
+    E = bins.shape[1]
+    slots_TE = torch.arange(E, device=bins.device) * (num_bins + 1) + bins
+    counts = torch.zeros(E * (num_bins + 1), dtype=torch.int32, device=bins.device)
+    counts.scatter_add_(0, slots_TE.flatten(), torch.ones_like(counts[:1]).expand(bins.numel()))
+    return counts.view(E, num_bins + 1)[:, :num_bins].contiguous()
+
+
+def required_bias_histogram(
+    scores: Tensor, expert_bias: Tensor, topk: int, num_bins: int = 1000, padding_mask: Tensor | None = None,
+) -> Tensor:
+    """How many tokens need which bias: [E, num_bins] int32, the statistic of quantile balancing
+    (Kimi K3 technical report, section 2.3.3).
+
+    scores s [T, E] in [0, 1], chosen by s + expert_bias b [E]. α_t is the (K+1)-th largest of s_t + b, and
+    r[t, e] = α_t - s[t, e] the bias with which token t is about to choose expert e. The bins are uniform over
+    [min b - 1, max b + 1]; values beyond an end belong to its bin. Tokens with padding_mask [T] True are left out.
+    Sums of such histograms, over microbatches or ranks, are exact: they are integers.
+    ValueError: shapes that do not fit, topk not below E, num_bins below 1.
+    """
+    E = _matrix("scores", scores)[1]
+    if expert_bias.shape != (E,):
+        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}; needs [{E}], one entry per expert")
+    if not 1 <= topk < E or num_bins < 1:
+        raise ValueError(f"topk is {topk} and num_bins {num_bins}; needs 1 <= topk < num_experts = {E} and num_bins >= 1")
+    with torch.no_grad():
+        scores_TE = _wide(scores)
+        alpha_T1 = (scores_TE + expert_bias).topk(topk + 1, dim=1).values[:, -1:]
+        low, width = _bias_bins(expert_bias, num_bins)
+        bins_TE = ((alpha_T1 - scores_TE - low) / width).nan_to_num().clamp(0, num_bins - 1).long()
+        if padding_mask is not None:
+            bins_TE = bins_TE.masked_fill(padding_mask[:, None], num_bins)
+        return _count_bins(bins_TE, num_bins)
+
+
+def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
+    """The bias [E] with which each expert would have been chosen by its share K/E of the tokens, minus its mean over E.
+
+    histogram [E, num_bins] of required_bias_histogram, summed over all tokens; expert_bias [E] as it was there. Row e's
+    K/E quantile, linear inside its bin, the first whose running count reaches K/E · n. An empty histogram changes
+    nothing. In expert_bias.dtype.
+    """
+    E, num_bins = _matrix("histogram", histogram, "[E, num_bins]")
+    if expert_bias.shape != (E,):
+        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}; needs [{E}], one entry per expert")
+    low, width = _bias_bins(expert_bias.double(), num_bins)
+    running = histogram.long().cumsum(1)
+    wanted_E1 = running[:, -1:] * topk                                # times E, like the counts: exact
+    bin_E1 = (running * E < wanted_E1).sum(1, keepdim=True).clamp(max=num_bins - 1)
+    inside_E1 = histogram.long().gather(1, bin_E1)
+    below_E1 = running.gather(1, bin_E1) - inside_E1
+    share_E1 = (wanted_E1 - below_E1 * E).double() / (inside_E1 * E)
+    new_E = (low + width * (bin_E1 + share_E1)).flatten()
+    new_E = (new_E - new_E.mean()).to(expert_bias.dtype)
+    return torch.where(running[0, -1] > 0, new_E, expert_bias)
+
+
 @_op(lambda indices, num_experts: indices.new_empty(num_experts))
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
     """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; index E is not counted."""
@@ -675,6 +741,7 @@ class Activation(NamedTuple):
     """act: value(a, constants) is act(a), value_and_slope(a, constants) is (act(a), act'(a))."""
     value: Callable
     value_and_slope: Callable
+    takes: tuple[str, ...] = ()                              # the constants that it has
     gated: bool = True
 
 
@@ -684,6 +751,8 @@ class Constants(NamedTuple):
     alpha: float = 1.702
     linear_offset: float = 0.0
     clamp_value: float | None = None
+    beta: float = 1.0
+    linear_beta: float | None = None
 
 
 def _quick_gelu_and_slope(a: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -697,34 +766,48 @@ def _gelu_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * a * (1 + t), 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * c * (1 + 3 * 0.044715 * a * a)
 
 
+def _situ_and_slope(a: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    t, s = torch.tanh(a / beta), torch.sigmoid(a)
+    return beta * t * s, s * ((1 - t * t) + beta * t * (1 - s))
+
+
 def _relu2_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
     r = a.relu()
     return r * r, 2 * r
 
 
+_GLU = ("linear_offset", "clamp_value")
 # SiLU is quick GELU at alpha 1
 ACTIVATIONS = {
-    "swiglu": Activation(lambda a, c: F.silu(a), lambda a, c: _quick_gelu_and_slope(a, 1.0)),
-    "geglu": Activation(lambda a, c: F.gelu(a, approximate="tanh"), lambda a, c: _gelu_and_slope(a)),
+    "swiglu": Activation(lambda a, c: F.silu(a), lambda a, c: _quick_gelu_and_slope(a, 1.0), _GLU),
+    "geglu": Activation(
+        lambda a, c: F.gelu(a, approximate="tanh"), lambda a, c: _gelu_and_slope(a), _GLU),
     "quick_geglu": Activation(
-        lambda a, c: a * torch.sigmoid(c.alpha * a), lambda a, c: _quick_gelu_and_slope(a, c.alpha)),
+        lambda a, c: a * torch.sigmoid(c.alpha * a), lambda a, c: _quick_gelu_and_slope(a, c.alpha),
+        ("alpha", *_GLU)),
+    "situ": Activation(
+        lambda a, c: c.beta * torch.tanh(a / c.beta) * torch.sigmoid(a),
+        lambda a, c: _situ_and_slope(a, c.beta), ("beta", "linear_beta")),
     "relu2": Activation(
         lambda a, c: a.relu().square(), lambda a, c: _relu2_and_slope(a), gated=False),
 }
 
 
-def _halves(y: Tensor, clamp_value: float | None, linear_offset: float) -> tuple[Tensor, Tensor]:
+def _halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
+    """(a, what a's activation is multiplied by)."""
     a, b = rearrange(y, "... (two f) -> two ... f", two=2)
-    if clamp_value is not None:
-        a, b = a.clamp(max=clamp_value), b.clamp(-clamp_value, clamp_value)
-    return a, b + linear_offset if linear_offset else b
+    if c.clamp_value is not None:
+        a, b = a.clamp(max=c.clamp_value), b.clamp(-c.clamp_value, c.clamp_value)
+    if c.linear_beta is not None:
+        b = c.linear_beta * torch.tanh(b / c.linear_beta)
+    return a, b + c.linear_offset if c.linear_offset else b
 
 
 def _activate(y: Tensor, weights: Tensor | None, c: Constants) -> Tensor:
     """activation's value, without autograd: fp32 inside, rounded once."""
     act, wide = ACTIVATIONS[c.kind], _wide(y)
     if act.gated:
-        a, b = _halves(wide, c.clamp_value, c.linear_offset)
+        a, b = _halves(wide, c)
         out = act.value(a, c) * b
     else:
         out = act.value(wide, c)
@@ -738,17 +821,19 @@ def _activate_back(
     act, g_wide, wide = ACTIVATIONS[c.kind], _wide(g), _wide(y)
     g_out = g_wide if weights is None else g_wide * weights
     if act.gated:
-        a, b = _halves(wide, c.clamp_value, c.linear_offset)
+        a, b = _halves(wide, c)
         gate, slope = act.value_and_slope(a, c)
-        value, grads = gate * b, [g_out * b * slope, g_out * gate]
+        value, grad_a, grad_b = gate * b, g_out * b * slope, g_out * gate
+        if c.linear_beta is not None:                                 # tanh' = 1 - tanh²
+            grad_b = grad_b * (1 - (b / c.linear_beta).square())
+        if c.clamp_value is not None:                                 # torch.clamp's gradient: 1 at the bound
+            raw_a, raw_b = wide.chunk(2, -1)
+            grad_a = grad_a.masked_fill(~(raw_a <= c.clamp_value), 0.0)
+            grad_b = grad_b.masked_fill(~(raw_b.abs() <= c.clamp_value), 0.0)
+        grad_y = torch.cat((grad_a.to(y.dtype), grad_b.to(y.dtype)), -1)
     else:
         value, slope = act.value_and_slope(wide, c)
-        grads = [g_out * slope]
-    if c.clamp_value is not None:                                     # torch.clamp's gradient: 1 at the bound
-        raw_a, raw_b = _halves(wide, None, 0.0)
-        grads = [grads[0].masked_fill(~(raw_a <= c.clamp_value), 0.0),
-                 grads[1].masked_fill(~(raw_b.abs() <= c.clamp_value), 0.0)]
-    grad_y = torch.cat([grad.to(y.dtype) for grad in grads], -1)
+        grad_y = (g_out * slope).to(y.dtype)
     return grad_y, None if weights is None else (g_wide * value).sum(-1, keepdim=True)
 
 
@@ -771,14 +856,18 @@ class _Activation(torch.autograd.Function):
         return grad_y, None if weights is None else grad_weights.to(weights.dtype), None, None
 
 
-def _constants(kind: str, alpha: float, linear_offset: float, clamp_value: float | None) -> Constants:
-    """Checked, and as an autograd function takes them: it cannot take symbolic floats."""
+def _constants(*given) -> Constants:
+    """The Constants, checked, and as numbers: an autograd function cannot take the compiler's symbolic floats."""
+    kind, *values = given
     _choice("kind", kind, ACTIVATIONS)
-    if not ACTIVATIONS[kind].gated and (linear_offset != 0.0 or clamp_value is not None):
-        raise ValueError(f"{kind} has no linear half: linear_offset is {linear_offset} and clamp_value {clamp_value}, they "
-                         f"need 0.0 and None")
-    numbers = [None if x is None else guard_scalar(x) for x in (alpha, linear_offset, clamp_value)]
-    return Constants(kind, *numbers)
+    constants = Constants(kind, *[None if x is None else guard_scalar(x) for x in values])
+    for name, default in Constants._field_defaults.items():
+        value = getattr(constants, name)
+        if name != "kind" and name not in ACTIVATIONS[kind].takes and value != default:
+            raise ValueError(f"{name} is {value}; needs {default}, since {kind} has no such constant")
+        if name in ("beta", "linear_beta") and value is not None and value <= 0:
+            raise ValueError(f"{name} is {value}; needs a positive number")
+    return constants
 
 
 def _check_activation(y: Tensor, weights: Tensor | None, c: Constants, g: Tensor | None = None) -> None:
@@ -794,27 +883,29 @@ def _check_activation(y: Tensor, weights: Tensor | None, c: Constants, g: Tensor
 
 def activation(
     y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, alpha: float = 1.702, linear_offset: float = 0.0,
-    clamp_value: float | None = None, fp8_input_store: bool = False,
+    clamp_value: float | None = None, fp8_input_store: bool = False, *, beta: float = 1.0,
+    linear_beta: float | None = None,
 ) -> Tensor:
     """act(a)·(b + linear_offset)·weights for y = [a, b] [.., 2F] -> [.., F] in y.dtype; weights [.., 1] of any dtype.
 
-    "swiglu": act is SiLU (arXiv 2002.05202); "geglu": tanh GELU; "quick_geglu": a·sigmoid(alpha·a). Not gated:
+    "swiglu": act is SiLU (arXiv 2002.05202); "geglu": tanh GELU; "quick_geglu": a·sigmoid(alpha·a);
+    "situ": beta·tanh(a/beta)·sigmoid(a), where b becomes linear_beta·tanh(b/linear_beta) if that is given. Not gated:
     "relu2", relu(y)² on y [.., F] (arXiv 2109.08668). clamp_value v first clamps a <= v and -v <= b <= v. Arithmetic
     in fp32 at least, rounded once. For the backward only y and weights are kept; with fp8_input_store y as fp8 e4m3,
     clamped to ±448 (the forward still uses the unrounded y).
     """
-    constants = _constants(kind, alpha, linear_offset, clamp_value)
+    constants = _constants(kind, alpha, linear_offset, clamp_value, beta, linear_beta)
     _check_activation(y, weights, constants)
     return _Activation.apply(y, weights, constants, fp8_input_store)
 
 
 def activation_back(
     g: Tensor, y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, alpha: float = 1.702,
-    linear_offset: float = 0.0, clamp_value: float | None = None,
+    linear_offset: float = 0.0, clamp_value: float | None = None, *, beta: float = 1.0, linear_beta: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y, grad_weights [.., 1] in
     weights.dtype, summed over F in fp32 at least). At the clamp's bound the gradient passes, as torch.clamp's does."""
-    constants = _constants(kind, alpha, linear_offset, clamp_value)
+    constants = _constants(kind, alpha, linear_offset, clamp_value, beta, linear_beta)
     _check_activation(y, weights, constants, g)
     grad_y, grad_weights = _activate_back(g, y, weights, constants)
     return grad_y if weights is None else (grad_y, grad_weights.to(weights.dtype))
@@ -1005,26 +1096,36 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 # ---- Experts: gather, fc1, activation, fc2, combine, with a backward that keeps only fc1's output ----
 
+def _project(tokens: Tensor, down: Tensor | None) -> Tensor:
+    """tokens [T, H] · down [ℓ, H]ᵀ, the experts' latent space; without `down` the tokens."""
+    if down is None:
+        return tokens
+    with without_autocast(tokens):
+        return tokens @ down.t()
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, probs, fc1, fc2, fc1_bias, fc2_bias, order, inverse, offsets, probs_on, constants,
+    def forward(ctx, tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, order, inverse, offsets, probs_on, constants,
                 fp8_input_store):
         token_N, probs_N1 = order // inverse.shape[1], probs.flatten().index_select(0, order)[:, None]
         scale, weights, outer = ((probs_N1, None, None) if probs_on == "input" else
                                  (None, probs_N1, None) if probs_on == "activation" else (None, None, probs))
         bias = None if fc1_bias is None else fc1_bias.flatten(1)
-        hidden = _product(tokens, token_N, scale, fc1.flatten(1, 2).transpose(1, 2), bias, offsets)
+        latent = _project(tokens, down)
+        hidden = _product(latent, token_N, scale, fc1.flatten(1, 2).transpose(1, 2), bias, offsets)
         value = _activate(hidden, weights, constants)
         rows_NH = _product(value, None, None, fc2.transpose(1, 2), fc2_bias, offsets)
         hidden = _to_fp8(hidden) if fp8_input_store else hidden
-        ctx.save_for_backward(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets)
+        ctx.save_for_backward(tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets)
         ctx.probs_on, ctx.constants = probs_on, constants
         return _sum_rows(rows_NH, inverse, None, outer)
 
     @staticmethod
     def backward(ctx, grad):
-        tokens, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets = ctx.saved_tensors
-        need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias, need_fc2_bias = ctx.needs_input_grad[:6]
+        tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets = ctx.saved_tensors
+        need_tokens, need_down, need_probs, need_fc1, need_fc2, need_fc1_bias, need_fc2_bias = ctx.needs_input_grad[:7]
+        need_latent = need_tokens or need_down
         on_input, grad = ctx.probs_on == "input", grad.contiguous()
         # what is made of these depends on grad, so the compiler cannot keep it from the forward
         order = value_in_backward(order, grad)
@@ -1034,20 +1135,25 @@ class _ExpertMLP(torch.autograd.Function):
             hidden = value_in_backward(hidden, grad)
         # fc2 is linear, so probs behind it and probs before it have one backward, and neither needs fc2's output
         scale, weights = (probs_N1, None) if on_input else (None, probs_N1)
-        grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
+        grad_tokens = grad_down = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
+        latent = tokens if down is None else _project(value_in_backward(tokens, grad), down)
 
-        if need_tokens or need_probs or need_fc1 or need_fc1_bias:
+        if need_latent or need_probs or need_fc1 or need_fc1_bias:
             grad_act = _product(grad, token_N, None, fc2, None, offsets)
             grad_hidden, grad_weights = _activate_back(grad_act, hidden, weights, ctx.constants)
         if need_fc2:
             value = _activate(hidden, weights, ctx.constants)
             grad_fc2 = _weight_grad(grad, token_N, value, None, None, offsets)
         if need_fc1:
-            grad_fc1 = _weight_grad(grad_hidden, None, tokens, token_N, scale, offsets).view_as(fc1)
-        if need_tokens or need_probs and on_input:
+            grad_fc1 = _weight_grad(grad_hidden, None, latent, token_N, scale, offsets).view_as(fc1)
+        if need_latent or need_probs and on_input:
             grad_rows = _product(grad_hidden, None, None, fc1.flatten(1, 2), None, offsets)
-        if need_tokens:
-            grad_tokens = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
+        if need_latent:
+            grad_latent = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
+            grad_tokens, grad_down = grad_latent, None
+            if down is not None:
+                grad_tokens = grad_latent @ down if need_tokens else None
+                grad_down = grad_latent.t() @ tokens if need_down else None
 
         ones_N1 = torch.ones_like(probs_N1)
         if need_fc1_bias:
@@ -1055,35 +1161,40 @@ class _ExpertMLP(torch.autograd.Function):
         if need_fc2_bias:
             grad_fc2_bias = _bias_grad(grad, token_N, ones_N1 if on_input else weights, offsets)
         if need_probs:
-            grad_probs = _dot_rows(grad_rows, inverse, tokens) if on_input else grad_weights.flatten()[inverse]
+            grad_probs = _dot_rows(grad_rows, inverse, latent) if on_input else grad_weights.flatten()[inverse]
             if fc2_bias is not None and not on_input:
                 expert_TK = _expert_of(inverse, offsets).clamp(max=len(offsets) - 1)
                 grad_probs = grad_probs + _dot_rows(fc2_bias, expert_TK, grad)
             grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0).to(probs.dtype)
-        return (grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias,
+        return (grad_tokens, grad_down, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias,
                 None, None, None, None, None, None)
 
 
 def expert_mlp(
     tokens: Tensor, probs: Tensor, plan: Permutation, fc1: Tensor, fc2: Tensor, fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None, probs_on: str = "activation", kind: str = "swiglu", alpha: float = 1.702,
-    linear_offset: float = 0.0, clamp_value: float | None = None, fp8_input_store: bool = False,
+    linear_offset: float = 0.0, clamp_value: float | None = None, fp8_input_store: bool = False, *, beta: float = 1.0,
+    linear_beta: float | None = None, down: Tensor | None = None,
 ) -> Tensor:
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), expert_e(x) = fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
 
     tokens [T, H], probs [T, K], plan of the indices [T, K], fc1 [E, P, F, H] (P = 2: gate, up; 1 for relu2), fc2
     [E, H, F], fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]; tokens and weights of one dtype, probs of any.
+    down [ℓ, H]: the experts are of width ℓ, fc1 [E, P, F, ℓ] and fc2 [E, ℓ, F], take x·downᵀ and give [T, ℓ].
     probs_on: where p is applied. "activation", between the products, and "output", behind them, differ in rounding
       only; "input" is expert(p·x), another function.
     Kept for the backward: the arguments and fc1's output [N, P·F] (as fp8 e4m3 with fp8_input_store). ValueError and
     TypeError for shapes and dtypes that do not fit.
     """
     _choice("probs_on", probs_on, ("input", "activation", "output"))
-    constants = _constants(kind, alpha, linear_offset, clamp_value)
+    constants = _constants(kind, alpha, linear_offset, clamp_value, beta, linear_beta)
     if tokens.ndim != 2 or fc1.ndim != 4:
         raise ValueError(f"tokens {list(tokens.shape)} and fc1 {list(fc1.shape)} need shapes [T, H] and [E, P, F, H]")
     (E, P, F_, H), parts = fc1.shape, 2 if ACTIVATIONS[kind].gated else 1
-    if P != parts or fc2.shape != (E, H, F_) or tokens.shape[1:] != (H,) or plan.counts.shape != (E,):
+    if down is not None and (down.ndim != 2 or down.shape[1] != tokens.shape[1]):
+        raise ValueError(f"down has shape {list(down.shape)}; needs [latent, {tokens.shape[1]}]")
+    width = tokens.shape[1] if down is None else down.shape[0]
+    if P != parts or fc2.shape != (E, H, F_) or width != H or plan.counts.shape != (E,):
         raise ValueError(f"tokens {list(tokens.shape)}, fc1 {list(fc1.shape)} and fc2 {list(fc2.shape)} need shapes [T, H], "
                          f"[E, {parts}, F, H] and [E, H, F] for {kind} and a plan of {plan.counts.shape[0]} experts")
     for name, bias, shape in (("fc1_bias", fc1_bias, (E, P, F_)), ("fc2_bias", fc2_bias, (E, H))):
@@ -1098,8 +1209,50 @@ def expert_mlp(
         raise TypeError(f"tokens is {tokens.dtype}, fc1 {fc1.dtype} and fc2 {fc2.dtype}; they need one dtype")
     if probs_on == "activation" and fc2_bias is not None:
         probs_on = "output"                                           # p·(fc2·a + b): the bias wants the prob too
-    return _ExpertMLP.apply(tokens, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets, probs_on,
+    return _ExpertMLP.apply(tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets, probs_on,
                             constants, fp8_input_store)
+
+
+class _LatentUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, up, norm, eps):
+        ctx.save_for_backward(rows, up, norm)
+        ctx.eps = eps
+        return _normalised(rows, norm, eps)[0] @ up.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, up, norm = ctx.saved_tensors
+        rows, grad_rows, grad_up, grad_norm = value_in_backward(rows, grad), None, None, None
+        normed, unit, scale = _normalised(rows, norm, ctx.eps)
+        grad_normed = grad @ up
+        if ctx.needs_input_grad[1]:
+            grad_up = grad.t() @ normed
+        if ctx.needs_input_grad[2]:
+            grad_norm = _sum_tokens(grad_normed * unit).to(norm.dtype)
+        if ctx.needs_input_grad[0]:
+            grad_unit = _wide(grad_normed) * norm
+            grad_rows = scale * (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True))
+            grad_rows = grad_rows.to(rows.dtype)
+        # rows, up, norm, eps
+        return grad_rows, grad_up, grad_norm, None
+
+
+def _normalised(rows: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(unit · norm in rows.dtype, unit, scale): unit = rows · scale has a mean square of 1."""
+    wide = _wide(rows)
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    unit = wide * scale
+    return (unit * norm).to(rows.dtype), unit, scale
+
+
+def latent_up(rows: Tensor, up: Tensor, norm: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """rows [T, ℓ] -> rows · upᵀ [T, H], up [H, ℓ]; with norm [ℓ] after an RMSNorm, in fp32 at least
+    (arXiv 1910.07467). Keeps rows alone for the backward."""
+    if norm is None:
+        return F.linear(rows, up)
+    with without_autocast(rows):
+        return _LatentUp.apply(rows, up, norm, guard_scalar(eps))
 
 
 # An op: of an upcast in the graph, the compiler would keep the copy for the backward.

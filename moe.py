@@ -11,7 +11,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ else:
 
 LOSS_NAMES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
               "global_aux_loss": "global_load_balancing_loss"}                 # balancing type -> name in the metrics
+_CONSTANTS = {"glu_alpha": "alpha", "glu_linear_offset": "linear_offset", "activation_clamp_value": "clamp_value",
+              "situ_beta": "beta", "situ_linear_beta": "linear_beta"}          # field -> name in kernels.Constants
 LOAD_BALANCING_TYPES = ("none", *LOSS_NAMES, "sinkhorn")
 
 
@@ -49,10 +51,12 @@ class MoEConfig:
     ffn_hidden_size: int
     num_experts: int
     topk: int
-    activation: str = "swiglu"                     # "swiglu", "geglu", "quick_geglu", "relu2"
+    activation: str = "swiglu"                     # "swiglu", "geglu", "quick_geglu", "situ", "relu2"
     glu_alpha: float = 1.702                       # of quick_geglu
-    glu_linear_offset: float = 0.0
-    activation_clamp_value: float | None = None
+    glu_linear_offset: float = 0.0                 # of the three named ..glu
+    activation_clamp_value: float | None = None    # of the same
+    situ_beta: float = 1.0                         # of situ, like the next
+    situ_linear_beta: float | None = None
     activation_fp8_input_store: bool = False       # keep fc1's output for the backward as fp8 e4m3
     add_bias_linear: bool = False                  # the experts' biases
     apply_probs_on: str = "activation"             # "input", "activation", "output"
@@ -66,8 +70,12 @@ class MoEConfig:
     scaling_factor: float | None = None
     router_bias: bool = False                      # a trainable bias on the logits
     router_dtype: torch.dtype = torch.float32
-    enable_expert_bias: bool = False               # a buffer added to the scores for the choice alone, kept by
-    bias_update_rate: float = 1e-3                 # update_expert_bias (arXiv 2408.15664)
+    enable_expert_bias: bool = False               # added to the scores for the choice alone: update_expert_bias
+    bias_update: str = "sign"                      # "sign" (arXiv 2408.15664), "quantile"
+    bias_update_rate: float = 1e-3                 # of "sign"
+    latent_size: int | None = None                 # width ℓ of the routed experts; None: H
+    latent_norm: bool = False                      # an RMSNorm behind the latent experts
+    latent_norm_eps: float = 1e-5
     load_balancing_type: str | tuple[str, ...] = "none"
     aux_loss_coeff: float | tuple[float, ...] = 0.0
     z_loss_coeff: float | None = None
@@ -93,7 +101,7 @@ class MoEConfig:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 refuse(name, "needs a positive int")
         for name, known in (("activation", kernels.ACTIVATIONS), ("score_function", tuple(kernels.SCORE_FUNCTIONS)),
-                            ("apply_probs_on", ("input", "activation", "output")),
+                            ("apply_probs_on", ("input", "activation", "output")), ("bias_update", ("sign", "quantile")),
                             ("token_drop_policy", ("probs", "position"))):
             if getattr(self, name) not in known:
                 refuse(name, f"needs one of {', '.join(known)}")
@@ -103,13 +111,11 @@ class MoEConfig:
         if self.topk > self.num_experts:
             refuse("topk num_experts", "a token cannot have more experts than there are; lower topk")
 
-        gated = kernels.ACTIVATIONS[self.activation].gated
-        if not gated and (self.glu_linear_offset != 0.0 or self.activation_clamp_value is not None):
-            refuse("activation glu_linear_offset activation_clamp_value",
-                   f"{self.activation} is not gated; leave the other two out")
-        if self.activation != "quick_geglu" and self.glu_alpha != 1.702:
-            refuse("activation glu_alpha", "only quick_geglu has an alpha; leave glu_alpha out")
-        for name in ("activation_clamp_value", "capacity_factor"):
+        for name, constant in _CONSTANTS.items():
+            taken = constant in kernels.ACTIVATIONS[self.activation].takes
+            if not taken and getattr(self, name) != getattr(kernels.Constants(), constant):
+                refuse(f"activation {name}", f"{self.activation} has no such constant; leave {name} out")
+        for name in ("activation_clamp_value", "situ_beta", "situ_linear_beta", "capacity_factor"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 refuse(name, "needs a positive number, or None")
 
@@ -153,14 +159,28 @@ class MoEConfig:
             if len(self.balancing) > 1 or self.balancing["sinkhorn"] or self.score_function != "softmax":
                 refuse("load_balancing_type aux_loss_coeff score_function", "sinkhorn goes alone, without a coefficient, "
                        "and with softmax")
+        if self.bias_update == "quantile":
+            if not self.enable_expert_bias:
+                refuse("bias_update enable_expert_bias", "there is no bias to update; set enable_expert_bias=True too")
+            if self.bias_update_rate != 1e-3:
+                refuse("bias_update bias_update_rate", "quantile has no rate; leave bias_update_rate out")
+            if self.topk == self.num_experts or self.num_groups is not None or self.score_function == "sqrtsoftplus":
+                refuse("bias_update topk num_experts num_groups score_function", "quantile needs topk < num_experts, "
+                       "no groups, and scores in [0, 1], of softmax or sigmoid")
+        if self.latent_size is None and self.latent_norm:
+            refuse("latent_norm latent_size", "there is nothing to normalise; set latent_size too")
+        if self.latent_norm_eps <= 0:
+            refuse("latent_norm_eps", "needs a positive number")
         if self.capacity_factor is None and (self.pad_to_capacity or self.token_drop_policy != "probs"):
             refuse("capacity_factor pad_to_capacity token_drop_policy", "nothing is dropped; set capacity_factor too")
         size = self.shared_expert_intermediate_size
+        for name in ("shared_expert_intermediate_size", "latent_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                refuse(name, "needs a positive int, or None")
         if size is None and (self.shared_expert_gate or self.shared_expert_overlap):
             refuse("shared_expert_intermediate_size shared_expert_gate shared_expert_overlap",
                    "there is no shared expert; set shared_expert_intermediate_size too")
-        if size is not None and (not isinstance(size, int) or size < 1):
-            refuse("shared_expert_intermediate_size", "needs a positive int, or None")
         for name in ("z_loss_coeff", "input_jitter_eps"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 refuse(name, "needs 0 or more, or None")
@@ -177,17 +197,30 @@ class MoEConfig:
         """Parts of fc1's output: gate and up, or one where the activation is not gated."""
         return 2 if kernels.ACTIVATIONS[self.activation].gated else 1
 
+    @property
+    def activation_options(self) -> dict:
+        """Keyword arguments of kernels.activation and kernels.expert_mlp."""
+        constants = {constant: getattr(self, name) for name, constant in _CONSTANTS.items()}
+        return {"kind": self.activation, **constants, "fp8_input_store": self.activation_fp8_input_store}
+
 
 def _normal(shape: tuple, std: float, like: Tensor) -> Tensor:
     """Drawn in fp32 whatever the dtype, so that a seed gives the same model in every dtype."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
 
 
+# In a checkpoint inside a graph Dynamo refuses to keep a tensor on a module. Here it is safe: a recomputation
+# keeps the same, or a later step takes it back. The switch has a private name; eager mode just runs the step.
+_tracing_side_effects = getattr(
+    torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer",
+    lambda step, *args, **kwargs: step(*args, **kwargs))
+
+
 # ---- Layer ----
 
 class MoELayer(ParallelModule):
     """hidden_states [S, B, H] -> same shape and dtype: y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the
-    shared expert's output. Parts: layer.router, layer.experts, layer.shared_experts (None without).
+    shared expert's output. Parts: layer.router, layer.experts, layer.latent and layer.shared_experts (None without).
 
     `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. Under ep each rank
     has E / ep experts and tokens of its own, and every rank runs every forward and backward, also with
@@ -200,6 +233,7 @@ class MoELayer(ParallelModule):
         super().__init__(config, pg_collection)
         self.router = TopKRouter(config, pg_collection)
         self.experts = Experts(config, pg_collection)
+        self.latent = None if config.latent_size is None else Latent(config, pg_collection)
         self.shared_experts = None
         if config.shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, config.shared_expert_gate, pg_collection)
@@ -216,15 +250,19 @@ class MoELayer(ParallelModule):
                 shared.pre_forward_comm(hidden_states)
             probs_TK, indices_TK = self.router(hidden_states, padding_mask, topk_indices, dense_output=True)
             plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
-            dispatched = self.dispatch(x_TH, probs_TK, plan)
-            if overlap:
-                shared.linear_fc1_forward_and_act()
-            rows = self.experts(*dispatched.receive())
-            rows = dispatched.send_back(rows)
-            if overlap:
-                shared.linear_fc2_forward()
-                shared.post_forward_comm()
-            y = dispatched.combine(rows).view(hidden_states.shape)
+
+            def routed(x_TH, down=None):
+                dispatched = self.dispatch(x_TH, down, probs_TK, plan)
+                if overlap:
+                    shared.linear_fc1_forward_and_act()
+                rows = self.experts(*dispatched.receive())
+                rows = dispatched.send_back(rows)
+                if overlap:
+                    shared.linear_fc2_forward()
+                    shared.post_forward_comm()
+                return dispatched.combine(rows)
+            y = routed(x_TH) if self.latent is None else self.latent(x_TH, routed)
+            y = y.view(hidden_states.shape)
 
             if shared is not None:
                 y = y + (shared.get_output() if overlap else shared(hidden_states)).to(y.dtype)
@@ -234,11 +272,12 @@ class MoELayer(ParallelModule):
                 shared.reset_overlap()
             raise
 
-    def dispatch(self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Permutation):
+    def dispatch(self, x_TH: Tensor, down: Tensor | None, probs_TK: Tensor, plan: kernels.Permutation):
         """Sends the rows to their experts; what it returns gives them to the experts and takes their
-        output back."""
+        output back. `down` [ℓ, H]: rows are x · downᵀ."""
         if self.groups.ep is None:
-            return Local(x_TH, probs_TK, plan)
+            return Local(x_TH, probs_TK, plan, down)
+        x_TH = x_TH if down is None else F.linear(x_TH, down).to(x_TH.dtype)
         return ExpertParallel(x_TH, probs_TK, plan, self.config, self.groups.ep)
 
 
@@ -247,6 +286,7 @@ class Local(NamedTuple):
     tokens: Tensor
     probs: Tensor
     plan: kernels.Permutation
+    down: Tensor | None
 
     def receive(self) -> "Local":
         return self
@@ -378,12 +418,6 @@ class Router(ParallelModule, ABC):
     def set_layer_number(self, layer_number: int) -> None:
         self.layer_number = layer_number
 
-    def shard(self, name: str) -> tuple:
-        return self.groups.tp, None
-
-    def gradient_group(self, name: str):
-        return self.groups.tp_dp_cp
-
 
 def _recomputing() -> bool:
     """Whether a non-reentrant checkpoint is running its forward again: in eager mode inside a backward,
@@ -417,7 +451,7 @@ def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
     return sums.double() / steps.double().clamp(min=1)
 
 
-_COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "last_tokens_per_expert", "last_losses")
+_COUNTS = ("local_tokens_per_expert", "bias_histogram", "global_tokens_per_expert", "ga_steps", "last_tokens_per_expert", "last_losses")
 
 
 def _counter(tensor: Tensor) -> Tensor:
@@ -438,11 +472,14 @@ class TopKRouter(Router):
         E = config.num_experts
         self.register_buffer("expert_bias", None)
         # Not buffers: DistributedDataParallel would overwrite them with those of rank 0.
-        self.local_tokens_per_expert = None                      # since the last update_expert_bias
+        self.local_tokens_per_expert = None                      # since the last update_expert_bias, like the next
+        self.bias_histogram = None                               # of the biases that tokens need, for "quantile"
         self.global_tokens_per_expert = self.ga_steps = None     # sums, and the forwards in them
         if config.enable_expert_bias:
             self.expert_bias = torch.empty(E, dtype=torch.float32)
             self.local_tokens_per_expert = _counter(torch.empty(E, dtype=torch.float32))
+        if config.bias_update == "quantile":
+            self.bias_histogram = _counter(torch.empty(E, 1000, dtype=torch.int32))
         if "global_aux_loss" in config.balancing:
             self.global_tokens_per_expert = _counter(torch.empty(E, dtype=torch.float32))
             self.ga_steps = _counter(torch.empty((), dtype=torch.float32))
@@ -450,6 +487,7 @@ class TopKRouter(Router):
         self.last_losses = _counter(torch.empty(len(METRICS), dtype=torch.float32))
         # loss -> ranks that hold parts of it; 0: all, the data-parallel ones too
         self._sharers = dict.fromkeys(METRICS, group_size(self.groups.tp_cp)) | {"global_load_balancing_loss": 0}
+        self._recording, self._recorded, self._replayed = False, None, None     # see record_routing, replay_routing
         self._reset_counts()
 
     def reset_parameters(self) -> None:
@@ -490,6 +528,7 @@ class TopKRouter(Router):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()                          # load_state_dict(assign=True) takes any dtype
+        self.reset_bias_histogram()
 
     def _save_to_state_dict(self, *args, **kwargs):
         self._maintain_float32_expert_bias()
@@ -636,6 +675,12 @@ class TopKRouter(Router):
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
         return probs
 
+    def reset_bias_histogram(self) -> None:
+        """Empties the histogram of bias_update="quantile": its tokens have met another bias. Call it after writing
+        the expert bias by hand; loading a state dict does."""
+        if self.bias_histogram is not None:
+            self.bias_histogram.zero_()
+
     def _apply_expert_bias(self, routing_map: Tensor) -> None:
         """Adds the map's [T, E] counts, before dropping and without padding, to those of the expert bias: once per
         training forward with grad."""
@@ -672,6 +717,12 @@ class TopKRouter(Router):
             probs_TK = self._apply_losses(probs_TK, logits, padding_T)
         if self._losses_on():
             self._count(kernels.count_experts(chosen_TK, config.num_experts))
+            if self.bias_histogram is not None:
+                scores_TE = kernels.SCORE_FUNCTIONS[config.score_function](kernels._wide(logits.detach().flatten(0, -2)))
+                _update_once(self.bias_histogram, kernels.required_bias_histogram(
+                    scores_TE, self.expert_bias, config.topk, padding_mask=padding_T), True)
+        if self._recording:
+            _tracing_side_effects(setattr, self, "_recorded", chosen_TK)
         return probs_TK, indices_TK
 
     def _to_map(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -701,13 +752,18 @@ class TopKRouter(Router):
             raise ValueError(f"input has shape {list(input.shape)}; needs [S, B, {config.hidden_size}] or "
                              f"[T, {config.hidden_size}]")
         self._check_mask(padding_mask, input.shape[:-1])
+        given = "topk_indices"
+        if self._replayed is not None:
+            given, topk_indices = self._replayed
         if topk_indices is not None:
             T, shape = math.prod(input.shape[:-1]), topk_indices.shape
             fits = shape[-1] == config.topk and (shape[:-1] == input.shape[:-1] or len(shape) == 2 and shape[0] == T)
             if not fits or topk_indices.dtype != torch.int64:
-                raise ValueError(f"topk_indices is {list(shape)} {topk_indices.dtype}; needs [{T}, {config.topk}] or "
+                raise ValueError(f"{given} is {list(shape)} {topk_indices.dtype}; needs [{T}, {config.topk}] or "
                                  f"{[*input.shape[:-1], config.topk]} torch.int64")
             topk_indices = topk_indices.flatten(0, -2)
+            if self._replayed is not None:
+                topk_indices = topk_indices.masked_fill(topk_indices < 0, config.num_experts)
         if self.last_losses.device != self.weight.device:             # fully_shard has moved parameters and buffers
             self._move_counts(lambda tensor: tensor.to(self.weight.device))
         logits = self.gating(self.apply_input_jitter(input))
@@ -737,14 +793,77 @@ def _routers(model: nn.Module) -> list[TopKRouter]:
 
 
 def update_expert_bias(model: nn.Module) -> None:
-    """After the optimizer step: every router's expert bias moves by bias_update_rate towards an even load, by the counts
-    of all ranks since the last update, which become zero (arXiv 2408.15664)."""
+    """Call it after the optimizer step. It uses the tokens of all ranks since the last update.
+
+    bias_update="sign": every router's expert bias moves by bias_update_rate towards an even load (arXiv 2408.15664).
+    "quantile": it becomes the bias with which the load would have been even, see kernels.required_bias_histogram.
+    """
     for router in _routers(model):
-        if router.expert_bias is not None:
-            router._maintain_float32_expert_bias()
-            router.expert_bias.copy_(kernels.get_updated_expert_bias(
-                router.local_tokens_per_expert, router.expert_bias, router.config.bias_update_rate, router.groups.tp_dp_cp))
-            router.local_tokens_per_expert.zero_()
+        if router.expert_bias is None:
+            continue
+        router._maintain_float32_expert_bias()
+        config, group = router.config, router.groups.tp_dp_cp
+        if config.bias_update == "quantile":
+            bias = kernels.quantile_expert_bias(
+                all_sum(router.bias_histogram, group), router.expert_bias, config.topk)
+        else:
+            bias = kernels.get_updated_expert_bias(
+                router.local_tokens_per_expert, router.expert_bias, config.bias_update_rate, group)
+        router.expert_bias.copy_(bias)
+        router.local_tokens_per_expert.zero_()
+        router.reset_bias_histogram()
+
+
+class RoutingRecord:
+    """`indices`: of each router's latest forward, in module order, the choice [T, K] int64 before dropping, E for
+    padding; None for a router that has not run."""
+
+    def __init__(self, routers: list[TopKRouter]):
+        self._routers, self._kept = routers, None
+
+    @property
+    def indices(self) -> list[Tensor | None]:
+        return self._kept or [router._recorded for router in self._routers]
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module):
+    """Within it, the RoutingRecord that it gives holds what the model's routers choose, in training and in eval, in
+    compiled code too. ValueError: no router, or nested on one model."""
+    routers = _routers(model)
+    if any(router._recording for router in routers):
+        raise ValueError("model is being recorded already; leave record_routing first")
+    record = RoutingRecord(routers)
+    try:
+        for router in routers:
+            router._recording = True
+        yield record
+    finally:
+        record._kept = record.indices
+        for router in routers:
+            router._recording, router._recorded = False, None
+
+
+@contextlib.contextmanager
+def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
+    """Within it, every router of the model takes `indices` for its choice: one [T, K] int64 tensor a router, in module
+    order, as record_routing gives them, or a tensor [layers, T, K]. E and -1 mean nowhere. The probs are computed anew.
+
+    A checkpoint asks the routers again in its backward, which then belongs inside. ValueError: no router, another
+    number of layers, nested on one model; in the forward, naming the router, a wrong shape or dtype.
+    """
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+    if len(indices) != len(_routers(model)):
+        raise ValueError(f"indices is for {len(indices)} layers; the model has {len(routers)} routers: {', '.join(routers)}")
+    if any(router._replayed is not None for router in routers.values()):
+        raise ValueError("model is replaying already; leave replay_routing first")
+    try:
+        for (name, router), choice in zip(routers.items(), indices):
+            router._replayed = f"indices of {name}", choice
+        yield
+    finally:
+        for router in routers.values():
+            router._replayed = None
 
 
 def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
@@ -774,12 +893,22 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
 
 # ---- Experts ----
 
+def _as_autocast(tokens: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """The tensors in autocast's dtype where it is on."""
+    device_type = tokens.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return [tokens, *others]
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x if x is None else x.to(dtype) for x in (tokens, *others)]
+
+
 class Experts(ParallelModule):
     """All experts in one tensor per projection; see kernels.expert_mlp."""
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
-        E, P, F, H = config.num_experts, config.parts, config.ffn_hidden_size, config.hidden_size
+        E, P, F = config.num_experts, config.parts, config.ffn_hidden_size
+        H = config.latent_size or config.hidden_size
         if E % group_size(self.groups.ep):
             raise ValueError(f"num_experts is {E}; needs a multiple of the ep size, {group_size(self.groups.ep)}")
         E //= group_size(self.groups.ep)                                                 # the local ones
@@ -802,18 +931,14 @@ class Experts(ParallelModule):
                 if bias is not None:
                     bias.zero_()
 
-    def forward(self, tokens: Tensor, probs: Tensor, plan: kernels.Permutation) -> Tensor:
+    def forward(
+        self, tokens: Tensor, probs: Tensor, plan: kernels.Permutation, down: Tensor | None = None,
+    ) -> Tensor:
         """tokens [T, H], probs [T, K], their plan -> [T, H] in tokens.dtype. Under autocast the products are in its
-        dtype; the gradients arrive in the parameters' dtypes."""
-        config, device_type = self.config, tokens.device.type
-        operands = [tokens, self.fc1, self.fc2, self.fc1_bias, self.fc2_bias]
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            operands = [x if x is None else x.to(dtype) for x in operands]
-        x, *weights = operands
+        dtype; the gradients arrive in the parameters' dtypes. `down`: see kernels.expert_mlp."""
+        x, down, *weights = _as_autocast(tokens, down, self.fc1, self.fc2, self.fc1_bias, self.fc2_bias)
         out = kernels.expert_mlp(
-            x, probs, plan, *weights, config.apply_probs_on, config.activation, config.glu_alpha,
-            config.glu_linear_offset, config.activation_clamp_value, config.activation_fp8_input_store)
+            x, probs, plan, *weights, self.config.apply_probs_on, down=down, **self.config.activation_options)
         return out.to(tokens.dtype)
 
     def shard(self, name: str) -> tuple:
@@ -821,6 +946,32 @@ class Experts(ParallelModule):
 
     def gradient_group(self, name: str):
         return self.groups.expt_dp
+
+
+class Latent(ParallelModule):
+    """Routed experts in a space of ℓ = latent_size dimensions (arXiv 2512.20848): y = norm(routed(x · downᵀ)) · upᵀ,
+    with latent_norm an RMSNorm, else none. `forward` takes the routed path as a function: one call gathers all weights
+    where FSDP2 has sharded them."""
+
+    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
+        super().__init__(config, pg_collection)
+        self.down = self.parameter(config.latent_size, config.hidden_size)
+        self.up = self.parameter(config.hidden_size, config.latent_size)
+        self.norm = self.parameter(config.latent_size) if config.latent_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws down and up anew (normal, init_std); the norm becomes ones."""
+        with torch.no_grad():
+            for weight in (self.down, self.up):
+                copy_rows(weight, _normal(weight.shape, self.config.init_std, weight))
+            if self.norm is not None:
+                self.norm.fill_(1.0)
+
+    def forward(self, x_TH: Tensor, routed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """x [T, H] -> [T, H]; routed(x, down) gives [T, ℓ]."""
+        rows, up = _as_autocast(routed(x_TH, self.down), self.up)
+        return kernels.latent_up(rows, up, self.norm, self.config.latent_norm_eps).to(x_TH.dtype)
 
 
 # ---- Shared expert: every token's; in one go, or in five steps on a side stream beside the routed path ----
@@ -852,13 +1003,6 @@ _CACHED_IN = {
     SharedExpertState.FC1_FORWARD_DONE: ("cached_fc2_input", "gate_score"),
     SharedExpertState.FC2_FORWARD_DONE: ("cached_fc2_output", "gate_score"),
     SharedExpertState.POST_FORWARD_COMM_DONE: ("cached_output", "gate_score")}
-
-
-# In a checkpoint inside a graph Dynamo refuses to cache a tensor on a module. Here it is safe: a later
-# step takes the cache back. The switch has a private name, and in eager mode just runs the step.
-_tracing_side_effects = getattr(
-    torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer",
-    lambda step, *args, **kwargs: step(*args, **kwargs))
 
 
 def overlap_state_check(required_state: SharedExpertState, next_state: SharedExpertState):
@@ -1023,10 +1167,7 @@ class SharedExpertMLP(ParallelModule):
         return parallel.enter_tp(x, self.groups.tp, self.config.sequence_parallel)
 
     def _fc1_and_act(self, x: Tensor, fc1: Tensor) -> Tensor:
-        config = self.config
-        return kernels.activation(
-            F.linear(x, fc1.flatten(0, 1)), config.activation, None, config.glu_alpha, config.glu_linear_offset,
-            config.activation_clamp_value, config.activation_fp8_input_store)
+        return kernels.activation(F.linear(x, fc1.flatten(0, 1)), **self.config.activation_options)
 
     def _fc2(self, x: Tensor, fc2: Tensor) -> Tensor:
         return F.linear(x, fc2)

@@ -221,11 +221,11 @@ class ParallelModule(nn.Module):
 
     def shard(self, name: str) -> tuple:
         """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
-        return None, None
+        return self.groups.tp, None
 
     def gradient_group(self, name: str):
         """The group over which the gradients of parameter `name` are summed."""
-        return None
+        return self.groups.tp_dp_cp
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,

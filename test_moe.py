@@ -38,11 +38,11 @@ import parallel
 from kernels import (
     activation, activation_back, apply_router_token_dropping, combine_rows, compute_routing_scores_for_aux_loss,
     expert_mlp, gather_rows, get_capacity, get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
-    plan_permutation, sinkhorn, sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
+    plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn, sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
     topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter, load_balancing_metrics,
-    reduce_gradients, set_aux_loss_scale, update_expert_bias)
+    record_routing, reduce_gradients, replay_routing, set_aux_loss_scale, update_expert_bias)
 
 HERE = Path(__file__).resolve().parent
 INF, NAN = math.inf, math.nan
@@ -139,7 +139,9 @@ def act_loop(h_F: Tensor, c: MoEConfig) -> Tensor:
     a, b = h_F[:len(h_F) // 2], h_F[len(h_F) // 2:]
     if c.activation_clamp_value is not None:
         a, b = a.clamp(max=c.activation_clamp_value), b.clamp(-c.activation_clamp_value, c.activation_clamp_value)
-    gate = {"swiglu": lambda: a / (1 + (-a).exp()), "quick_geglu": lambda: a / (1 + (-c.glu_alpha * a).exp()),
+    if c.activation == "situ" and c.situ_linear_beta is not None:
+        b = c.situ_linear_beta * (b / c.situ_linear_beta).tanh()
+    gate = {"swiglu": lambda: a / (1 + (-a).exp()), "situ": lambda: c.situ_beta * (a / c.situ_beta).tanh() / (1 + (-a).exp()), "quick_geglu": lambda: a / (1 + (-c.glu_alpha * a).exp()),
             "geglu": lambda: 0.5 * a * (1 + ((2 / math.pi) ** 0.5 * (a + 0.044715 * a ** 3)).tanh())}[c.activation]()
     return gate * (b + c.glu_linear_offset)
 
@@ -153,13 +155,19 @@ def expert_loop(x_H: Tensor, e: int, c: MoEConfig, w: dict) -> Tensor:
 
 
 def moe_loop(x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, c: MoEConfig, w: dict) -> Tensor:
-    """y_t = Σ_k p_tk · expert(i_tk, x_t), or Σ_k expert(i_tk, p_tk · x_t)."""
-    y_TH = torch.zeros_like(x_TH)
-    for t, k in itertools.product(*map(range, indices_TK.shape)):
-        p, e = probs_TK[t, k], int(indices_TK[t, k])
-        if e < c.num_experts:
-            y_TH[t] += expert_loop(p * x_TH[t], e, c, w) if c.apply_probs_on == "input" else p * expert_loop(x_TH[t], e, c, w)
-    return y_TH
+    """y_t = Σ_k p_tk · expert(i_tk, x_t), or Σ_k expert(i_tk, p_tk · x_t); with latent experts up · norm(the same of
+    down · x_t)."""
+    rows = []
+    for x_H, p_K, e_K in zip(x_TH, probs_TK, indices_TK.tolist()):
+        z = x_H if c.latent_size is None else w["latent.down"] @ x_H
+        y = torch.zeros_like(z)
+        for p, e in zip(p_K, e_K):
+            if e < c.num_experts:
+                y = y + (expert_loop(p * z, e, c, w) if c.apply_probs_on == "input" else p * expert_loop(z, e, c, w))
+        if c.latent_norm:
+            y = y / ((y * y).sum() / len(y) + c.latent_norm_eps).sqrt() * w["latent.norm"]
+        rows.append(y if c.latent_size is None else w["latent.up"] @ y)
+    return torch.stack(rows) if rows else x_TH * 0
 
 
 def switch_loss_loop(logits_TE: Tensor, c: MoEConfig, coeff: float, valid: list[int]) -> Tensor:
@@ -191,11 +199,14 @@ def random_config(rng: random.Random, **fixed) -> MoEConfig:
     while True:
         K, score = rng.randint(1, 4), rng.choice(["softmax", "sigmoid", "sqrtsoftplus"])
         groups = rng.random() < 0.3
-        kind = rng.choice(["swiglu", "geglu", "quick_geglu", "relu2"])
-        gated, aux = kind != "relu2", rng.random() < 0.4
+        kind = rng.choice(["swiglu", "geglu", "quick_geglu", "relu2", "situ"])
+        gated, aux, latent = kind not in ("relu2", "situ"), rng.random() < 0.4, rng.random() < 0.4
         options = dict(
             hidden_size=6, ffn_hidden_size=5, num_experts=8, topk=K, activation=kind, init_std=0.5,
             glu_alpha=rng.choice([1.702, 1.3]) if kind == "quick_geglu" else 1.702,
+            situ_beta=rng.choice([1.0, 1.5]) if kind == "situ" else 1.0,
+            situ_linear_beta=rng.choice([None, 0.7]) if kind == "situ" else None, latent_size=7 if latent else None,
+            latent_norm=latent and rng.random() < 0.5, latent_norm_eps=rng.choice([1e-5, 0.1]),
             glu_linear_offset=rng.choice([0.0, 1.0]) if gated else 0.0,
             activation_clamp_value=rng.choice([None, 0.7]) if gated else None,
             add_bias_linear=rng.random() < 0.4, apply_probs_on=rng.choice(["input", "activation", "output"]),
@@ -217,7 +228,7 @@ def random_layer(config: MoEConfig) -> MoELayer:
     layer = MoELayer(config)
     with torch.no_grad():
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-            if name.endswith("bias"):
+            if name.endswith(("bias", "norm")):
                 tensor.normal_(0, 0.3)
     return layer
 
@@ -423,6 +434,101 @@ def test_expert_bias_update():
     same(get_updated_expert_bias(even, bias[:3], 0.01), bias[:3])
 
 
+def bias_loop(scores_TE: list, bias_E: list, K: int, num_bins: int) -> list[list[int]]:
+    """How many tokens need which bias, one token and one expert at a time."""
+    low = min(bias_E) - 1
+    width = (max(bias_E) + 1 - low) / num_bins
+    counts = [[0] * num_bins for _ in bias_E]
+    for s_E in scores_TE:
+        alpha = sorted((s + b for s, b in zip(s_E, bias_E)), reverse=True)[K]
+        for e, s in enumerate(s_E):
+            counts[e][min(max(math.floor((alpha - s - low) / width), 0), num_bins - 1)] += 1
+    return counts
+
+
+def quantile_loop(counts: list[list[int]], bias_E: list, K: int) -> list[float]:
+    low, num_bins = min(bias_E) - 1, len(counts[0])
+    width, found = (max(bias_E) + 1 - low) / num_bins, []
+    for row in counts:
+        wanted, below = K / len(counts) * sum(row), 0
+        for i, n in enumerate(row):
+            if below + n >= wanted:
+                found.append(low + width * (i + (wanted - below) / n))
+                break
+            below += n
+    return [b - sum(found) / len(found) for b in found]
+
+
+@pytest.mark.parametrize("T, E, K, num_bins", [(1, 2, 1, 7), (9, 4, 1, 10), (40, 6, 3, 1000), (33, 5, 4, 50)])
+def test_quantile_balancing_matches_loop(T, E, K, num_bins):
+    for _ in range(5):
+        scores, bias = torch.rand(T, E, dtype=torch.float64), torch.randn(E, dtype=torch.float64) / 5
+        mask = torch.rand(T) < 0.3
+        valid = scores[~mask]
+        scores[mask] = NAN                                            # padding may hold anything
+        want = bias_loop(valid.tolist(), bias.tolist(), K, num_bins)
+        for function in (required_bias_histogram, compiled(required_bias_histogram)):
+            same(function(scores, bias, K, num_bins, mask), torch.tensor(want).int())
+        halves = [required_bias_histogram(part, bias, K, num_bins, m) for part, m in zip(scores.tensor_split(2), mask.tensor_split(2))]
+        same(halves[0] + halves[1], torch.tensor(want).int())         # over microbatches and ranks, in any order
+        if mask.all():
+            continue
+        found = torch.tensor(quantile_loop(want, bias.tolist(), K), dtype=torch.float64)
+        for function in (quantile_expert_bias, compiled(quantile_expert_bias)):
+            close(function(torch.tensor(want), bias, K), found, 1e-12)
+
+
+@pytest.mark.parametrize("K", [1, 3, 7])
+def test_quantile_balancing_is_the_quantile(K):
+    """torch.quantile of the required biases, up to two bins' width, where they lie dense."""
+    scores, bias = torch.rand(20000, 8).sigmoid(), torch.randn(8) / 5
+    required = (scores + bias).topk(K + 1, dim=1).values[:, -1:] - scores
+    want = torch.stack([torch.quantile(r_T, K / 8) for r_T in required.double().T])
+    got = quantile_expert_bias(required_bias_histogram(scores, bias, K), bias, K)
+    close(got.double(), want - want.mean(), 2 * (bias.max() - bias.min() + 2) / 1000)
+    assert abs(got.sum()) < 1e-6 and got.dtype == torch.float32
+
+
+def test_quantile_balancing_at_its_edges():
+    """No token: the bias to the bit. Counts that fp32 cannot tell apart. Values beyond the range, NaN: the end bins."""
+    bias = torch.tensor([0.1, -0.3, 0.25])
+    same(quantile_expert_bias(torch.zeros(3, 10).int(), bias, 1), bias)
+    n = 3 * 10**7 + 3
+    counts = torch.zeros(3, 10, dtype=torch.int32)
+    counts[:, 4], counts[:, 5] = n // 3, n - n // 3                   # the quantile is the very end of bin 4
+    low, width = bias.double().min() - 1, (bias.double().max() - bias.double().min() + 2) / 10
+    counts[0, 4], counts[0, 5] = n // 3 - 1, n - n // 3 + 1           # here just behind it
+    got = quantile_expert_bias(counts, bias.double(), 1)
+    close(got[0] - got[1], width / (n - n // 3 + 1), 1e-15)
+    scores = torch.tensor([[5.0, 0.5, -4.0], [NAN, NAN, NAN]])
+    histogram = required_bias_histogram(scores, torch.zeros(3), 1, 10)
+    assert (histogram.sum(1) == 2).all() and histogram[0, 0] == 2 and histogram[2, 9] == 1
+
+
+def test_router_balances_by_quantiles():
+    """After one update the loads of the same tokens are even, from any skew, without a setting; then they stay."""
+    for score_function in ("sigmoid", "softmax"):
+        layer = MoELayer(MoEConfig(16, 4, 32, 4, score_function=score_function, enable_expert_bias=True, bias_update="quantile",
+                                   norm_topk_prob=False))
+        with torch.no_grad():
+            layer.router.weight.mul_(20)
+        xs, violations = [torch.randn(1000, 16) for _ in range(4)], []
+        for step in range(5):
+            for x in xs:
+                layer(x)
+            violations.append(max(layer.router.local_tokens_per_expert / 500 - 1).item())
+            update_expert_bias(layer)
+            assert layer.router.local_tokens_per_expert.sum() == 0 and layer.router.bias_histogram.sum() == 0
+        assert violations[0] > 0.5 and violations[-1] < 0.2, violations
+        for x in xs:
+            layer(x)
+        assert layer.router.bias_histogram.sum() == 4 * 1000 * 32
+        layer.load_state_dict(layer.state_dict())                     # another bias from now on
+        assert layer.router.bias_histogram.sum() == 0
+        layer(xs[0]), layer.router.reset_bias_histogram()
+        assert layer.router.bias_histogram.sum() == 0 and layer.router.bias_histogram.dtype == torch.int32
+
+
 # ---- Permute ----
 
 def layout(plan, topk: int) -> str:
@@ -601,7 +707,8 @@ def test_pad_routing_map_matches_loop():
 # ---- Activations ----
 
 CASES = [("swiglu", {}), ("geglu", {}), ("quick_geglu", {}), ("quick_geglu", dict(alpha=1.3, linear_offset=1.0, clamp_value=0.7)),
-         ("swiglu", dict(clamp_value=0.5)), ("geglu", dict(linear_offset=0.5)), ("relu2", {})]
+         ("swiglu", dict(clamp_value=0.5)), ("geglu", dict(linear_offset=0.5)), ("relu2", {}), ("situ", {}),
+         ("situ", dict(beta=1.5, linear_beta=0.7))]
 
 
 @pytest.mark.parametrize("kind, options", CASES)
@@ -609,7 +716,8 @@ CASES = [("swiglu", {}), ("geglu", {}), ("quick_geglu", {}), ("quick_geglu", dic
 def test_activation_matches_autograd(kind, options, weighted):
     """Values, and both ways to the gradient, against autograd through the plain formula in fp64."""
     c = MoEConfig(4, 4, 4, 2, activation=kind, glu_alpha=options.get("alpha", 1.702),
-                  glu_linear_offset=options.get("linear_offset", 0.0), activation_clamp_value=options.get("clamp_value"))
+                  glu_linear_offset=options.get("linear_offset", 0.0), activation_clamp_value=options.get("clamp_value"),
+                  situ_beta=options.get("beta", 1.0), situ_linear_beta=options.get("linear_beta"))
     y = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
     w = torch.rand(5, 3, 1, dtype=torch.float64, requires_grad=True) if weighted else None
     want = torch.stack([torch.stack([act_loop(row, c) for row in block]) for block in y])
@@ -775,10 +883,17 @@ def test_refused_configs():
         refused(load_balancing_type="aux_loss"), refused(load_balancing_type="seq_aux_loss", aux_loss_coeff=-0.1),
         refused(load_balancing_type=("aux_loss", "global_aux_loss"), aux_loss_coeff=(0.1, 0.0)),
         refused(load_balancing_type="aux_loss", aux_loss_coeff=NAN),
+        refused(bias_update="median"), refused(bias_update="quantile"),
+        *[refused(bias_update="quantile", enable_expert_bias=True, **kw) for kw in (
+            dict(topk=8), dict(num_groups=4, group_topk=2), dict(score_function="sqrtsoftplus"), dict(bias_update_rate=1e-2))],
+        refused(latent_size=0), refused(latent_norm=True), refused(latent_size=4, latent_norm_eps=0.0),
+        refused(activation="situ", activation_clamp_value=1.0), refused(activation="situ", glu_linear_offset=1.0),
+        refused(activation="situ", situ_beta=0.0), refused(activation="situ", situ_linear_beta=-1.0), refused(situ_beta=2.0),
+        refused(situ_linear_beta=2.0),
     ]), """\
 ValueError: topk = 9, num_experts = 8: a token cannot have more experts than there are; lower topk
 ValueError: topk = 0: needs a positive int
-ValueError: activation = 'silu': needs one of swiglu, geglu, quick_geglu, relu2
+ValueError: activation = 'silu': needs one of swiglu, geglu, quick_geglu, situ, relu2
 ValueError: score_function = 'tanh': needs one of softmax, sigmoid, sqrtsoftplus
 ValueError: apply_probs_on = 'x': needs one of input, activation, output
 ValueError: topk = 1, norm_topk_prob = None, pre_softmax = False: the one prob is always 1, so the router gets no gradient; set pre_softmax=True or norm_topk_prob=False
@@ -792,9 +907,9 @@ ValueError: num_groups = 3 does not divide num_experts = 8; groups need equal si
 ValueError: group_topk = 1 of num_groups = 4 groups of 2 experts cannot hold topk = 3; needs 1 <= group_topk <= num_groups and group_topk * 2 >= topk
 ValueError: group_score_topk is 0 (topk // group_topk = 2 // 4 unless given); set it to 1..2, a group has 2 experts
 ValueError: group_score_topk is 3 (topk // group_topk = 2 // 2 unless given); set it to 1..2, a group has 2 experts
-ValueError: activation = 'relu2', glu_linear_offset = 1.0, activation_clamp_value = None: relu2 is not gated; leave the other two out
-ValueError: activation = 'relu2', glu_linear_offset = 0.0, activation_clamp_value = 7.0: relu2 is not gated; leave the other two out
-ValueError: activation = 'swiglu', glu_alpha = 1.0: only quick_geglu has an alpha; leave glu_alpha out
+ValueError: activation = 'relu2', glu_linear_offset = 1.0: relu2 has no such constant; leave glu_linear_offset out
+ValueError: activation = 'relu2', activation_clamp_value = 7.0: relu2 has no such constant; leave activation_clamp_value out
+ValueError: activation = 'swiglu', glu_alpha = 1.0: swiglu has no such constant; leave glu_alpha out
 ValueError: activation_clamp_value = 0.0: needs a positive number, or None
 ValueError: load_balancing_type = 'auxloss': needs none, aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, or a tuple of them
 ValueError: load_balancing_type = ('aux_loss',), aux_loss_coeff = 0.1: one type takes a float, several a tuple of the same length
@@ -818,6 +933,21 @@ ValueError: load_balancing_type = 'aux_loss', aux_loss_coeff = 0.0: aux_loss nee
 ValueError: load_balancing_type = 'seq_aux_loss', aux_loss_coeff = -0.1: seq_aux_loss needs a positive coefficient; give one, or leave the type out
 ValueError: load_balancing_type = ('aux_loss', 'global_aux_loss'), aux_loss_coeff = (0.1, 0.0): global_aux_loss needs a positive coefficient; give one, or leave the type out
 ValueError: load_balancing_type = 'aux_loss', aux_loss_coeff = nan: aux_loss needs a positive coefficient; give one, or leave the type out
+ValueError: bias_update = 'median': needs one of sign, quantile
+ValueError: bias_update = 'quantile', enable_expert_bias = False: there is no bias to update; set enable_expert_bias=True too
+ValueError: bias_update = 'quantile', topk = 8, num_experts = 8, num_groups = None, score_function = 'softmax': quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax or sigmoid
+ValueError: bias_update = 'quantile', topk = 2, num_experts = 8, num_groups = 4, score_function = 'softmax': quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax or sigmoid
+ValueError: bias_update = 'quantile', topk = 2, num_experts = 8, num_groups = None, score_function = 'sqrtsoftplus': quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax or sigmoid
+ValueError: bias_update = 'quantile', bias_update_rate = 0.01: quantile has no rate; leave bias_update_rate out
+ValueError: latent_size = 0: needs a positive int, or None
+ValueError: latent_norm = True, latent_size = None: there is nothing to normalise; set latent_size too
+ValueError: latent_norm_eps = 0.0: needs a positive number
+ValueError: activation = 'situ', activation_clamp_value = 1.0: situ has no such constant; leave activation_clamp_value out
+ValueError: activation = 'situ', glu_linear_offset = 1.0: situ has no such constant; leave glu_linear_offset out
+ValueError: situ_beta = 0.0: needs a positive number, or None
+ValueError: situ_linear_beta = -1.0: needs a positive number, or None
+ValueError: activation = 'swiglu', situ_beta = 2.0: swiglu has no such constant; leave situ_beta out
+ValueError: activation = 'swiglu', situ_linear_beta = 2.0: swiglu has no such constant; leave situ_linear_beta out
 """)
 
 
@@ -856,6 +986,11 @@ def test_error_texts():
         error(mlp, fc1_bias=torch.zeros(4, 4, 2)), error(mlp, fc2_bias=torch.zeros(4, 1)), error(mlp, fc2_bias=torch.zeros(7, 8)),
         error(mlp, fc1_bias=torch.zeros(4, 2, 4).double()), error(mlp, kind="silu"), error(mlp, kind="relu2", linear_offset=1.0),
         error(expert_mlp, x[None], torch.rand(6, 2), plan, torch.zeros(4, 2, 4, 8), torch.zeros(4, 8, 4)),
+        error(mlp, down=torch.zeros(5, 8)), error(mlp, down=torch.zeros(8, 5)), error(activation, x, beta=2.0),
+        error(activation, x, "situ", beta=0.0), error(activation, x, "situ", clamp_value=1.0), error(activation, x, alpha=1.0),
+        error(activation_back, x[:, :4], x, "situ", linear_beta=-1.0), error(required_bias_histogram, logits, logits[0], 4),
+        error(required_bias_histogram, logits, logits[0, :3], 2), error(required_bias_histogram, logits[None], logits[0], 2),
+        error(required_bias_histogram, logits, logits[0], 2, 0), error(quantile_expert_bias, logits, logits[0], 2),
     ]
     assert_expected_inline("\n".join(lines), """\
 ValueError: topk is 5; needs 1 <= topk <= num_experts = 4
@@ -883,9 +1018,9 @@ ValueError: rows has shape [6, 8]; the plan needs [12, H]
 ValueError: probs has shape [6, 4]; the plan needs [6, 2], [T, K]
 ValueError: split_sizes [3] and sorted_idxs [2] need the same shape [chunks]
 ValueError: pad_multiple is 0; needs 1 or more
-ValueError: kind is 'silu'; known: 'swiglu', 'geglu', 'quick_geglu', 'relu2'
+ValueError: kind is 'silu'; known: 'swiglu', 'geglu', 'quick_geglu', 'situ', 'relu2'
 ValueError: y has shape [6, 7]; swiglu needs an even last axis, [.., 2F]
-ValueError: relu2 has no linear half: linear_offset is 0.0 and clamp_value 1.0, they need 0.0 and None
+ValueError: clamp_value is 1.0; needs None, since relu2 has no such constant
 ValueError: weights has shape [6]; needs [6, 1], one per row of y
 ValueError: g has shape [6, 8]; needs [6, 4], the shape of the activation's output
 ValueError: rows [6, 8], weights [4, 9, 2] and offsets [4] need shapes [N, H], [E, H, F] and [E]
@@ -912,9 +1047,21 @@ ValueError: fc1_bias has shape [4, 4, 2]; needs [4, 2, 4]
 ValueError: fc2_bias has shape [4, 1]; needs [4, 8]
 ValueError: fc2_bias has shape [7, 8]; needs [4, 8]
 TypeError: fc1_bias is torch.float64 and tokens torch.float32; they need one dtype
-ValueError: kind is 'silu'; known: 'swiglu', 'geglu', 'quick_geglu', 'relu2'
-ValueError: relu2 has no linear half: linear_offset is 1.0 and clamp_value None, they need 0.0 and None
-ValueError: tokens [1, 6, 8] and fc1 [4, 2, 4, 8] need shapes [T, H] and [E, P, F, H]""")
+ValueError: kind is 'silu'; known: 'swiglu', 'geglu', 'quick_geglu', 'situ', 'relu2'
+ValueError: linear_offset is 1.0; needs 0.0, since relu2 has no such constant
+ValueError: tokens [1, 6, 8] and fc1 [4, 2, 4, 8] need shapes [T, H] and [E, P, F, H]
+ValueError: tokens [6, 8], fc1 [4, 2, 4, 8] and fc2 [4, 8, 4] need shapes [T, H], [E, 2, F, H] and [E, H, F] for swiglu and a plan of 4 experts
+ValueError: down has shape [8, 5]; needs [latent, 8]
+ValueError: beta is 2.0; needs 1.0, since swiglu has no such constant
+ValueError: beta is 0.0; needs a positive number
+ValueError: clamp_value is 1.0; needs None, since situ has no such constant
+ValueError: alpha is 1.0; needs 1.702, since swiglu has no such constant
+ValueError: linear_beta is -1.0; needs a positive number
+ValueError: topk is 4 and num_bins 1000; needs 1 <= topk < num_experts = 4 and num_bins >= 1
+ValueError: expert_bias has shape [3]; needs [4], one entry per expert
+ValueError: scores has shape [1, 6, 4]; needs [T, E]
+ValueError: topk is 2 and num_bins 0; needs 1 <= topk < num_experts = 4 and num_bins >= 1
+ValueError: expert_bias has shape [4]; needs [6], one entry per expert""")
 
 
 def test_misshapen_state_dict_changes_nothing():
@@ -1164,6 +1311,7 @@ def test_every_used_parameter_gets_a_gradient():
 def test_metrics_of_the_latest_training_forward():
     model = torch.nn.Sequential(MoELayer(MoEConfig(8, 4, 4, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.3)),
                                 MoELayer(MoEConfig(8, 4, 4, 3, z_loss_coeff=0.2)))
+    assert load_balancing_metrics(model)["max_violation"].isnan().all()
     x = torch.randn(9, 8)
     for f in (model, compiled(model)):
         f(x)
@@ -1439,7 +1587,8 @@ def test_router_forced_balance():
 
 def counting_layer() -> MoELayer:
     torch.manual_seed(3)
-    layer = MoELayer(MoEConfig(8, 4, 6, 2, score_function="sigmoid", enable_expert_bias=True, input_jitter_eps=0.1))
+    layer = MoELayer(MoEConfig(8, 4, 6, 2, score_function="sigmoid", enable_expert_bias=True, bias_update="quantile",
+                               input_jitter_eps=0.1))
     return layer
 
 
@@ -1480,7 +1629,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_router_counts_exactly_once(way):
     """torchtitan #1593: a checkpoint's second forward must not count again. One step, two forwards in flight, three
-    accumulated; nothing in eval or under no_grad."""
+    accumulated; nothing in eval or under no_grad. The same for the histogram of biases."""
     layer = counting_layer()
     function, counts = WAYS[way](layer), layer.router.local_tokens_per_expert
 
@@ -1498,7 +1647,7 @@ def test_router_counts_exactly_once(way):
         function(x())
     layer.eval()
     function(x()).sum().backward()
-    assert counts.sum() == 84
+    assert counts.sum() == 84 and (layer.router.bias_histogram.sum(1) == 42).all()
     if "inductor" not in way:
         same(load_balancing_metrics(layer)["tokens_per_expert"].sum(), torch.tensor(14))
 
@@ -1690,6 +1839,7 @@ def balanced_over_ranks(rank, ranks, over_sequence):
         for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens_per_expert"):
             close(a[name].double(), b[name].double(), 1e-5)
     for compile in (False, True):
+        config = dataclasses.replace(config, bias_update="quantile" if compile else "sign")
         torch.manual_seed(0)
         whole, mine = MoELayer(config), MoELayer(config, groups)
         mine.load_state_dict(whole.state_dict())
@@ -1759,7 +1909,8 @@ def in_steps(shared, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", list(kernels.ACTIVATIONS))
 def test_shared_expert_matches_loop(kind, gate):
     """One go, five steps and each step compiled by itself: the loop's output and gradients, bitwise the same as each other."""
-    options = {} if kind == "relu2" else dict(glu_linear_offset=0.5, activation_clamp_value=0.6)
+    values = dict(glu_linear_offset=0.5, activation_clamp_value=0.6, situ_beta=1.5, situ_linear_beta=0.7, glu_alpha=1.3)
+    options = {name: value for name, value in values.items() if moe._CONSTANTS[name] in kernels.ACTIVATIONS[kind].takes}
     shared = SharedExpertMLP(shared_config(activation=kind, init_std=0.5, shared_expert_overlap=True, **options), gate)
     x = torch.randn(5, 3, 6, dtype=torch.float64, requires_grad=True)
     upstream, leaves = torch.randn(5, 3, 6, dtype=torch.float64), [x, *shared.parameters()]
@@ -2092,7 +2243,8 @@ def layer_over_tp(rank, ranks, folder):
     losses = dict(load_balancing_type=TYPES, aux_loss_coeff=(0.1, 0.2, 0.3), z_loss_coeff=0.1)
     for overlap, per_token in ((False, True), (True, False), (True, True)):
         config = shared_config(sequence_parallel=True, shared_expert_overlap=overlap, shared_expert_gate=True, init_std=0.5,
-                               score_function="sigmoid", enable_expert_bias=True, calculate_per_token_loss=per_token, **losses)
+                               score_function="sigmoid", enable_expert_bias=True, calculate_per_token_loss=per_token,
+                               latent_size=7, latent_norm=True, **losses)
         torch.manual_seed(0)
         whole = MoELayer(dataclasses.replace(config, sequence_parallel=False, shared_expert_overlap=False))
         torch.manual_seed(0)
@@ -2123,7 +2275,7 @@ def layer_over_tp(rank, ranks, folder):
 def saved_layer(groups=None) -> MoELayer:
     torch.manual_seed(5)
     layer = MoELayer(shared_config(shared_expert_gate=True, sequence_parallel=True, score_function="sigmoid",
-                                   enable_expert_bias=True, add_bias_linear=True), groups)
+                                   enable_expert_bias=True, add_bias_linear=True, latent_size=7, latent_norm=True), groups)
     layer.router.expert_bias.copy_(torch.arange(4.0))
     return layer
 
@@ -2203,6 +2355,8 @@ ONE_GRAPH = {
     "padding": dict(capacity_factor=0.7, pad_to_capacity=True, token_drop_policy="position"),
     "gpt_oss": dict(activation="quick_geglu", glu_linear_offset=1.0, activation_clamp_value=0.5, add_bias_linear=True, router_bias=True),
     "relu2 on the input": dict(activation="relu2", apply_probs_on="input"),
+    "latent": dict(latent_size=5, latent_norm=True, activation="situ", situ_beta=1.5, situ_linear_beta=2.0),
+    "quantile": dict(score_function="sigmoid", enable_expert_bias=True, bias_update="quantile", latent_size=5),
 }
 
 
@@ -2436,10 +2590,11 @@ def test_overlap_layer_survives_pickle_and_deepcopy(monkeypatch):
 MESHES = [(("ep",), (4,)), (("ep", "tp"), (2, 2)), (("dp", "ep"), (2, 2)), (("dp", "ep"), (4, 1))]
 BALANCED = dict(load_balancing_type=("aux_loss", "seq_aux_loss"), aux_loss_coeff=(0.1, 0.2), z_loss_coeff=0.1)
 PARALLEL_CASES = [            # (config, whether one process takes the whole batch at once, or each rank's as a microbatch)
-    (dict(score_function="sigmoid", enable_expert_bias=True, load_balancing_type="global_aux_loss", aux_loss_coeff=0.3), True),
+    (dict(score_function="sigmoid", enable_expert_bias=True, load_balancing_type="global_aux_loss", aux_loss_coeff=0.3,
+          bias_update="quantile"), True),
     (dict(**BALANCED, shared_expert_gate=True, add_bias_linear=True), False),
-    (dict(capacity_factor=0.8, apply_probs_on="input"), False),
-    (dict(capacity_factor=0.8, pad_to_capacity=True, add_bias_linear=True), False),
+    (dict(capacity_factor=0.8, apply_probs_on="input", latent_size=7), False),
+    (dict(capacity_factor=0.8, pad_to_capacity=True, add_bias_linear=True, latent_size=7, latent_norm=True), False),
     (dict(capacity_factor=9.0, pad_to_capacity=True, token_drop_policy="position", activation="relu2"), False),
 ]
 
@@ -2680,7 +2835,7 @@ waited""")
 
 RANKS_ONE_GRAPH = [           # (config, mesh dims, T of each rank in turn, options of torch.compile, graphs)
     (dict(**BALANCED, shared_expert_gate=True), ("ep",), [(5, 7), (8, 3), (9, 20), (40, 31)], {}, 2),
-    (dict(capacity_factor=0.8), ("ep",), [(5, 0), (8, 3), (0, 20), (40, 0)], dict(dynamic=True), 2),     # T = 0 takes its own
+    (dict(capacity_factor=0.8, latent_size=7, latent_norm=True), ("ep",), [(5, 0), (8, 3), (0, 20), (40, 0)], dict(dynamic=True), 2),     # T = 0 takes its own
     (dict(capacity_factor=0.8, pad_to_capacity=True), ("ep",), [(5, 5), (8, 8), (31, 31)], dict(dynamic=True), 1),
     (dict(score_function="sigmoid", enable_expert_bias=True), ("tp",), [(4, 4), (6, 6), (8, 8)], {}, 2),
     (dict(shared_expert_gate=True), ("ep",), [(40, 33), (52, 64), (90, 41)], dict(backend="inductor"), 2),
@@ -2852,6 +3007,7 @@ def sharded_from_meta(rank, ranks):
     of them nested, the layer; in bf16 by FSDP2's own casts; the shared expert in steps cannot be sharded alone."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     config = shared_config(router_bias=True, add_bias_linear=True, shared_expert_gate=True, num_experts=5, init_std=0.5,
+                           latent_size=7, latent_norm=True,
                            score_function="sigmoid", enable_expert_bias=True)
     torch.manual_seed(5)
     plain = MoELayer(config)
@@ -2859,8 +3015,8 @@ def sharded_from_meta(rank, ranks):
     want = plain(x)
     want.backward(upstream)
     whole_shards = torch.distributed.tensor.Shard(1)
-    for names, options in ([("router",), {}], [("experts",), {}], [("shared_experts",), {}], [("",), {}],
-                           [("router", "experts", "shared_experts", ""), {}],
+    for names, options in ([("router",), {}], [("latent",), {}], [("experts",), {}], [("shared_experts",), {}], [("",), {}],
+                           [("router", "experts", "latent", "shared_experts", ""), {}],
                            [("shared_experts",), dict(shard_placement_fn=lambda p: whole_shards if p.ndim == 3 else None)]):
         with torch.device("meta"):
             layer = MoELayer(config)
@@ -3024,10 +3180,9 @@ def test_frozen_parameters_cost_nothing(probs_on):
 @pytest.mark.parametrize("kind", list(kernels.ACTIVATIONS))
 def test_activation_slopes_by_differences(kind):
     """Every entry of the table, by itself and inside the experts."""
-    width = 2 if kernels.ACTIVATIONS[kind].gated else 1
-    constants = dict(kind=kind, alpha=1.3)
-    if width == 2:
-        constants |= dict(linear_offset=0.5, clamp_value=0.9)
+    width, takes = 2 if kernels.ACTIVATIONS[kind].gated else 1, kernels.ACTIVATIONS[kind].takes
+    values = dict(alpha=1.3, linear_offset=0.5, clamp_value=0.9, beta=1.5, linear_beta=0.7)
+    constants = dict(kind=kind, **{name: values[name] for name in takes})
     y = torch.randn(5, 3 * width, dtype=torch.float64, requires_grad=True)
     w = torch.rand(5, 1, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(functools.partial(activation, **constants), (y,))
@@ -3072,7 +3227,7 @@ def test_a_new_activation_is_one_entry(monkeypatch):
 
 
 @pytest.mark.parametrize("on", ["torch.set_default_dtype(torch.float16)", "torch.set_default_device('meta')",
-                                "torch.inference_mode().__enter__()", "torch.set_grad_enabled(False)"])
+                                "mode = torch.inference_mode(); mode.__enter__()", "torch.set_grad_enabled(False)"])
 def test_loss_scale_whatever_is_on_at_import(on, tmp_path):
     """What is on where moe.py is imported does not reach the scale: fp32, on the CPU, outside of inference mode."""
     script = f"""
@@ -3320,27 +3475,125 @@ def test_index_nowhere_gives_the_routers_gradient():
                 close(a, b)
 
 
-def test_replay_between_dense_layers():
-    """verl #7340, #5037: each router takes its own record, in module order, whatever stands between the layers."""
-    layers = [MoELayer(MoEConfig(8, 4, 6, 2)) for _ in range(3)]
-    dense = [torch.nn.Linear(8, 8) for _ in range(3)]
+def test_index_nowhere_gives_its_prob_no_gradient():
+    """Whatever the prob there is, and with every bias."""
+    indices = torch.tensor([[0, 3], [3, 1], [2, 0]])                  # of three experts: 3 is nowhere
+    plan, probs = plan_permutation(indices, 3), torch.rand(3, 2, requires_grad=True)
+    weights = [torch.randn(shape) for shape in ((3, 2, 5, 6), (3, 6, 5), (3, 2, 5), (3, 6))]
+    for probs_on in ("input", "activation", "output"):
+        grad = grads(expert_mlp(torch.randn(3, 6), probs, plan, *weights, probs_on=probs_on).sum(), [probs])[0]
+        assert torch.equal(grad == 0, indices == 3)
 
-    def run_all(x, replayed):
-        routings = []
-        for f, layer, indices in zip(dense, layers, replayed):
-            x = f(x)
-            routings.append(layer.router.route(x, topk_indices=indices))
-            x = x + layer(x, topk_indices=indices)
-        return x, routings
-    x = torch.randn(9, 8)
-    want, record = run_all(x, [None] * 3)
+
+def three_layers(**options) -> torch.nn.Module:
+    """Dense and MoE layers in turn."""
+    config = MoEConfig(8, 4, 6, 2, **options)
+    return torch.nn.Sequential(*[part for _ in range(3) for part in (torch.nn.Linear(8, 8), MoELayer(config))])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_record_and_replay(way):
+    """verl #7340, #5037: what is recorded is what each router chose, in module order; a replay takes effect, in each
+    router with its own record, and the recomputation of a checkpoint replays the same."""
+    model, x = three_layers(enable_expert_bias=True, score_function="sigmoid"), torch.randn(9, 8, requires_grad=True)
+    function, chosen, y = WAYS[way](model), [], x.detach()
+    for part in model:
+        if isinstance(part, MoELayer):
+            with torch.no_grad():
+                chosen.append(part.router.route(y)[1])
+        y = part(y)
+    with record_routing(model) as record:
+        want = function(x)
+        want.sum().backward()
+    same(record.indices, chosen)
     others = [torch.rand(9, 6).argsort(1)[:, :2] for _ in range(3)]
-    same(run_all(x, [indices for _, indices in record])[0], want)
-    got, routings = run_all(x, others)
-    assert not torch.allclose(got, want)
-    for (probs, indices), given in zip(routings, others):
-        same(indices, given)
-        assert probs.requires_grad
+    leaves, results = [x, *model.parameters()], []
+    for indices in (others, torch.stack(others)):
+        model.zero_grad()
+        x.grad = None
+        with replay_routing(model, indices), record_routing(model) as record:
+            got = function(x)
+            got.sum().backward()
+        same(record.indices, others)
+        results.append([got, *[leaf.grad for leaf in leaves]])
+    y = x
+    for i, part in enumerate(model):
+        y = part(y, topk_indices=others[i // 2]) if i % 2 else part(y)
+    expected = [y, *grads(y, leaves)]
+    for result in results:
+        for a, b in zip(result, expected, strict=True):
+            close(a, b, 1e-5)
+    close(function(x), want, 1e-6)                                    # and nothing stays behind
+
+
+def test_record_holds_the_choice_before_dropping():
+    """E where padding is; in eval too; the latest forward; it stays after the context."""
+    model = three_layers(capacity_factor=0.25)
+    mask = torch.arange(9) % 4 == 1
+    router = model[1].router
+    for function in (router.route, compiled(router.route)):
+        with record_routing(model) as record:
+            assert record.indices == [None] * 3
+            function(torch.randn(4, 8))
+            router.eval()
+            x = torch.randn(9, 8)
+            dropped = function(x, mask)[1]
+        router.train()
+        assert record.indices[1:] == [None] * 2 and (record.indices[0] == 6).equal(mask[:, None].expand(9, 2))
+        assert (dropped == 6).sum() > (record.indices[0] == 6).sum()
+        with replay_routing(model, [record.indices[0].where(~mask[:, None], -1), *record.indices[1:]]):      # -1 is E
+            same(function(x)[1], dropped)
+    with torch.inference_mode(), record_routing(model) as record:
+        model(x)
+    with replay_routing(model, record.indices):                       # tensors of inference mode, used in training
+        model(x).sum().backward()
+
+
+def test_replay_refuses_what_does_not_fit():
+    model, x = three_layers(enable_expert_bias=True, score_function="sigmoid"), torch.randn(5, 8)
+    good = [torch.rand(5, 6).argsort(1)[:, :2] for _ in range(3)]
+
+    def replayed(*indices):
+        with replay_routing(model, indices):
+            model(x)
+
+    def nested(context, *args):
+        with context(model, *args), context(model, *args):
+            pass
+    lines = [error(replayed, *good[:2]), error(nested, replay_routing, good), error(nested, record_routing),
+             error(record_routing(torch.nn.Linear(2, 2)).__enter__)]
+    for bad in (good[1][:4], good[1][:, :1], good[1].float()):
+        update_expert_bias(model)
+        lines.append(error(replayed, good[0], bad, good[2]))
+        counted = [model[i].router.local_tokens_per_expert.sum().item() for i in (1, 3, 5)]
+        assert counted == [10, 0, 0]                                  # the router that refuses has changed nothing
+    with pytest.raises(ZeroDivisionError):
+        with replay_routing(model, good), record_routing(model):
+            1 / 0
+    assert all(not router._recording and router._replayed is None for router in moe._routers(model))
+    assert_expected_inline("\n".join(lines), """\
+ValueError: indices is for 2 layers; the model has 3 routers: 1.router, 3.router, 5.router
+ValueError: model is replaying already; leave replay_routing first
+ValueError: model is being recorded already; leave record_routing first
+ValueError: model (Linear) has no TopKRouter
+ValueError: indices of 3.router is [4, 2] torch.int64; needs [5, 2] or [5, 2] torch.int64
+ValueError: indices of 3.router is [5, 1] torch.int64; needs [5, 2] or [5, 2] torch.int64
+ValueError: indices of 3.router is [5, 2] torch.float32; needs [5, 2] or [5, 2] torch.int64""")
+
+
+def test_replay_recompiles_once():
+    model, x = three_layers(), torch.randn(5, 8)
+    function = compiled(model)
+    function(x)
+    for _ in range(4):
+        with replay_routing(model, [torch.rand(5, 6).argsort(1)[:, :2] for _ in range(3)]):
+            function(x)
+        function(x)
+    assert counters["stats"]["unique_graphs"] == 2
+    for _ in range(3):
+        with record_routing(model):
+            function(x)
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 # ---- Compile, memory, repeatability ----
@@ -3373,6 +3626,31 @@ def test_bytes_kept_for_the_backward(mid_layers, dtype, how):
     kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
     least, ids = (T * H + T * K * two_f) * x.element_size(), T * K * (8 + 4)
     assert least <= kept <= 1.05 * least + ids, kept / least
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("how", ["eager", "inductor"])
+def test_bytes_kept_with_latent_experts(norm, how):
+    """T·H + T·ℓ + N·2F elements, indices and probs: down · x is computed again, and so is the norm."""
+    T, H, width, F_, K = 512, 512, 256, 64, 4
+    layer = MoELayer(MoEConfig(H, F_, 16, K, latent_size=width, latent_norm=norm))
+    function = layer if how == "eager" else compiled(layer, "inductor")
+    x = torch.randn(T, H, requires_grad=True)
+    kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
+    least, small = 4 * (T * H + T * width + T * K * 2 * F_), T * K * (8 + 8 + 4) + 4 * T * 16
+    assert least <= kept <= 1.01 * least + small, (kept / least)
+
+
+def test_latent_experts_under_autocast():
+    layer = MoELayer(MoEConfig(32, 16, 4, 2, latent_size=16, latent_norm=True, init_std=0.2))
+    x = torch.randn(9, 32, requires_grad=True)
+    want = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x)
+        whole = compiled(layer)(x)
+    assert got.dtype == torch.float32 and not torch.equal(got, want)
+    close(got, want, 0.05 * want.abs().max().item()), close(whole, got, 0.02 * want.abs().max().item())
+    assert all(grad.dtype == torch.float32 for grad in grads(got, [x, *layer.parameters()]))
 
 
 def test_fp8_store_halves_what_bf16_keeps():
@@ -3413,7 +3691,8 @@ def test_no_host_sync_in_the_graph():
             return g
         return aot_module_simplified(graph, inputs, fw_compiler=record, bw_compiler=record)
     for kw in [dict(), dict(load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1, score_function="sigmoid",
-                            num_groups=4, group_topk=2, enable_expert_bias=True, add_bias_linear=True)]:
+                            num_groups=4, group_topk=2, enable_expert_bias=True, add_bias_linear=True),
+               dict(enable_expert_bias=True, bias_update="quantile", latent_size=4, latent_norm=True)]:
         compiled(MoELayer(MoEConfig(8, 4, 8, 2, **kw)), backend)(torch.randn(6, 2, 8, requires_grad=True)).sum().backward()
     assert any("plan_permutation" in t for t in targets)
     assert not [t for t in targets if "_local_scalar_dense" in t or "nonzero" in t or "aten.item" in t]

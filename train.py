@@ -45,6 +45,7 @@ BALANCE = {                                    # --balance: what the router's co
     "global": lambda args: dict(load_balancing_type="global_aux_loss", aux_loss_coeff=0.01 * args.world),
     # a step is 0.8 % of the mean score, which is 1 / E
     "bias": lambda args: dict(enable_expert_bias=True, bias_update_rate=0.008 / args.experts),
+    "quantile": lambda args: dict(enable_expert_bias=True, bias_update="quantile"),
     "sinkhorn": lambda args: dict(load_balancing_type="sinkhorn"),
     "none": lambda args: dict(),
 }
@@ -608,13 +609,13 @@ def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrup
             if test:
                 record["held_out"] = evaluate(forward, blocks, device, dtype)
                 line += f"  held-out {record['held_out']:.3f}"
-            if test and kind == "moe":
+            if kind == "moe":
                 metrics = load_balancing_metrics(model, reduce=True)
                 record |= {name: metrics[name].tolist() for name in ("tokens_per_expert", "max_violation")}
             record["seconds"] = round(before + time.perf_counter() - began, 1)
             left = (args.steps - step) * inputs.numel() / rate
             line = f"{line:<50}" + ("  (with compiling)" if args.compile and step == start + 1 else f"  {rate:>9,.0f} tokens/s  {clock(left)} left")
-            print(line + ("\n" + load_picture(record) if "max_violation" in record else ""), flush=True)
+            print(line + ("\n" + load_picture(record) if test and kind == "moe" else ""), flush=True)
             history.append(record)
             if args.rank == 0:
                 with open(log, "a") as file:
