@@ -36,10 +36,12 @@ import kernels
 import moe
 import parallel
 from kernels import (
-    activation, activation_back, apply_router_token_dropping, combine_rows, compute_routing_scores_for_aux_loss,
-    expert_mlp, gather_rows, get_capacity, get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
-    plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn, sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
-    topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
+    activation, activation_back, apply_router_token_dropping, combine_rows,
+    compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
+    get_updated_expert_bias, group_limited_topk, grouped_mm, latent_up, pad_routing_map, permute,
+    plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn, sort_chunks_by_idxs,
+    swiglu, swiglu_back, switch_load_balancing_loss_func, topk_routing_with_score_function,
+    unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter, load_balancing_metrics,
     record_routing, reduce_gradients, replay_routing, set_aux_loss_scale, update_expert_bias)
@@ -3434,6 +3436,7 @@ def test_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
         op = getattr(torch.ops.moe_kernels, name).default
         return torch.Tag.cudagraph_unsafe in op.tags
     assert_expected_inline("\n".join(f"{'host' if unsafe(name) else 'device':<6}  {name}" for name in sorted(names)), """\
+device  count_bins
 device  count_experts
 device  fork_stream
 device  join_stream
@@ -3726,6 +3729,8 @@ def test_kernels_compile_whole():
         map_TE, scores = compute_routing_scores_for_aux_loss(logits, 2, "sigmoid")
         loss = switch_load_balancing_loss_func(scores, map_TE.sum(0), T, 2, E, 0.1) + z_loss_func(logits, 0.1)
         bias = get_updated_expert_bias(map_TE.sum(0).float(), logits.detach()[0], 0.1)
+        bias = bias + quantile_expert_bias(required_bias_histogram(scores, bias, 2, 50), bias, 2)
+        out = out + latent_up(combine_rows(gather_rows(tokens, plan), plan), w[0], w[1, 0], 1e-5)
         chunks = sort_chunks_by_idxs(gather_rows(tokens, plan), plan.counts, torch.arange(E - 1, -1, -1))[0]
         return out.sum() + chunks[:T].sum() + loss + weighted_swiglu(y, row_probs[:T, None]).sum() + (sinkhorn(logits).sum() + bias.sum())
     function = torch.compile(all_of_them, fullgraph=True, backend="aot_eager")
@@ -3766,6 +3771,7 @@ def test_ops_pass_opcheck():
         (kernels._rows_times_rows, (h, None, x, plan.order // 2, scale, plan.offsets)),
         (kernels._product_in, (torch.randn(4, 9), x, torch.float64, torch.float32)), (kernels.count_experts, (indices, 4)), (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
         (moe._running_mean, (torch.zeros(4), torch.zeros(()), torch.ones(4))),
+        (kernels._count_bins, (torch.randint(0, 11, (9, 4)), 10)),
     ]:
         torch.library.opcheck(op, args)
 
