@@ -1,8 +1,8 @@
 """Mixture-of-Experts as plain tensor functions, in the order a token meets them: route, balance, permute, experts.
 
 Letters  S sequence length, B batch, T = S·B tokens (token t = s·B + b), H hidden size, E experts, K experts per token,
-         N = T·K assignments, F expert FFN size, C expert capacity, G expert groups. A suffix names a tensor's axes:
-         rows_NH is [N, H].
+         N = T·K assignments, F expert FFN size, P parts of fc1's output (2: gate, up), ℓ latent size, C expert
+         capacity, G expert groups. A suffix names a tensor's axes: rows_NH is [N, H].
 Words    logits: the router's raw output. scores: logits after the score function; they choose the experts. probs: the
          weights that combine the experts' outputs. routing_map [T, E] bool and indices [T, K] int64: who goes where.
 Nowhere  An assignment with index E goes nowhere (dropped, or of a padding token): it sorts behind all experts, none
