@@ -411,16 +411,6 @@ def _bias_bins(expert_bias: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
     return low, (bias_E.max() + 1 - low) / num_bins
 
 
-@_op(lambda bins, num_bins: bins.new_empty(bins.shape[1], num_bins, dtype=torch.int32))
-def _count_bins(bins: Tensor, num_bins: int) -> Tensor:
-    """bins [T, E] int64 in [0, num_bins] -> how often each stands in column e: [E, num_bins] int32."""
-    E = bins.shape[1]
-    slots_TE = torch.arange(E, device=bins.device) * (num_bins + 1) + bins
-    counts = torch.zeros(E * (num_bins + 1), dtype=torch.int32, device=bins.device)
-    counts.scatter_add_(0, slots_TE.flatten(), torch.ones_like(counts[:1]).expand(bins.numel()))
-    return counts.view(E, num_bins + 1)[:, :num_bins].contiguous()
-
-
 def required_bias_histogram(
     scores: Tensor, expert_bias: Tensor, topk: int, num_bins: int = 1000, padding_mask: Tensor | None = None,
 ) -> Tensor:
@@ -445,7 +435,9 @@ def required_bias_histogram(
         bins_TE = ((alpha_T1 - scores_TE - low) / width).nan_to_num().clamp(0, num_bins - 1).long()
         if padding_mask is not None:
             bins_TE = bins_TE.masked_fill(padding_mask[:, None], num_bins)
-        return _count_bins(bins_TE, num_bins)
+        slots_TE = torch.arange(E, device=scores.device) * (num_bins + 1) + bins_TE
+        counts = count_experts(slots_TE, E * (num_bins + 1))
+        return counts.view(E, num_bins + 1)[:, :num_bins].int()
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
@@ -474,7 +466,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
     """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; index E is not counted."""
     ids_N = indices.flatten()
-    counts = ids_N.new_zeros(num_experts + 1).scatter_add_(0, ids_N, torch.ones_like(ids_N))
+    counts = ids_N.new_zeros(num_experts + 1).scatter_add_(0, ids_N, ids_N.new_ones(1).expand_as(ids_N))
     return counts[:num_experts].clone()
 
 

@@ -3440,7 +3440,6 @@ def test_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
         op = getattr(torch.ops.moe_kernels, name).default
         return torch.Tag.cudagraph_unsafe in op.tags
     assert_expected_inline("\n".join(f"{'host' if unsafe(name) else 'device':<6}  {name}" for name in sorted(names)), """\
-device  count_bins
 device  count_experts
 device  fork_stream
 device  join_stream
@@ -3775,7 +3774,6 @@ def test_ops_pass_opcheck():
         (kernels._rows_times_rows, (h, None, x, plan.order // 2, scale, plan.offsets)),
         (kernels._product_in, (torch.randn(4, 9), x, torch.float64, torch.float32)), (kernels.count_experts, (indices, 4)), (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
         (moe._running_mean, (torch.zeros(4), torch.zeros(()), torch.ones(4))),
-        (kernels._count_bins, (torch.randint(0, 11, (9, 4)), 10)),
     ]:
         torch.library.opcheck(op, args)
 
