@@ -185,8 +185,8 @@ class Candidate(NamedTuple):
 
 
 def layer_and_input(case: Case, **options) -> tuple[moe.MoELayer, list[Tensor], Tensor]:
-    """(layer, leaves, gradient); options of its config. Tokens whose K-th and next best expert nearly tie are not taken: there rounding decides,
-    and candidates would route differently."""
+    """(layer, leaves, gradient). `options` are further fields of its config. Tokens whose K-th and next best
+    expert nearly tie are not taken: there rounding decides, and candidates would route differently."""
     torch.manual_seed(0)
     layer = moe.MoELayer(moe.MoEConfig(case.H, case.F, case.E, case.K, params_dtype=case.dtype, **options)).to(DEVICE)
     drawn = torch.randn(2 * case.T + 16, case.H).to(DEVICE, case.dtype)
@@ -536,7 +536,8 @@ def bench_latent(report: Report, scale: Scale, case: Case) -> None:
         require_close(name, candidate.results(grad), want, case.dtype)
         steps[name] = partial(candidate.step, grad)
         experts = sum(p.numel() for p in layer.experts.parameters()) * case.K // case.E
-        active[name] = experts + sum(p.numel() for name, p in layer.named_parameters() if name.startswith("latent"))
+        around = [] if layer.latent is None else layer.latent.parameters()
+        active[name] = experts + sum(p.numel() for p in around)
     print(f"\n{case}: latent experts, F = {width}; active parameters beside the router's: {active}")
     timings = time_in_turn(steps, scale)
     report.times(case, "forward + backward", timings, "ℓ = None, compiled")

@@ -70,6 +70,11 @@ def _matrix(name: str, x: Tensor, axes: str = "[T, E]") -> tuple[int, int]:
     return x.shape
 
 
+def _check_bias(expert_bias: Tensor, E: int) -> None:
+    if expert_bias.shape != (E,):
+        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}; needs [{E}], one entry per expert")
+
+
 def _as_map(routing_map: Tensor) -> Tensor:
     """routing_map [T, E] as bool; it may have any integer dtype."""
     _matrix("routing_map", routing_map)
@@ -155,8 +160,8 @@ def topk_routing_with_score_function(
         raise ValueError(f"topk is {topk}; needs 1 <= topk <= num_experts = {E}")
     if (num_groups is None) != (group_topk is None):
         raise ValueError(f"num_groups = {num_groups} and group_topk = {group_topk} go together: give both or neither")
-    if expert_bias is not None and expert_bias.shape != (E,):
-        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}; needs [{E}], one entry per expert")
+    if expert_bias is not None:
+        _check_bias(expert_bias, E)
     if precomputed_indices is not None and precomputed_indices.shape != (T, topk):
         raise ValueError(f"precomputed_indices has shape {list(precomputed_indices.shape)}; needs [{T}, {topk}]")
 
@@ -424,8 +429,7 @@ def required_bias_histogram(
     ValueError: shapes that do not fit, topk not below E, num_bins below 1.
     """
     E = _matrix("scores", scores)[1]
-    if expert_bias.shape != (E,):
-        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}; needs [{E}], one entry per expert")
+    _check_bias(expert_bias, E)
     if not 1 <= topk < E or num_bins < 1:
         raise ValueError(f"topk is {topk} and num_bins {num_bins}; needs 1 <= topk < num_experts = {E} and num_bins >= 1")
     with torch.no_grad():
@@ -448,8 +452,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     nothing. In expert_bias.dtype.
     """
     E, num_bins = _matrix("histogram", histogram, "[E, num_bins]")
-    if expert_bias.shape != (E,):
-        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}; needs [{E}], one entry per expert")
+    _check_bias(expert_bias, E)
     low, width = _bias_bins(expert_bias.double(), num_bins)
     running = histogram.long().cumsum(1)
     wanted_E1 = running[:, -1:] * topk                                # times E, like the counts: exact
@@ -1128,7 +1131,9 @@ class _ExpertMLP(torch.autograd.Function):
         # fc2 is linear, so probs behind it and probs before it have one backward, and neither needs fc2's output
         scale, weights = (probs_N1, None) if on_input else (None, probs_N1)
         grad_tokens = grad_down = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
-        latent = tokens if down is None else _project(value_in_backward(tokens, grad), down)
+        latent = tokens
+        if down is not None and (need_fc1 or need_probs and on_input):
+            latent = _project(value_in_backward(tokens, grad), down)
 
         if need_latent or need_probs or need_fc1 or need_fc1_bias:
             grad_act = _product(grad, token_N, None, fc2, None, offsets)
@@ -1201,8 +1206,9 @@ def expert_mlp(
         raise TypeError(f"tokens is {tokens.dtype}, fc1 {fc1.dtype} and fc2 {fc2.dtype}; they need one dtype")
     if probs_on == "activation" and fc2_bias is not None:
         probs_on = "output"                                           # p·(fc2·a + b): the bias wants the prob too
-    return _ExpertMLP.apply(tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets, probs_on,
-                            constants, fp8_input_store)
+    return _ExpertMLP.apply(
+        tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets,
+        probs_on, constants, fp8_input_store)
 
 
 class _LatentUp(torch.autograd.Function):
@@ -1217,7 +1223,8 @@ class _LatentUp(torch.autograd.Function):
         rows, up, norm = ctx.saved_tensors
         rows, grad_rows, grad_up, grad_norm = value_in_backward(rows, grad), None, None, None
         normed, unit, scale = _normalised(rows, norm, ctx.eps)
-        grad_normed = grad @ up
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+            grad_normed = grad @ up
         if ctx.needs_input_grad[1]:
             grad_up = grad.t() @ normed
         if ctx.needs_input_grad[2]:

@@ -451,7 +451,8 @@ def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
     return sums.double() / steps.double().clamp(min=1)
 
 
-_COUNTS = ("local_tokens_per_expert", "bias_histogram", "global_tokens_per_expert", "ga_steps", "last_tokens_per_expert", "last_losses")
+_COUNTS = ("local_tokens_per_expert", "bias_histogram", "global_tokens_per_expert", "ga_steps",
+           "last_tokens_per_expert", "last_losses")
 
 
 def _counter(tensor: Tensor) -> Tensor:
