@@ -1,6 +1,6 @@
 """What the layer costs, beside what else one could use.
 
-    python bench.py [layer | overlap | ranks | families] [--quick] [--json FILE] [--plot FILE]
+    python bench.py [layer | overlap | ranks | families | models] [--quick] [--json FILE] [--plot FILE]
     python bench.py ranks --against FOLDER           # beside another copy of these files
 
 Before anything is timed, every candidate's output and gradients are compared with a plain loop over the experts in
@@ -768,9 +768,97 @@ def bench_families(report: Report, scale: Scale) -> None:
                                     "tokens_per_s": speed, "over_products": ours.ms / base})
 
 
+# ---- models: whole Hugging Face models of some 100 M random parameters ----
+
+SIZES = dict(vocab_size=8192, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+             num_key_value_heads=8, intermediate_size=1024)
+WHOLE_MODELS = {
+    "Qwen3Moe": dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=384, head_dim=64),
+    "DeepseekV3": dict(n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=256, n_group=4,
+                       topk_group=2, first_k_dense_replace=1, qk_nope_head_dim=32, qk_rope_head_dim=32,
+                       v_head_dim=64, kv_lora_rank=128, q_lora_rank=256),
+    "GptOss": dict(num_local_experts=16, num_experts_per_tok=4, intermediate_size=768, head_dim=64)}
+TINY = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+
+
+def whole_model(name: str, dtype: torch.dtype, experts: str, quick: bool):
+    """The same random model for every implementation of the experts; "blocks": replace_blocks."""
+    import transformers
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **WHOLE_MODELS[name], **(TINY if quick else {})})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE, dtype)
+    if experts == "blocks":
+        families.replace_blocks(model)
+    else:
+        model.set_experts_implementation(experts)
+    return model
+
+
+def model_step(model, tokens: Tensor) -> list[Tensor]:
+    """[the loss, and every parameter's gradient]"""
+    logits = model(tokens, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def experts_kept(model, experts: str, T: int) -> tuple[int, int]:
+    """Bytes that the experts of one block keep for the backward, and T·H + N·2F beside them."""
+    module = next(m for m in model.modules() if hasattr(m, "down_proj") and hasattr(m, "has_gate"))
+    module.config._experts_implementation = experts
+    H, K, dtype = model.config.hidden_size, model.config.num_experts_per_tok, model.dtype
+    indices = torch.rand(T, module.num_experts, device=DEVICE).topk(K).indices
+    probs = torch.rand(T, K, device=DEVICE, dtype=dtype, requires_grad=True)
+    x = torch.randn(T, H, device=DEVICE, dtype=dtype, requires_grad=True)
+    kept = bytes_kept(Candidate(lambda x: module(x, indices, probs), [x, *module.parameters()]))
+    return kept, (T * H + T * K * module.gate_up_proj[0].numel() // H) * dtype.itemsize
+
+
+def bench_models(report: Report, scale: Scale) -> None:
+    """Forward + backward of whole models with the library's experts, with ours, and with our blocks."""
+    if importlib.util.find_spec("transformers") is None:
+        report.note("transformers is not installed: there are no models to time")
+        return
+    from torch._dynamo.utils import counters
+    ours, quick = families.register_experts(), scale is QUICK
+    library = ("eager", "batched_mm", "grouped_mm")
+    for name in list(WHOLE_MODELS)[:1] if quick else WHOLE_MODELS:
+        for dtype in (FP32,) if quick else (FP32, BF16):
+            many = 32 if quick else 512
+            for T in (many // 8, many):
+                torch._dynamo.reset()
+                case = f"{name} T={T} {SHORT[dtype]} {DEVICE}"
+                tokens = torch.randint(1, 64, (1, T), device=DEVICE)
+                steps, want = {}, None
+                for experts in (ours, "blocks", *library):
+                    if experts == "batched_mm" and T == many:
+                        continue                             # it would keep 2F·H elements for each row
+                    model = whole_model(name, dtype, experts, quick)
+                    got = model_step(model, tokens)
+                    if experts != "blocks" and dtype == FP32:
+                        want = want or got
+                        require_close(f"{case} {experts}", got, want, dtype)
+                    steps[f"{experts}, eager"] = partial(model_step, model, tokens)
+                    if T == many and experts in (ours, "blocks", "grouped_mm"):
+                        whole = whole_model(name, dtype, experts, quick)
+                        counters.clear()
+                        whole.compile()
+                        steps[f"{experts}, compiled"] = step = partial(model_step, whole, tokens)
+                        step()
+                        report.fact(case, f"graph breaks, {experts}", sum(counters["graph_break"].values()))
+                print(f"\n{case}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters")
+                report.times(case, "forward + backward", time_in_turn(steps, scale), "grouped_mm, eager")
+                kept = {experts: experts_kept(model, experts, T) for experts in (ours, *library)
+                        if experts != "batched_mm" or T < many}
+                for experts, (size, minimum) in kept.items():
+                    report.fact(case, f"bytes the experts keep / (T·H + N·2F), {experts}", size / minimum)
+                report.fact(case, "bytes kept: ours over grouped_mm's", kept[ours][0] / kept["grouped_mm"][0],
+                            limit=0.4, judge=not quick and T == many)
+
+
 # ---- Command line ----
 
-COMMANDS = {"layer": bench_layer, "overlap": bench_overlap, "ranks": bench_ranks, "families": bench_families}
+COMMANDS = {"layer": bench_layer, "overlap": bench_overlap, "ranks": bench_ranks,
+            "families": bench_families, "models": bench_models}
 
 
 def main() -> None:

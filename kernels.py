@@ -748,6 +748,7 @@ class Constants(NamedTuple):
     clamp_value: float | None = None
     beta: float = 1.0
     linear_beta: float | None = None
+    interleaved: bool = False                                # y = [a_0, b_0, a_1, b_1, ..], see expert_mlp
 
 
 def _quick_gelu_and_slope(a: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -788,9 +789,15 @@ ACTIVATIONS = {
 }
 
 
+def _split(y: Tensor, c: Constants) -> Tensor:
+    """y [.., 2F] -> its halves a and b [2, .., F]."""
+    pattern = "... (f two) -> two ... f" if c.interleaved else "... (two f) -> two ... f"
+    return rearrange(y, pattern, two=2)
+
+
 def _halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
     """(a, what a's activation is multiplied by)."""
-    a, b = rearrange(y, "... (two f) -> two ... f", two=2)
+    a, b = _split(y, c)
     if c.clamp_value is not None:
         a, b = a.clamp(max=c.clamp_value), b.clamp(-c.clamp_value, c.clamp_value)
     if c.linear_beta is not None:
@@ -822,10 +829,11 @@ def _activate_back(
         if c.linear_beta is not None:                                 # tanh' = 1 - tanh²
             grad_b = grad_b * (1 - (b / c.linear_beta).square())
         if c.clamp_value is not None:                                 # torch.clamp's gradient: 1 at the bound
-            raw_a, raw_b = wide.chunk(2, -1)
+            raw_a, raw_b = _split(wide, c)
             grad_a = grad_a.masked_fill(~(raw_a <= c.clamp_value), 0.0)
             grad_b = grad_b.masked_fill(~(raw_b.abs() <= c.clamp_value), 0.0)
-        grad_y = torch.cat((grad_a.to(y.dtype), grad_b.to(y.dtype)), -1)
+        grads = grad_a.to(y.dtype), grad_b.to(y.dtype)
+        grad_y = torch.stack(grads, -1).flatten(-2) if c.interleaved else torch.cat(grads, -1)
     else:
         value, slope = act.value_and_slope(wide, c)
         grad_y = (g_out * slope).to(y.dtype)
@@ -1106,9 +1114,8 @@ class _ExpertMLP(torch.autograd.Function):
         token_N, probs_N1 = order // inverse.shape[1], probs.flatten().index_select(0, order)[:, None]
         scale, weights, outer = ((probs_N1, None, None) if probs_on == "input" else
                                  (None, probs_N1, None) if probs_on == "activation" else (None, None, probs))
-        bias = None if fc1_bias is None else fc1_bias.flatten(1)
         latent = _project(tokens, down)
-        hidden = _product(latent, token_N, scale, fc1.flatten(1, 2).transpose(1, 2), bias, offsets)
+        hidden = _product(latent, token_N, scale, fc1.transpose(1, 2), fc1_bias, offsets)
         value = _activate(hidden, weights, constants)
         rows_NH = _product(value, None, None, fc2.transpose(1, 2), fc2_bias, offsets)
         hidden = _to_fp8(hidden) if fp8_input_store else hidden
@@ -1142,9 +1149,9 @@ class _ExpertMLP(torch.autograd.Function):
             value = _activate(hidden, weights, ctx.constants)
             grad_fc2 = _weight_grad(grad, token_N, value, None, None, offsets)
         if need_fc1:
-            grad_fc1 = _weight_grad(grad_hidden, None, latent, token_N, scale, offsets).view_as(fc1)
+            grad_fc1 = _weight_grad(grad_hidden, None, latent, token_N, scale, offsets)
         if need_latent or need_probs and on_input:
-            grad_rows = _product(grad_hidden, None, None, fc1.flatten(1, 2), None, offsets)
+            grad_rows = _product(grad_hidden, None, None, fc1, None, offsets)
         if need_latent:
             grad_latent = _sum_rows(grad_rows, inverse, None, probs if on_input else None)
             grad_tokens, grad_down = grad_latent, None
@@ -1154,7 +1161,7 @@ class _ExpertMLP(torch.autograd.Function):
 
         ones_N1 = torch.ones_like(probs_N1)
         if need_fc1_bias:
-            grad_fc1_bias = _bias_grad(grad_hidden, None, ones_N1, offsets).view_as(fc1_bias)
+            grad_fc1_bias = _bias_grad(grad_hidden, None, ones_N1, offsets)
         if need_fc2_bias:
             grad_fc2_bias = _bias_grad(grad, token_N, ones_N1 if on_input else weights, offsets)
         if need_probs:
@@ -1180,6 +1187,7 @@ def expert_mlp(
     down [ℓ, H]: the experts are of width ℓ, fc1 [E, P, F, ℓ] and fc2 [E, ℓ, F], take x·downᵀ and give [T, ℓ].
     probs_on: where p is applied. "activation", between the products, and "output", behind them, differ in rounding
       only; "input" is expert(p·x), another function.
+    fc1 and fc2 may be views with any strides, gate and up interleaved in memory too: no weight is copied.
     Kept for the backward: the arguments and fc1's output [N, P·F] (as fp8 e4m3 with fp8_input_store). ValueError and
     TypeError for shapes and dtypes that do not fit.
     """
@@ -1206,9 +1214,12 @@ def expert_mlp(
         raise TypeError(f"tokens is {tokens.dtype}, fc1 {fc1.dtype} and fc2 {fc2.dtype}; they need one dtype")
     if probs_on == "activation" and fc2_bias is not None:
         probs_on = "output"                                           # p·(fc2·a + b): the bias wants the prob too
+    if fc1.stride(1) < fc1.stride(2):                                 # gate and up of a row are neighbours
+        constants, fc1 = constants._replace(interleaved=True), fc1.transpose(1, 2)
+        fc1_bias = None if fc1_bias is None else fc1_bias.transpose(1, 2)
     return _ExpertMLP.apply(
-        tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, plan.order, plan.inverse, plan.offsets,
-        probs_on, constants, fp8_input_store)
+        tokens, down, probs, fc1.flatten(1, 2), fc2, None if fc1_bias is None else fc1_bias.flatten(1), fc2_bias,
+        plan.order, plan.inverse, plan.offsets, probs_on, constants, fp8_input_store)
 
 
 class _LatentUp(torch.autograd.Function):

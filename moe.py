@@ -243,6 +243,12 @@ class MoELayer(ParallelModule):
     ) -> Tensor:
         """hidden_states [S, B, H] or [T, H]; padding_mask [S, B] (or [T]) bool, True = padding: no routed expert;
         topk_indices [T, K] or [S, B, K] int64 replaces the router's choice (see TopKRouter.route)."""
+        return self.forward_with_probs(hidden_states, padding_mask, topk_indices)[0]
+
+    def forward_with_probs(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, topk_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(forward's result, the router's probs [T, K])."""
         shared, overlap = self.shared_experts, self.config.shared_expert_overlap
         x_TH = hidden_states.flatten(0, -2)
         try:
@@ -266,7 +272,7 @@ class MoELayer(ParallelModule):
 
             if shared is not None:
                 y = y + (shared.get_output() if overlap else shared(hidden_states)).to(y.dtype)
-            return y
+            return y, probs_TK
         except BaseException:
             if overlap:
                 shared.reset_overlap()

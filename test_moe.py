@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -4837,7 +4838,9 @@ ValueError: model_type is None; known: mixtral, granitemoe, jamba, olmoe, qwen3_
     mistral_large4_text, minimax_m3_vl_text, bailing_hybrid, axk2, dots3_note_text, beam, qwen4_exp_text
 ValueError: model_type is 'phimoe': its SparseMixer router takes the second expert from a softmax that masks the
     first, with a gradient estimator of its own; the layer has no such router
-ValueError: quantization_config is given; needs dequantised weights and a config without it
+ValueError: this llama4 config cannot be expressed: hidden_size is missing; intermediate_size is missing;
+    num_experts_per_tok or num_experts_per_token is missing; num_local_experts or num_experts is missing;
+    quantization_config is given; needs dequantised weights and a config without it
 ValueError: this mixtral config cannot be expressed: hidden_act is 'gelu'; needs 'silu' or 'swish' or
     'gelu_pytorch_tanh'
 ValueError: this mixtral config cannot be expressed: router_jitter_noise is 0.1; needs 0.0 or None
@@ -5106,3 +5109,581 @@ def test_families_example_in_the_readme():
     exec(example, scope)
     close(scope["y"], published_loop("qwen3_moe", scope["x"].double(), fam_tensors("qwen3_moe")), 1e-5)
     same(scope["back"], tensors)
+
+
+# ---- Live models of the Hugging Face library ----
+
+class Part(torch.nn.Module):
+    """A module that holds parameters, and calls nothing."""
+
+    def forward(self, x):
+        return x
+
+
+class StandIn(torch.nn.Module):
+    """A block as the library holds it, whose forward is the published loop."""
+
+    def __init__(self, model_type: str, dtype=torch.float64):
+        super().__init__()
+        self.model_type, self.tensors = model_type, fam_tensors(model_type, dtype)
+        for name, tensor in as_held(model_type, self.tensors).items():
+            *path, last = name.split(".")
+            owner = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, Part())
+                owner = getattr(owner, part)
+            if "bias" in name and model_type != "gpt_oss":
+                owner.register_buffer(last, tensor.clone())
+            else:
+                setattr(owner, last, torch.nn.Parameter(tensor.clone()))
+
+    def forward(self, x):
+        return published_loop(self.model_type, x, self.tensors)
+
+
+class StandInModel(torch.nn.Module):
+    """Layers 0 and 2 have a block of the family, layer 1 is dense."""
+
+    def __init__(self, model_type: str, dtype=torch.float64):
+        super().__init__()
+        self.config, self.dtype = {"model_type": model_type, **PUBLISHED[model_type].config}, dtype
+        if "mlp_layer_types" in self.config:
+            self.config["mlp_layer_types"] = ["moe"] * 3
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"mlp": module}) for module in (
+            StandIn(model_type, dtype), torch.nn.LayerNorm(H6), StandIn(model_type, dtype)))
+
+
+def router_name(model_type: str) -> str:
+    """The child of a block as held that is its router."""
+    return next(iter(as_held(model_type, fam_tensors(model_type)))).split(".")[0]
+
+
+@EVERY_FAMILY
+def test_replace_blocks_matches_published_loop(model_type):
+    """Outputs, hooks of the router, the state dict, and what the old block's flags were."""
+    old, model = StandInModel(model_type), StandInModel(model_type)
+    logits = []
+    model.layers[0]["mlp"].get_submodule(router_name(model_type)).register_forward_hook(
+        lambda module, args, output: logits.append(output))
+    frozen = next(name for name in model.state_dict() if re.search(r"\.experts\.(down_proj|mlp.w2)$", name))
+    model.get_parameter(frozen).requires_grad_(False)
+    model.layers[2].eval()
+    assert families.replace_blocks(model) == ["layers.0.mlp", "layers.2.mlp"]
+    first, last = model.layers[0]["mlp"], model.layers[2]["mlp"]
+    assert first.training and not last.training and not last.router.training
+    assert [p.requires_grad for p in (first.experts.fc2, first.experts.fc1, last.experts.fc2)] == [False, True, True]
+    same(model.state_dict(), old.state_dict())
+    x = torch.randn(3, T7, H6, dtype=torch.float64)
+    got = first(x)
+    if model_type in ("gpt_oss", "llama4_text"):
+        got, beside = got
+        assert beside.shape == (3 * T7, {"gpt_oss": 3, "llama4_text": E8}[model_type])
+    close(got.view(x.shape), old.layers[0]["mlp"](x), 1e-8)
+    router = PUBLISHED[model_type].router
+    bias = fam_tensors(model_type).get("router.bias", torch.zeros(1))
+    close(logits[0], x.flatten(0, 1) @ fam_tensors(model_type)[router].T + bias, 1e-9)
+    other = StandInModel(model_type)
+    families.replace_blocks(other)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(old.state_dict())
+    same(other.state_dict(), old.state_dict())
+
+
+def test_replace_blocks_reads_published_names_too():
+    model, t = StandInModel("mixtral"), fam_tensors("mixtral", prefix="layers.2.mlp.")
+    families.replace_blocks(model)
+    with torch.no_grad():
+        model.layers[2]["mlp"].experts.fc1.zero_()
+    found = model.load_state_dict(t, strict=False)
+    same(model.state_dict(), StandInModel("mixtral").state_dict())
+    assert not found.unexpected_keys and "layers.1.mlp.weight" in found.missing_keys
+    del t["layers.2.mlp.experts.3.w2.weight"]
+    assert "layers.2.mlp.experts.3.w2.weight" in error(model.load_state_dict, t)
+    t["layers.2.mlp.gate.weight"] = torch.zeros(H6, E8)
+    assert_expected_inline(error(model.load_state_dict, t, strict=False), """\
+ValueError: a tensor for router.weight is [6, 8]; needs [8, 6]""")
+
+
+def test_replaced_blocks_have_all_of_this_project():
+    """Changes, a bias with its update, metrics, record and replay, a loss per sequence, one graph."""
+    model = StandInModel("qwen3_moe")
+    changes = dict(enable_expert_bias=True, bias_update="quantile", load_balancing_type="seq_aux_loss",
+                   aux_loss_coeff=0.1)
+    families.replace_blocks(model, **changes)
+    block, x = model.layers[0]["mlp"], torch.randn(3, T7, H6, dtype=torch.float64)
+    kept = model.state_dict()
+    own = [name for name in kept if "expert_bias" in name]
+    assert own == ["layers.0.mlp.router.expert_bias", "layers.2.mlp.router.expert_bias"]
+    with record_routing(model) as record:
+        y = block(x)
+    assert load_balancing_metrics(model)["tokens_per_expert"].sum().item() == 3 * T7 * 3
+    with replay_routing(model, [record.indices[0].flip(0), record.indices[0]]):
+        assert not torch.equal(block(x), y)
+    y.sum().backward()
+    update_expert_bias(model)
+    assert block.router.expert_bias.abs().max() > 0
+    graph = compiled(block)
+    for shape in ((3, T7), (2, 9)):
+        x = torch.randn(*shape, H6, dtype=torch.float64)
+        close(graph(x), block(x), 1e-9)
+    again = StandInModel("qwen3_moe")
+    families.replace_blocks(again, **changes)
+    again.load_state_dict(model.state_dict())
+    same(again.layers[0]["mlp"].router.expert_bias, block.router.expert_bias)
+    # [B, S, H] here is [S, B, H] to a layer of its own: the same loss, which has the same gradient
+    layer = MoELayer(block.config)
+    layer.load_state_dict({name: p for name, p in block.named_parameters()} | dict(block.named_buffers()))
+    for module, z in ((block, x), (layer, x.transpose(0, 1))):
+        module.router.weight.grad = None
+        (module(z).sum() * 0).backward()
+    assert layer.router.weight.grad.abs().max() > 0
+    close(block.router.weight.grad, layer.router.weight.grad, 1e-9)
+
+
+def test_replace_blocks_holds_one_block_twice(monkeypatch):
+    """Each old block is gone before the next layer gets its memory."""
+    model, alive = StandInModel("qwen3_moe"), []
+    old = [weakref.ref(model.layers[i]["mlp"].experts.down_proj) for i in (0, 2)]
+    put = families._put_block
+
+    def counted(*args):
+        alive.append([ref() is not None for ref in old])
+        put(*args)
+    monkeypatch.setattr(families, "_put_block", counted)
+    families.replace_blocks(model)
+    assert alive == [[True, True], [False, True]] and [ref() for ref in old] == [None, None]
+
+
+def test_replace_blocks_changes_nothing_when_it_refuses():
+    model = StandInModel("deepseek_v3")
+    before = {name: id(module) for name, module in model.named_modules()}
+    misshapen, meta, dense = (StandInModel("deepseek_v3") for _ in range(3))
+    misshapen.layers[2]["mlp"].gate.weight = torch.nn.Parameter(torch.zeros(4, H6))
+    meta.layers[2].to("meta")
+    dense.layers = dense.layers[1:2]
+    other = StandInModel("qwen3_moe")
+    other.config["model_type"] = "qwen3"
+    texts = [error(families.replace_blocks, model, topk=9), error(families.replace_blocks, model, top_k=2),
+             error(families.replace_blocks, model, params_dtype=torch.bfloat16),
+             error(families.replace_blocks, model, ffn_hidden_size=9),
+             error(families.replace_blocks, misshapen), error(families.replace_blocks, meta),
+             error(families.replace_blocks, dense), error(families.replace_blocks, "model"),
+             error(families.replace_blocks, other)]
+    assert before == {name: id(module) for name, module in model.named_modules()}
+    assert {name: id(module) for name, module in misshapen.named_modules()}.keys() == before.keys()
+    families.replace_blocks(model)
+    texts.append(error(families.replace_blocks, model))
+    assert_expected_inline(in_lines(texts), """\
+ValueError: topk = 9, num_experts = 8: a token cannot have more experts than there are; lower topk
+TypeError: MoEConfig.__init__() got an unexpected keyword argument 'top_k'
+ValueError: changes has params_dtype; blocks keep their dtypes: cast the model instead
+ValueError: tensors do not make a deepseek_v3 block, nothing was changed:
+  layers.0.mlp.experts.gate_up_proj is [8, 10, 6]; needs [8, 18, 6]
+  layers.0.mlp.experts.down_proj is [8, 6, 5]; needs [8, 6, 9]
+ValueError: tensors do not make a deepseek_v3 block, nothing was changed:
+  layers.2.mlp.gate.weight is [4, 6]; needs [8, 6]
+ValueError: model has tensors on the meta device; needs weights: load it first
+ValueError: model has no deepseek_v3 block to replace; replaced already: none
+TypeError: model is a str; needs a model of the Hugging Face library
+ValueError: model_type is 'qwen3'; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe, qwen3_next,
+    deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx, kimi_linear, kimi_k3, deepseek_v4, inkling2_text, flint,
+    mistral_large4_text, minimax_m3_vl_text, bailing_hybrid, axk2, dots3_note_text, beam, qwen4_exp_text
+ValueError: model has no deepseek_v3 block to replace; replaced already: layers.0.mlp, layers.2.mlp""")
+
+
+def test_families_lists_are_cut_at_ten():
+    """A prefix that fits nothing is one line; long lists have ten entries and their number."""
+    layer, t = fam_layer("qwen3_moe"), {}
+    for i in range(12):
+        t |= fam_tensors("qwen3_moe", prefix=f"model.layers.{i}.mlp.")
+    t["model.layers.12.mlp.gate.weight"] = torch.zeros(1)
+    texts = [error(families.from_hf, layer, t, "qwen3_moe", prefix)
+             for prefix in ("", "model.layers.3.mlp", "model.layers.3.", "layers.3.mlp.")]
+    texts.append(error(families.from_hf, layer, {"lm_head.weight": t["model.layers.0.mlp.gate.weight"]}, "qwen3_moe"))
+    texts.append(error(families.from_hf, layer, {"gate.weight": t["model.layers.0.mlp.gate.weight"]}, "qwen3_moe"))
+    swapped = families.from_hf, t, layer, "qwen3_moe"
+    meta = MoELayer(layer.config).to("meta")
+    texts += [error(*swapped), error(families.from_hf, layer, list(t), "qwen3_moe"),
+              error(families.from_hf, layer, t, "model.layers.3.mlp."),
+              error(families.from_hf, meta, t, "qwen3_moe", "model.layers.3.mlp.")]
+    assert_expected_inline(in_lines(texts), """\
+ValueError: no tensor of a qwen3_moe block is at prefix ''; prefixes that fit: model.layers.0.mlp.,
+    model.layers.1.mlp., model.layers.2.mlp., model.layers.3.mlp., model.layers.4.mlp., model.layers.5.mlp.,
+    model.layers.6.mlp., model.layers.7.mlp., model.layers.8.mlp., model.layers.9.mlp., .. 12 in all
+ValueError: no tensor of a qwen3_moe block is at prefix 'model.layers.3.mlp'; prefixes that fit:
+    model.layers.0.mlp., model.layers.1.mlp., model.layers.2.mlp., model.layers.3.mlp., model.layers.4.mlp.,
+    model.layers.5.mlp., model.layers.6.mlp., model.layers.7.mlp., model.layers.8.mlp., model.layers.9.mlp., .. 12
+    in all
+ValueError: no tensor of a qwen3_moe block is at prefix 'model.layers.3.'; prefixes that fit: model.layers.0.mlp.,
+    model.layers.1.mlp., model.layers.2.mlp., model.layers.3.mlp., model.layers.4.mlp., model.layers.5.mlp.,
+    model.layers.6.mlp., model.layers.7.mlp., model.layers.8.mlp., model.layers.9.mlp., .. 12 in all
+ValueError: no tensor of a qwen3_moe block is at prefix 'layers.3.mlp.'; prefixes that fit: model.layers.0.mlp.,
+    model.layers.1.mlp., model.layers.2.mlp., model.layers.3.mlp., model.layers.4.mlp., model.layers.5.mlp.,
+    model.layers.6.mlp., model.layers.7.mlp., model.layers.8.mlp., model.layers.9.mlp., .. 12 in all
+ValueError: no tensor of a qwen3_moe block is at prefix ''; prefixes that fit: none
+ValueError: tensors do not make a qwen3_moe block, nothing was changed:
+  experts.0.gate_proj.weight [5, 6] is missing
+  experts.1.gate_proj.weight [5, 6] is missing
+  experts.2.gate_proj.weight [5, 6] is missing
+  experts.3.gate_proj.weight [5, 6] is missing
+  experts.4.gate_proj.weight [5, 6] is missing
+  experts.5.gate_proj.weight [5, 6] is missing
+  experts.6.gate_proj.weight [5, 6] is missing
+  experts.7.gate_proj.weight [5, 6] is missing
+  experts.0.up_proj.weight [5, 6] is missing
+  experts.1.up_proj.weight [5, 6] is missing
+  .. 24 in all
+TypeError: layer is a dict; needs a MoELayer
+TypeError: tensors is a list; needs a mapping, name -> tensor
+ValueError: model_type is 'model.layers.3.mlp.'; known: mixtral, granitemoe, jamba, olmoe, qwen3_moe, qwen2_moe,
+    qwen3_next, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, llama4_text, gpt_oss, ernie4_5_moe, minimax_m2,
+    hunyuan_v1_moe, lfm2_moe, nemotron_h, dbrx, kimi_linear, kimi_k3, deepseek_v4, inkling2_text, flint,
+    mistral_large4_text, minimax_m3_vl_text, bailing_hybrid, axk2, dots3_note_text, beam, qwen4_exp_text
+ValueError: layer is on the meta device and cannot take weights; call layer.to_empty(device=..) and
+    reset_parameters() of its modules first""")
+
+
+@contextlib.contextmanager
+def without_transformers():
+    names = [name for name in sys.modules if name.split(".")[0] == "transformers"]
+    hidden = {name: sys.modules.pop(name) for name in names}
+    sys.modules["transformers"] = None
+    try:
+        yield
+    finally:
+        del sys.modules["transformers"]
+        sys.modules.update(hidden)
+
+
+def test_register_experts_without_the_library():
+    with without_transformers(), pytest.raises(ImportError) as missing:
+        families.register_experts()
+    assert_expected_inline(str(missing.value), """\
+register_experts needs the Hugging Face library: pip install 'transformers>=5'""")
+
+
+def experts_of_the_library():
+    """(class, an instance with random weights) of every experts class behind its experts interface."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    models = Path(transformers.__file__).parent / "models"
+    sizes = dict(hidden_size=8, moe_intermediate_size=6, intermediate_size=6, num_experts=4, num_local_experts=4,
+                 n_routed_experts=4, moe_num_experts=4)
+    for file in sorted(models.glob("*/modeling_*.py")):
+        for name in re.findall(r"^@use_experts_implementation.*?\nclass (\w+)", file.read_text(), re.M):
+            modeling = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+            configs = importlib.import_module(modeling.__name__.replace("modeling_", "configuration_"))
+            experts = None
+            for config_class in vars(configs).values():
+                if isinstance(config_class, type) and issubclass(config_class, transformers.PreTrainedConfig):
+                    with contextlib.suppress(Exception):     # of a model's other parts
+                        config = config_class()
+                        for field, size in sizes.items():
+                            with contextlib.suppress(Exception):
+                                setattr(config, field, size)
+                        config._experts_implementation = "eager"
+                        if getattr(config, "moe_latent_size", None):
+                            config.moe_latent_size = 8
+                        experts = getattr(modeling, name)(config)
+                        break
+            with torch.no_grad():
+                for parameter in experts.parameters():
+                    parameter.normal_(0, 0.5)
+            yield name, experts
+
+
+def test_register_experts_in_every_class_of_the_library():
+    """Output and gradients of all experts classes, with an index that goes nowhere; or a refusal by name."""
+    refused, checked = [], []
+    for name, experts in experts_of_the_library():
+        families.register_experts()
+        E, H = experts.num_experts, experts.down_proj.shape[2 if experts.is_transposed else 1]
+        x, probs = torch.randn(T7, H, requires_grad=True), torch.rand(T7, 2, requires_grad=True)
+        indices = torch.stack([torch.randperm(E)[:2] for _ in range(T7)])
+        indices[2, 1], indices[3] = E, E
+        leaves, upstream = [x, probs, *experts.parameters()], torch.randn(T7, H)
+        nowhere = indices == E                               # not every loop of theirs takes E
+        want = experts(x, indices.masked_fill(nowhere, 0), probs.masked_fill(nowhere, 0.0))
+        want = [want, *grads(want, leaves, upstream)]
+        experts.config._experts_implementation = "moe_py"
+        try:
+            got = experts(x, indices, probs)
+        except NotImplementedError as why:
+            refused.append(str(why))
+            continue
+        for a, b in zip([got, *grads(got, leaves, upstream)], want, strict=True):
+            close(a, b, 2e-5)
+        checked.append(name)
+    assert len(checked) >= 61
+    assert_expected_inline(in_lines(refused), """\
+DeepseekOcr2TextExperts: act_fn transformers.activations.GELUActivation cannot be expressed by kernels.expert_mlp;
+    try replace_blocks, or another implementation
+Ernie4_5_VLMoeMoeExperts: act_fn transformers.activations.QuickGELUActivation cannot be expressed by
+    kernels.expert_mlp; try replace_blocks, or another implementation
+MuseSparkExperts: has_post_expert_norm cannot be expressed by kernels.expert_mlp; try replace_blocks, or another
+    implementation
+UnlimitedOcrTextExperts: act_fn transformers.activations.GELUActivation cannot be expressed by kernels.expert_mlp;
+    try replace_blocks, or another implementation""")
+
+
+def test_register_experts_refuses_by_class():
+    """An overridden gate is recognised by the class that has it: a subclass of a known one is unknown."""
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from transformers.models.gpt_oss import GptOssConfig, modeling_gpt_oss
+    families.register_experts()
+    texts = [error(families.register_experts, name) for name in ("eager", "grouped_mm")]
+
+    class GptOssExperts(modeling_gpt_oss.GptOssExperts):
+        def _apply_gate(self, gate_up):
+            return gate_up[..., ::2]
+    config = GptOssConfig(hidden_size=8, intermediate_size=6, num_local_experts=4)
+    config._experts_implementation = "moe_py"
+    with torch.no_grad(), pytest.raises(NotImplementedError) as refused:
+        GptOssExperts(config)(torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    texts.append(str(refused.value).split("GptOssExperts: ")[1].replace(__name__, "here"))
+    assert_expected_inline(in_lines(texts), """\
+ValueError: name is 'eager', an implementation of the library; needs another name
+ValueError: name is 'grouped_mm', an implementation of the library; needs another name
+the overridden _apply_gate (here.test_register_experts_refuses_by_class.<locals>.GptOssExperts._apply_gate) cannot
+    be expressed by kernels.expert_mlp; try replace_blocks, or another implementation""")
+
+
+LAYOUTS = {"in order": "e p f h", "transposed": "e h p f", "interleaved": "e f p h",
+           "transposed and interleaved": "e h f p"}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("clamp_value", [None, 0.5])
+def test_experts_take_weights_in_any_layout(how, bias, clamp_value):
+    """Views: the same output and gradients as of weights in order, eager and compiled, and no copy of a weight."""
+    from einops import rearrange
+    E, F_, H, T, K = 4, 5, 6, 7, 3
+    weights = [torch.randn(E, 2, F_, H), torch.randn(E, H, F_)]
+    weights += [torch.randn(E, 2, F_), torch.randn(E, H)] if bias else []
+    weights = [w.double().requires_grad_() for w in weights]
+    axes, held_bias = LAYOUTS[how], "e p f" if "p f" in LAYOUTS[how] else "e f p"
+    held = [rearrange(weights[0], f"e p f h -> {axes}"),
+            rearrange(weights[1], "e h f -> e f h") if "transposed" in how else weights[1]]
+    held += [rearrange(weights[2], f"e p f -> {held_bias}"), weights[3]] if bias else []
+    held = [w.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for w in held]
+    x, probs = torch.randn(T, H).double().requires_grad_(), torch.rand(T, K).double().requires_grad_()
+    plan = plan_permutation(torch.stack([torch.randperm(E + 1)[:K] for _ in range(T)]), E)
+
+    def ours(x, probs, fc1, fc2, *biases):
+        fc1, fc2 = rearrange(fc1, f"{axes} -> e p f h"), fc2.mT if "transposed" in how else fc2
+        biases = [rearrange(biases[0], f"{held_bias} -> e p f"), biases[1]] if biases else []
+        return expert_mlp(x, probs, plan, fc1, fc2, *biases, clamp_value=clamp_value)
+    want = expert_mlp(x, probs, plan, *weights, clamp_value=clamp_value)
+    upstream, own = torch.randn(T, H).double(), {w.untyped_storage().data_ptr() for w in held}
+    want_grads = grads(want, [x, probs, *weights], upstream)
+    for function in (ours, compiled(ours)):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            got = function(x, probs, *held)
+        close(got, want)
+        by_held = grads(got, [x, probs, *held], upstream)
+        for a, b in zip(by_held[:2], want_grads[:2], strict=True):
+            close(a, b)
+        close(rearrange(by_held[2], f"{axes} -> e p f h"), want_grads[2])
+        close(by_held[3].mT if "transposed" in how else by_held[3], want_grads[3])
+        if bias:
+            close(rearrange(by_held[4], f"{held_bias} -> e p f"), want_grads[4])
+        large = [t for t in kept if t.numel() >= E * H * F_ and t.untyped_storage().data_ptr() not in own]
+        assert all(t.shape[0] == T * K for t in large)
+
+
+WHOLE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=24, moe_intermediate_size=24, head_dim=8, max_position_embeddings=64, pad_token_id=0)
+MLA = dict(num_key_value_heads=4, head_dim=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, kv_lora_rank=8,
+           q_lora_rank=8)
+LINEAR = dict(num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+              linear_value_head_dim=8)
+MIXED = {**MLA, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["sparse"] * 2}
+WHOLE_EXTRAS = {
+    "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False,
+                  mamba_dt_rank=2),
+    "qwen3_next": LINEAR, "kimi_linear": MIXED, "bailing_hybrid": MIXED,
+    "qwen4_exp_text": {**LINEAR, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+                       "indexer_budget": 16, "indexer_compress_ratio": 4},
+    "deepseek_v2": MLA, "deepseek_v3": {**MLA, "first_k_dense_replace": 1}, "axk2": MLA, "mistral_large4_text": MLA,
+    "dots3_note_text": MLA, "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=0),
+    "nemotron_h": dict(mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2),
+    "flint": dict(mlp_only_layers=[]), "beam": dict(mlp_layer_types=["sparse"] * 2)}
+
+
+def whole_model(model_type: str, **fixed) -> torch.nn.Module:
+    """A tiny language model of the library with random weights; its experts are those of the library's loop."""
+    transformers = pytest.importorskip("transformers", reason="builds models of transformers")
+    fields = {name: value[0] if isinstance(value, list) and name != "mlp_layer_types" else value
+              for name, value in PUBLISHED[model_type].config.items()}
+    fields = {**fields, **WHOLE, **WHOLE_EXTRAS.get(model_type, {}), **fixed}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if model_type == "dbrx":
+        ffn = {**fields["ffn_config"], "ffn_hidden_size": 24, "hidden_size": 32}
+        fields = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=64, ffn_config=ffn,
+                      attn_config=dict(kv_n_heads=2, clip_qkv=8, rope_theta=1e4))
+    config = getattr(transformers, PUBLISHED[model_type].block[0])(**fields)
+    modeling = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    own = {name: value for name, value in vars(modeling).items() if getattr(value, "config_class", None) is type(config)}
+    ends = "ForCausalLM", "ForConditionalGeneration", "TextModel"
+    model = next(own[name] for end in ends for name in own if name.endswith(end))(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.1)
+    if model_type not in ("llama4_text", "dbrx"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def whole_logits(model, ids: Tensor, **options) -> Tensor:
+    out = model(ids, use_cache=False, **options)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def three_steps(model, ids: Tensor) -> list[float]:
+    model.train()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02), []
+    for _ in range(3):
+        logits = whole_logits(model, ids)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten() % logits.shape[-1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("model_type", IN_THE_LIBRARY)
+def test_replaced_models_of_the_library(model_type, tmp_path):
+    """Logits, generate, the block's own output, router logits, saving, loading, training, checkpoints, bf16."""
+    theirs = whole_model(model_type).eval()
+    ours, ids = copy.deepcopy(theirs), torch.randint(1, 64, (2, T7))
+    block_name = PUBLISHED[model_type].block[1]
+    names = [name for name, module in theirs.named_modules() if type(module).__name__ == block_name]
+    assert names and families.replace_blocks(ours) == names
+    with torch.no_grad():
+        want, got = whole_logits(theirs, ids), whole_logits(ours, ids)
+        close(got, want, 1e-4)
+        x = torch.randn(2, T7, 32)
+        options = {"input_ids": ids} if model_type == "deepseek_v4" else {}
+        outputs = [model.get_submodule(names[0])(x.clone(), **options) for model in (ours, theirs)]
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+        recorded = [model(ids, use_cache=False, output_router_logits=True).router_logits for model in (ours, theirs)]
+        assert len(recorded[0]) == len(names)
+        torch.testing.assert_close(*recorded, rtol=1e-4, atol=1e-4)
+    same(ours.state_dict(), theirs.state_dict())
+    if hasattr(theirs, "generate"):
+        same(*(model.generate(ids, max_new_tokens=4, do_sample=False) for model in (ours, theirs)))
+    ours.save_pretrained(tmp_path)
+    again, found = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    same(again.state_dict(), theirs.state_dict())
+    close(whole_logits(again.eval(), ids), whole_logits(theirs.eval(), ids), 1e-4)
+    checkpointed = copy.deepcopy(ours)
+    checkpointed.gradient_checkpointing_enable()
+    losses = three_steps(theirs, ids)
+    assert losses == pytest.approx(three_steps(ours, ids), abs=1e-3)
+    assert losses == pytest.approx(three_steps(checkpointed, ids), abs=1e-3)
+    if model_type != "inkling2_text":                 # which mixes dtypes in bf16 itself
+        halves = ours.to(torch.bfloat16)
+        assert whole_logits(halves, ids).isfinite().all()
+        kept = {p.dtype for p in halves.parameters()} - {torch.float32}
+        assert kept == {torch.bfloat16}
+
+
+def test_replaced_model_with_hash_layers(tmp_path):
+    """DeepSeek-V4's table goes with the block, is saved, and the forward gets the token numbers."""
+    theirs = whole_model("deepseek_v4", mlp_layer_types=["hash_moe", "moe"]).eval()
+    with torch.no_grad():
+        theirs.model.layers[0].mlp.gate.tid2eid.copy_(torch.stack([torch.randperm(E8)[:3] for _ in range(64)]))
+    ours, ids = copy.deepcopy(theirs), torch.randint(1, 64, (2, T7))
+    families.replace_blocks(ours)
+    close(whole_logits(ours, ids), whole_logits(theirs, ids), 1e-4)
+    same(ours.state_dict(), theirs.state_dict())
+    with torch.no_grad():
+        ours.model.layers[0].mlp.hash_table.zero_()
+    ours.load_state_dict(theirs.state_dict())
+    close(whole_logits(ours, ids), whole_logits(theirs, ids), 1e-4)
+
+
+def test_replaced_model_under_the_librarys_trainer_loss():
+    """The library's own balance loss, from router logits, has the same gradients through our router."""
+    theirs = whole_model("qwen3_moe", router_aux_loss_coef=0.1).double()
+    ours, ids = copy.deepcopy(theirs), torch.randint(1, 64, (2, T7))
+    theirs(ids[:1], use_cache=False, output_router_logits=True)       # installs the hooks before
+    ours = copy.deepcopy(theirs)
+    families.replace_blocks(ours)
+    losses = [model(ids, labels=ids, use_cache=False, output_router_logits=True) for model in (ours, theirs)]
+    close(losses[0].aux_loss, losses[1].aux_loss, 1e-9)
+    close(losses[0].loss, losses[1].loss, 1e-9)
+    for out in losses:
+        out.loss.backward()
+    close(ours.model.layers[0].mlp.router.weight.grad, theirs.model.layers[0].mlp.gate.weight.grad, 1e-7)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "inkling2_text", "lfm2_moe"])
+def test_registered_experts_in_whole_models(model_type):
+    """Loss and every gradient as with the library's loop; each experts module is one graph; generate; autocast."""
+    model, ids = whole_model(model_type), torch.randint(1, 64, (2, T7))
+
+    def results():
+        logits = whole_logits(model, ids)
+        upstream = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
+        return [logits, *torch.autograd.grad(logits, list(model.parameters()), upstream, materialize_grads=True)]
+    want, written = results(), model.generate(ids, max_new_tokens=4, do_sample=False)
+    model.set_experts_implementation(families.register_experts())
+    for a, b in zip(results(), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item() + 1e-6)
+    same(model.generate(ids, max_new_tokens=4, do_sample=False), written)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logits = whole_logits(model, ids)
+    assert logits.isfinite().all() and logits.shape == want[0].shape
+    for module in model.modules():
+        if hasattr(module, "down_proj") and hasattr(module, "has_gate"):
+            module.compile(fullgraph=True, backend="aot_eager")
+    for a, b in zip(results(), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item() + 1e-6)
+
+
+def test_registered_experts_keep_little_for_the_backward():
+    """At Qwen3-MoE's proportions: T·H + N·2F, within 5%; the library's grouped_mm keeps more than twice that."""
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
+    T, H, F_, E, K = 256, 128, 48, 16, 4
+    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=F_, num_experts=E, num_experts_per_tok=K)
+    config._experts_implementation = families.register_experts()
+    experts = modeling_qwen3_moe.Qwen3MoeExperts(config)
+    x, probs = torch.randn(T, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
+    indices = torch.rand(T, E).topk(K).indices
+    kept = {}
+    for name in ("moe_py", "grouped_mm"):
+        config._experts_implementation = name
+        sizes = {p.untyped_storage().data_ptr(): 0 for p in experts.parameters()}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            sizes.setdefault(storage.data_ptr(), storage.nbytes())
+            return tensor
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            alive = experts(x, indices, probs)
+        kept[name] = sum(sizes.values())
+        del alive
+    small = T * K * (3 * 8 + 4) + E * 4
+    assert kept["moe_py"] - small <= 1.05 * 4 * (T * H + T * K * 2 * F_)
+    assert kept["moe_py"] <= 0.4 * kept["grouped_mm"]
+
+
+def test_replace_blocks_example_in_the_readme(tmp_path, monkeypatch, capsys):
+    """The example runs as it stands: what is saved gives the same logits again."""
+    pytest.importorskip("transformers", reason="builds a model of transformers")
+    monkeypatch.chdir(tmp_path)
+    text = (HERE / "README.md").read_text().split("<!-- replace example -->")[1]
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], {})
+    names, violation, equal = capsys.readouterr().out.strip().split("\n")
+    assert names == "['model.layers.0.mlp', 'model.layers.1.mlp']" and equal == "True"
+    assert violation.startswith("tensor([")
