@@ -272,10 +272,9 @@ def _prefixes(names, layouts) -> list[str]:
         experts = next(name for name, where in layout.items() if where.startswith("experts."))
         for name in names:
             prefix = name.removesuffix(router)
-            if prefix != name and (not prefix or prefix.endswith(".")):
-                start = prefix + experts.split("{e}")[0]
-                if any(other.startswith(start) for other in names):
-                    found[prefix] = None
+            start = prefix + experts.split("{e}")[0]
+            if prefix != name and any(other.startswith(start) for other in names):
+                found[prefix] = None
     return list(found)
 
 

@@ -5171,6 +5171,8 @@ def test_replace_blocks_matches_published_loop(model_type):
     model.layers[2].eval()
     assert families.replace_blocks(model) == ["layers.0.mlp", "layers.2.mlp"]
     first, last = model.layers[0]["mlp"], model.layers[2]["mlp"]
+    memory = [tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()]
+    assert len(set(memory)) == len(memory)            # or safetensors would take them for tied
     assert first.training and not last.training and not last.router.training
     assert [p.requires_grad for p in (first.experts.fc2, first.experts.fc1, last.experts.fc2)] == [False, True, True]
     same(model.state_dict(), old.state_dict())
@@ -5190,6 +5192,19 @@ def test_replace_blocks_matches_published_loop(model_type):
             parameter.zero_()
     other.load_state_dict(old.state_dict())
     same(other.state_dict(), old.state_dict())
+
+
+def test_replace_blocks_keeps_dtypes_and_memory():
+    """A router kept in fp32, as it is; the state dict's experts are the parameters, not copies of them."""
+    model = StandInModel("qwen3_moe", torch.bfloat16)
+    model.layers[0]["mlp"].gate.float()
+    families.replace_blocks(model)
+    first, last = model.layers[0]["mlp"], model.layers[2]["mlp"]
+    assert [w.dtype for w in (first.router.weight, last.router.weight, first.experts.fc1, first.config.params_dtype)
+            if isinstance(w, Tensor)] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert first.config.params_dtype == torch.bfloat16 and first.config.router_dtype == torch.float32
+    held = model.state_dict()["layers.0.mlp.experts.gate_up_proj"]
+    assert held.data_ptr() == first.experts.fc1.data_ptr()
 
 
 def test_replace_blocks_reads_published_names_too():
@@ -5403,9 +5418,9 @@ def test_register_experts_in_every_class_of_the_library():
         E, H = experts.num_experts, experts.down_proj.shape[2 if experts.is_transposed else 1]
         x, probs = torch.randn(T7, H, requires_grad=True), torch.rand(T7, 2, requires_grad=True)
         indices = torch.stack([torch.randperm(E)[:2] for _ in range(T7)])
-        indices[2, 1], indices[3] = E, E
+        indices[2, 1], indices[3] = E, E + 5
         leaves, upstream = [x, probs, *experts.parameters()], torch.randn(T7, H)
-        nowhere = indices == E                               # not every loop of theirs takes E
+        nowhere = indices >= E                               # not every loop of theirs takes E
         want = experts(x, indices.masked_fill(nowhere, 0), probs.masked_fill(nowhere, 0.0))
         want = [want, *grads(want, leaves, upstream)]
         experts.config._experts_implementation = "moe_py"
@@ -5444,11 +5459,37 @@ def test_register_experts_refuses_by_class():
     with torch.no_grad(), pytest.raises(NotImplementedError) as refused:
         GptOssExperts(config)(torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
     texts.append(str(refused.value).split("GptOssExperts: ")[1].replace(__name__, "here"))
+    from transformers.models.nemotron_h import NemotronHConfig, modeling_nemotron_h
+    config = NemotronHConfig(hidden_size=8, moe_intermediate_size=6, n_routed_experts=4, mlp_hidden_act="silu")
+    config._experts_implementation = "moe_py"
+    with torch.no_grad(), pytest.raises(NotImplementedError) as refused:
+        modeling_nemotron_h.NemotronHExperts(config)(
+            torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    texts.append(str(refused.value))
     assert_expected_inline(in_lines(texts), """\
 ValueError: name is 'eager', an implementation of the library; needs another name
 ValueError: name is 'grouped_mm', an implementation of the library; needs another name
 the overridden _apply_gate (here.test_register_experts_refuses_by_class.<locals>.GptOssExperts._apply_gate) cannot
-    be expressed by kernels.expert_mlp; try replace_blocks, or another implementation""")
+    be expressed by kernels.expert_mlp; try replace_blocks, or another implementation
+NemotronHExperts: has_gate = False with swiglu cannot be expressed by kernels.expert_mlp; try replace_blocks, or
+    another implementation""")
+
+
+def test_register_experts_in_the_weights_dtype():
+    """fp32 tokens, as a norm gives them under autocast, and bf16 weights: products in bf16, an output in fp32."""
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
+    config = Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=6, num_experts=4)
+    config._experts_implementation = families.register_experts()
+    experts = modeling_qwen3_moe.Qwen3MoeExperts(config).bfloat16()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(0, 0.5)
+    x, indices, probs = torch.randn(T7, 8), torch.randint(4, (T7, 1)), torch.rand(T7, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = experts(x, indices, probs)
+    assert got.dtype == torch.float32
+    same(got, experts(x.bfloat16(), indices, probs).float())
 
 
 LAYOUTS = {"in order": "e p f h", "transposed": "e h p f", "interleaved": "e f p h",
