@@ -236,7 +236,7 @@ def _places(layer: moe.MoELayer, layout: dict[str, str]) -> dict[str, Place]:
         view, view_axes = tensors[parameter], AXES[parameter]
         whole, cut = dict(zip(view_axes.split(), view.shape)), {}
         for axis, group, owner in (("e", groups.ep, "experts."), ("s", groups.tp, "shared_experts.")):
-            if group is not None and parameter.startswith(owner) and axis in whole:
+            if group is not None and group.size() > 1 and parameter.startswith(owner) and axis in whole:
                 cut[axis] = group.rank() * whole[axis], whole[axis]
                 whole[axis] *= group.size()
         if part is not None:
@@ -378,20 +378,15 @@ def _described(tensors: Mapping, load: Callable, name: str) -> tuple[list[int], 
 def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, Tensor]:
     """prefix + name -> a copy of the tensor, in the layer's dtypes and the published layout: the inverse of from_hf.
 
-    Over ep: this rank's experts, under their global numbers; ValueError where the published layout holds all experts in
-    one tensor, and over tp where there is a shared expert (each rank has a part: gather with sharded_state_dict).
+    Over ep: this rank's experts, under their global numbers. ValueError where a published tensor is
+    spread over ranks: all experts in one over ep, the shared expert over tp.
     """
     layer, row = _fitting(layer, model_type)
-    if layer.shared_experts is not None and layer.groups.tp is not None and layer.groups.tp.size() > 1:
-        raise ValueError(f"tp has {layer.groups.tp.size()} ranks and each a part of the shared expert; needs a layer "
-                         f"without tp: save sharded_state_dict() and load it there")
-    if layer.groups.ep is not None and layer.groups.ep.size() > 1:
-        fused = [name for name, where in row.layouts[0].items() if where.startswith("experts.") and "{e}" not in name]
-        if fused:
-            raise ValueError(f"ep has {layer.groups.ep.size()} ranks and {model_type} holds all experts in one tensor "
-                             f"({', '.join(fused)}); needs a layer without ep: save sharded_state_dict() and load it "
-                             f"there")
     places = _places(layer, row.layouts[0])
+    spread = [prefix + name for name, place in places.items() if place.cut]
+    if spread:
+        raise ValueError(f"spread over ranks: {_listed(spread, ', ')}; needs a layer without ep and tp: "
+                         f"save sharded_state_dict() and load it there")
     return {prefix + name: place.take().clone() for name, place in places.items() if place.view is not None}
 
 
@@ -448,15 +443,14 @@ def register_experts(name: str = "moe_py") -> str:
     return name
 
 
-# Class that defines the gate -> activation, None for that of act_fn; its constants as attributes.
-_CLAMPED = "swiglu", {"clamp_value": "swiglu_limit"}
-_OAI = "quick_geglu", {"alpha": "alpha", "clamp_value": "limit"}
-GATES = {"BeamExperts": (None, {}), "DeepseekV4Experts": (None, {"clamp_value": "limit"}),
-         "Glm5NextTextExperts": _CLAMPED, "HYV4Experts": _CLAMPED,
-         "GptOssExperts": _OAI, "OpenAIPrivacyFilterExperts": _OAI,
-         "MiniMaxM3VLExperts": ("quick_geglu", {"alpha": "swiglu_alpha", "clamp_value": "swiglu_limit"}),
-         "Inkling2Experts": ("situ", {"beta": "act_fn.gate_softcap.softcap",
-                                      "linear_beta": "act_fn.up_softcap.softcap"})}
+# Class that defines the gate -> activation, or act_fn for that one, and its constants as attributes.
+GATES = {"BeamExperts": "act_fn", "DeepseekV4Experts": "act_fn clamp_value=limit",
+         "Glm5NextTextExperts": "swiglu clamp_value=swiglu_limit",
+         "HYV4Experts": "swiglu clamp_value=swiglu_limit",
+         "GptOssExperts": "quick_geglu alpha=alpha clamp_value=limit",
+         "OpenAIPrivacyFilterExperts": "quick_geglu alpha=alpha clamp_value=limit",
+         "MiniMaxM3VLExperts": "quick_geglu alpha=swiglu_alpha clamp_value=swiglu_limit",
+         "Inkling2Experts": "situ beta=act_fn.gate_softcap.softcap linear_beta=act_fn.up_softcap.softcap"}
 ACT_FNS = {"transformers.activations.SiLUActivation": "swiglu", "torch.nn.modules.activation.SiLU": "swiglu",
            "torch.nn.functional.silu": "swiglu", "transformers.activations.GELUTanh": "geglu",
            "transformers.activations.ReLUSquaredActivation": "relu2"}
@@ -476,19 +470,23 @@ def _gate_of(experts: nn.Module) -> dict:
     if experts.has_post_expert_norm:
         refuse("has_post_expert_norm")
     gate = _full_name(type(experts), "_apply_gate")
-    kind, constants = None, {}
+    known = "act_fn"
     if gate != "transformers.integrations.moe._default_apply_gate":
         owner = gate.split(".")[-2]
         if owner not in GATES or not gate.startswith("transformers.models."):
             refuse(f"the overridden _apply_gate ({gate})")
-        kind, constants = GATES[owner]
-    if kind is None:
+        known = GATES[owner]
+    kind, *constants = known.split()
+    if kind == "act_fn":
         act = experts.act_fn
         act = _full_name(type(act) if isinstance(act, nn.Module) else act)
         kind = ACT_FNS.get(act) or refuse(f"act_fn {act}")
     if moe.kernels.ACTIVATIONS[kind].gated != experts.has_gate:
         refuse(f"has_gate = {experts.has_gate} with {kind}")
-    options = {name: operator.attrgetter(path)(experts) for name, path in constants.items()}
+    options = {}
+    for constant in constants:
+        name, path = constant.split("=")
+        options[name] = operator.attrgetter(path)(experts)
     return {"kind": kind, "linear_offset": float(kind == "quick_geglu"), **options}
 
 

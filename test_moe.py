@@ -4694,11 +4694,15 @@ def test_families_layers_that_differ():
                "moe_topk": [3, 2, 1, 2]}
     assert families.config_from_hf(hunyuan, layer_idx=1).topk == 2
     kimi = {"model_type": "kimi_linear", **KIMI, "mlp_layer_types": ["dense", "sparse"]}
+    v3 = {"model_type": "deepseek_v3", **PUBLISHED["deepseek_v3"].config, "first_k_dense_replace": 2}
+    assert families.config_from_hf(v3, 2) == families.config_from_hf(v3)
+    assert families.config_from_hf({**v3, "mlp_layer_types": ["sparse"] * 3}, 1) == families.config_from_hf(v3)
     assert families.config_from_hf(kimi, layer_idx=1) == families.config_from_hf(kimi)
     texts = [error(config, mlp_layer_types=types), error(config, **published),
              error(config, 4, mlp_layer_types=types), error(config, -1, mlp_layer_types=types),
              error(config, 1, mlp_layer_types=["moe", "dense"]),
-             error(families.config_from_hf, hunyuan), error(families.config_from_hf, kimi, 0)]
+             error(families.config_from_hf, hunyuan), error(families.config_from_hf, kimi, 0),
+             error(families.config_from_hf, v3, 1)]
     assert_expected_inline(in_lines(texts), """\
 ValueError: this deepseek_v4 config cannot be expressed: mlp_layer_types is 'hash_moe' or 'moe', by layer; needs
     layer_idx
@@ -4708,7 +4712,8 @@ ValueError: this deepseek_v4 config cannot be expressed: layer_idx is -1; needs 
 ValueError: this deepseek_v4 config cannot be expressed: mlp_layer_types is 'dense'; needs 'moe' or 'hash_moe' or
     None
 ValueError: this hunyuan_v1_moe config cannot be expressed: moe_topk is 3 or 2 or 1, by layer; needs layer_idx
-ValueError: this kimi_linear config cannot be expressed: mlp_layer_types is 'dense'; needs 'sparse' or 'moe' or None""")
+ValueError: this kimi_linear config cannot be expressed: mlp_layer_types is 'dense'; needs 'sparse' or 'moe' or None
+ValueError: this deepseek_v3 config cannot be expressed: the first 2 layers are dense; layer_idx is 1""")
 
 
 def v4_hash_block():
@@ -5052,9 +5057,8 @@ def test_families_over_ep_ranks(model_type):
         found.update(out)
     if model_type == "gpt_oss":
         assert_expected_inline(in_lines([text]), """\
-ValueError: ep has 4 ranks and gpt_oss holds all experts in one tensor (experts.gate_up_proj,
-    experts.gate_up_proj_bias, experts.down_proj, experts.down_proj_bias); needs a layer without ep: save
-    sharded_state_dict() and load it there""")
+ValueError: spread over ranks: experts.gate_up_proj, experts.gate_up_proj_bias, experts.down_proj,
+    experts.down_proj_bias; needs a layer without ep and tp: save sharded_state_dict() and load it there""")
     elif model_type != "dbrx":
         same(found, families.to_hf(whole, model_type))
 
@@ -5069,8 +5073,8 @@ def test_families_over_tp_ranks():
             part = shard(MoELayer(whole.config), group, tp=group)
             same(families.from_hf(part, tensors, model_type).state_dict(), want.state_dict())
     assert_expected_inline(in_lines([error(families.to_hf, part, "deepseek_v3")]), """\
-ValueError: tp has 2 ranks and each a part of the shared expert; needs a layer without tp: save sharded_state_dict()
-    and load it there""")
+ValueError: spread over ranks: shared_experts.gate_proj.weight, shared_experts.up_proj.weight,
+    shared_experts.down_proj.weight; needs a layer without ep and tp: save sharded_state_dict() and load it there""")
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
