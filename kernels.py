@@ -733,9 +733,9 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 # ---- Activations: y [.., 2F] -> act(first half) · second half ----
 
 class Activation(NamedTuple):
-    """act: value(a, constants) is act(a), value_and_slope(a, constants) is (act(a), act'(a))."""
+    """act: value(a, constants) is act(a), back(g, a, constants) is g·act'(a)."""
     value: Callable
-    value_and_slope: Callable
+    back: Callable
     takes: tuple[str, ...] = ()                              # the constants that it has
     gated: bool = True
 
@@ -751,41 +751,32 @@ class Constants(NamedTuple):
     interleaved: bool = False                                # y = [a_0, b_0, a_1, b_1, ..], see expert_mlp
 
 
-def _quick_gelu_and_slope(a: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+def _quick_gelu_back(g: Tensor, a: Tensor, alpha: float) -> Tensor:
     s = torch.sigmoid(alpha * a)
-    return a * s, s * (1 + alpha * a * (1 - s))
+    return g * s * (1 + alpha * a * (1 - s))
 
 
-def _gelu_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
-    c = math.sqrt(2 / math.pi)
-    t = torch.tanh(c * (a + 0.044715 * a * a * a))
-    return 0.5 * a * (1 + t), 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * c * (1 + 3 * 0.044715 * a * a)
-
-
-def _situ_and_slope(a: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def _situ_back(g: Tensor, a: Tensor, beta: float) -> Tensor:
     t, s = torch.tanh(a / beta), torch.sigmoid(a)
-    return beta * t * s, s * ((1 - t * t) + beta * t * (1 - s))
-
-
-def _relu2_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
-    r = a.relu()
-    return r * r, 2 * r
+    return g * s * ((1 - t * t) + beta * t * (1 - s))
 
 
 _GLU = ("linear_offset", "clamp_value")
-# SiLU is quick GELU at alpha 1
+_aten = torch.ops.aten                                       # one kernel in eager mode
 ACTIVATIONS = {
-    "swiglu": Activation(lambda a, c: F.silu(a), lambda a, c: _quick_gelu_and_slope(a, 1.0), _GLU),
+    "swiglu": Activation(                            # one sigmoid for both, once it is compiled
+        lambda a, c: a * torch.sigmoid(a), lambda g, a, c: _aten.silu_backward(g, a), _GLU),
     "geglu": Activation(
-        lambda a, c: F.gelu(a, approximate="tanh"), lambda a, c: _gelu_and_slope(a), _GLU),
+        lambda a, c: F.gelu(a, approximate="tanh"),
+        lambda g, a, c: _aten.gelu_backward(g, a, approximate="tanh"), _GLU),
     "quick_geglu": Activation(
-        lambda a, c: a * torch.sigmoid(c.alpha * a), lambda a, c: _quick_gelu_and_slope(a, c.alpha),
-        ("alpha", *_GLU)),
+        lambda a, c: a * torch.sigmoid(c.alpha * a),
+        lambda g, a, c: _quick_gelu_back(g, a, c.alpha), ("alpha", *_GLU)),
     "situ": Activation(
         lambda a, c: c.beta * torch.tanh(a / c.beta) * torch.sigmoid(a),
-        lambda a, c: _situ_and_slope(a, c.beta), ("beta", "linear_beta")),
+        lambda g, a, c: _situ_back(g, a, c.beta), ("beta", "linear_beta")),
     "relu2": Activation(
-        lambda a, c: a.relu().square(), lambda a, c: _relu2_and_slope(a), gated=False),
+        lambda a, c: a.relu().square(), lambda g, a, c: 2 * g * a.relu(), gated=False),
 }
 
 
@@ -805,27 +796,29 @@ def _halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
     return a, b + c.linear_offset if c.linear_offset else b
 
 
-def _activate(y: Tensor, weights: Tensor | None, c: Constants) -> Tensor:
-    """activation's value, without autograd: fp32 inside, rounded once."""
+def _value(y: Tensor, c: Constants) -> Tensor:
+    """activation's value without weights, in fp32 at least."""
     act, wide = ACTIVATIONS[c.kind], _wide(y)
-    if act.gated:
-        a, b = _halves(wide, c)
-        out = act.value(a, c) * b
-    else:
-        out = act.value(wide, c)
-    return (out if weights is None else out * weights).to(y.dtype)
+    if not act.gated:
+        return act.value(wide, c)
+    a, b = _halves(wide, c)
+    return act.value(a, c) * b
+
+
+def _weighted(value: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (value if weights is None else value * weights).to(dtype)
 
 
 def _activate_back(
     g: Tensor, y: Tensor, weights: Tensor | None, c: Constants,
-) -> tuple[Tensor, Tensor | None]:
-    """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least, or None)."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least, or None, _value(y))."""
     act, g_wide, wide = ACTIVATIONS[c.kind], _wide(g), _wide(y)
     g_out = g_wide if weights is None else g_wide * weights
     if act.gated:
         a, b = _halves(wide, c)
-        gate, slope = act.value_and_slope(a, c)
-        value, grad_a, grad_b = gate * b, g_out * b * slope, g_out * gate
+        gate = act.value(a, c)
+        value, grad_a, grad_b = gate * b, act.back(g_out * b, a, c), g_out * gate
         if c.linear_beta is not None:                                 # tanh' = 1 - tanh²
             grad_b = grad_b * (1 - (b / c.linear_beta).square())
         if c.clamp_value is not None:                                 # torch.clamp's gradient: 1 at the bound
@@ -835,9 +828,9 @@ def _activate_back(
         grads = grad_a.to(y.dtype), grad_b.to(y.dtype)
         grad_y = torch.stack(grads, -1).flatten(-2) if c.interleaved else torch.cat(grads, -1)
     else:
-        value, slope = act.value_and_slope(wide, c)
-        grad_y = (g_out * slope).to(y.dtype)
-    return grad_y, None if weights is None else (g_wide * value).sum(-1, keepdim=True)
+        value = act.value(wide, c)
+        grad_y = act.back(g_out, wide, c).to(y.dtype)
+    return grad_y, None if weights is None else (g_wide * value).sum(-1, keepdim=True), value
 
 
 def _to_fp8(y: Tensor) -> Tensor:
@@ -849,12 +842,12 @@ class _Activation(torch.autograd.Function):
     def forward(ctx, y, weights, constants, fp8_input_store):
         ctx.constants, ctx.dtype = constants, y.dtype
         ctx.save_for_backward(_to_fp8(y) if fp8_input_store else y, weights)
-        return _activate(y, weights, constants)
+        return _weighted(_value(y, constants), weights, y.dtype)
 
     @staticmethod
     def backward(ctx, g):
         y, weights = ctx.saved_tensors
-        grad_y, grad_weights = _activate_back(g, y.to(ctx.dtype), weights, ctx.constants)
+        grad_y, grad_weights, _ = _activate_back(g, y.to(ctx.dtype), weights, ctx.constants)
         # y, weights, constants, fp8_input_store
         return grad_y, None if weights is None else grad_weights.to(weights.dtype), None, None
 
@@ -910,7 +903,7 @@ def activation_back(
     weights.dtype, summed over F in fp32 at least). At the clamp's bound the gradient passes, as torch.clamp's does."""
     constants = _constants(kind, alpha, linear_offset, clamp_value, beta, linear_beta)
     _check_activation(y, weights, constants, g)
-    grad_y, grad_weights = _activate_back(g, y, weights, constants)
+    grad_y, grad_weights, _ = _activate_back(g, y, weights, constants)
     return grad_y if weights is None else (grad_y, grad_weights.to(weights.dtype))
 
 
@@ -973,6 +966,23 @@ def _rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, start: int
     return rows if scale is None else (rows * scale[start:end]).to(x.dtype)
 
 
+def _aligned(*operands: Tensor) -> bool:
+    """Whether widths and strides are multiples of 16 bytes, as torch's grouped product needs them."""
+    def fits(x):
+        steps = [step for step in x.stride() if step != 1]
+        return 0 not in steps and all(n * x.itemsize % 16 == 0 for n in (*x.shape[1:], *steps))
+    return all(map(fits, operands))
+
+
+def _loops_in_torch(x: Tensor, token_N: Tensor | None, experts: int) -> bool:
+    """Whether torch's grouped product, on a CPU a loop in C++, is faster than the loop here: with
+    so few rows an expert that Python's share counts."""
+    rows = len(x if token_N is None else token_N)
+    few = rows * x.shape[1] * x.itemsize <= experts * 2 ** 16
+    fast = x.dtype != torch.float64 and not _slow_on_cpu(x.dtype)
+    return x.device.type == "cpu" and few and fast and _aligned(x)
+
+
 def _empty_product(x, token_N, scale, weights, bias, offsets):
     return x.new_empty((x if token_N is None else token_N).shape[0], weights.shape[2])
 
@@ -983,6 +993,10 @@ def _rows_times_weights(
     offsets: Tensor,
 ) -> Tensor:
     out, end = _empty_product(x, token_N, scale, weights, bias, offsets), 0
+    if bias is None and _loops_in_torch(x, token_N, len(weights)) and _aligned(weights):
+        out = F.grouped_mm(_rows_of(x, token_N, scale, 0, len(out)), weights, offs=offsets)
+        out[offsets[-1]:].zero_()
+        return out
     for e, start, end in _blocks(offsets):
         if start < end:
             rows = _rows_of(x, token_N, scale, start, end)
@@ -1000,6 +1014,10 @@ def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, scale: Tensor | None,
     offsets: Tensor,
 ) -> Tensor:
+    E, rows = len(offsets), len(a if token_a is None else token_a)
+    if _loops_in_torch(a, token_a, E) and _loops_in_torch(b, token_b, E):
+        rows_a, rows_b = _rows_of(a, token_a, None, 0, rows), _rows_of(b, token_b, scale, 0, rows)
+        return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
     out = _empty_weight_grad(a, token_a, b, token_b, scale, offsets)
     for e, start, end in _blocks(offsets):
         rows_a = _rows_of(a, token_a, None, start, end)
@@ -1019,11 +1037,8 @@ def _native(*operands: Tensor) -> bool:
     It is for bf16 on CUDA, compute capability 9.0 and 10.0 (H100, H200, B200), with widths and strides
     in multiples of 16 bytes. Elsewhere it would copy the offsets to the host.
     """
-    def fits(x):
-        steps = [step for step in x.stride() if step != 1]
-        return (x.is_cuda and x.dtype == torch.bfloat16 and 0 not in steps
-                and all(n % 8 == 0 for n in (*x.shape[1:], *steps)))
-    return all(map(fits, operands)) and _one_kernel_card(operands[0].device)
+    on_cuda = all(x.is_cuda and x.dtype == torch.bfloat16 for x in operands)
+    return on_cuda and _aligned(*operands) and _one_kernel_card(operands[0].device)
 
 
 def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -1116,7 +1131,7 @@ class _ExpertMLP(torch.autograd.Function):
                                  (None, probs_N1, None) if probs_on == "activation" else (None, None, probs))
         latent = _project(tokens, down)
         hidden = _product(latent, token_N, scale, fc1.transpose(1, 2), fc1_bias, offsets)
-        value = _activate(hidden, weights, constants)
+        value = _weighted(_value(hidden, constants), weights, hidden.dtype)
         rows_NH = _product(value, None, None, fc2.transpose(1, 2), fc2_bias, offsets)
         hidden = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(tokens, down, probs, fc1, fc2, fc1_bias, fc2_bias, hidden, order, inverse, offsets)
@@ -1144,9 +1159,11 @@ class _ExpertMLP(torch.autograd.Function):
 
         if need_latent or need_probs or need_fc1 or need_fc1_bias:
             grad_act = _product(grad, token_N, None, fc2, None, offsets)
-            grad_hidden, grad_weights = _activate_back(grad_act, hidden, weights, ctx.constants)
+            grad_hidden, grad_weights, value = _activate_back(grad_act, hidden, weights, ctx.constants)
+        elif need_fc2:
+            value = _value(hidden, ctx.constants)
         if need_fc2:
-            value = _activate(hidden, weights, ctx.constants)
+            value = _weighted(value, weights, hidden.dtype)
             grad_fc2 = _weight_grad(grad, token_N, value, None, None, offsets)
         if need_fc1:
             grad_fc1 = _weight_grad(grad_hidden, None, latent, token_N, scale, offsets)

@@ -3237,7 +3237,7 @@ def test_a_new_activation_is_one_entry(monkeypatch):
     """In the table, it is known to the config, the experts and the shared expert, forward and backward."""
     assert "known: 'swiglu'" in error(activation, torch.randn(3, 4), "tanh")
     monkeypatch.setitem(kernels.ACTIVATIONS, "tanh", kernels.Activation(
-        lambda a, c: a.tanh(), lambda a, c: (a.tanh(), 1 - a.tanh().square()), gated=False))
+        lambda a, c: a.tanh(), lambda g, a, c: g * (1 - a.tanh().square()), gated=False))
     layer = MoELayer(shared_config(activation="tanh", init_std=1.0))
     assert layer.experts.fc1.shape == (4, 1, 5, 6) and layer.shared_experts.fc1.shape == (1, 8, 6)
     x, weights = torch.randn(5, 6, dtype=torch.float64, requires_grad=True), list(layer.parameters())
@@ -3419,7 +3419,8 @@ def test_native_product_where_it_fits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card[0])
 
     def on_cuda(t):
-        return types.SimpleNamespace(is_cuda=True, dtype=t.dtype, shape=t.shape, stride=t.stride, device="cuda")
+        return types.SimpleNamespace(is_cuda=True, dtype=t.dtype, shape=t.shape, stride=t.stride, device="cuda",
+                                     itemsize=t.itemsize)
 
     def native(rows, weights):
         return kernels._native(on_cuda(rows.bfloat16()), on_cuda(weights))
@@ -3453,6 +3454,34 @@ True   compute capability (9, 0)
 True   compute capability (10, 0)
 False  compute capability (12, 0)""")
     same(compiled(lambda x: x + kernels._one_kernel_card(x.device))(torch.zeros(2)), torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_products_loop_in_torch(dtype, monkeypatch):
+    """The loop in C++ and the one in Python give the same bits: an expert without rows, rows of none, a scale."""
+    monkeypatch.setattr(kernels, "_slow_on_cpu", lambda dtype: False)
+    x, weights = torch.randn(9, 16).to(dtype), torch.randn(4, 24, 16).to(dtype)
+    plan = plan_permutation(torch.tensor([[0, 4], [3, 0], [1, 3], [0, 1], [3, 4], [0, 3], [1, 0], [3, 1], [4, 0]]), 4)
+    token_N, offsets, scale = plan.order // 2, plan.offsets, torch.rand(18, 1)
+    grad = torch.randn(18, 24).to(dtype)
+    results = {}
+    for in_torch in (True, False):
+        called = []
+        monkeypatch.setattr(kernels, "_loops_in_torch", lambda *args: called.append(args) or in_torch)
+        results[in_torch] = [
+            kernels._rows_times_weights(x, token_N, scale, weights.transpose(1, 2), None, offsets),
+            kernels._rows_times_weights(grad, None, None, weights, None, offsets),
+            kernels._rows_times_rows(grad, None, x, token_N, scale, offsets),
+            kernels._rows_times_rows(x, token_N, grad, None, None, offsets)]
+        assert called
+        assert not results[in_torch][0][15:].any() and not results[in_torch][3][2].any()
+    same(results[True], results[False])
+    monkeypatch.undo()
+    few, many = torch.empty(40, 16), torch.empty(2 ** 14, 256)
+    ways = {"few": few, "many": many, "many tokens": (few, torch.zeros(2 ** 14, dtype=torch.int64)),
+            "few tokens": (many, torch.zeros(40, dtype=torch.int64)), "fp64": few.double(), "6 columns": few[:, :6].contiguous()}
+    found = {name: kernels._loops_in_torch(*(way if isinstance(way, tuple) else (way, None)), 4) for name, way in ways.items()}
+    assert_expected_inline(str(found), """{'few': True, 'many': False, 'many tokens': False, 'few tokens': True, 'fp64': False, '6 columns': False}""")
 
 
 def test_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
@@ -3837,8 +3866,12 @@ def test_three_files_copied_elsewhere(tmp_path):
 
 def test_sources_import_torch_and_einops_alone():
     standard = {"abc", "collections", "contextlib", "dataclasses", "enum", "functools", "math", "re", "types", "typing"}
-    for name, local in [("kernels.py", set()), ("parallel.py", set()), ("moe.py", {"kernels", "parallel"}), ("families.py", {"moe"})]:
-        found = set(re.findall(r"^\s*(?:import|from) (\w+)", (HERE / name).read_text(), re.M))
+    for name, local in [("kernels.py", set()), ("parallel.py", set()), ("moe.py", {"kernels", "parallel"}),
+                        ("families.py", {"moe", "operator"})]:
+        text = (HERE / name).read_text()
+        found = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.M))
+        if name == "families.py":                     # inside the one function that needs it
+            found -= set(re.findall(r"^        from (transformers)\b", text, re.M))
         assert found <= {"torch", "einops"} | standard | local, found
 
 
