@@ -206,8 +206,6 @@ class Place(NamedTuple):
 
     def put(self, tensor: Tensor) -> None:
         """The file's tensor into the layer, cast to the parameter's dtype."""
-        if list(tensor.shape) != self.shape:
-            raise ValueError(f"a tensor for {self.parameter} is {list(tensor.shape)}; needs {self.shape}")
         tensor = rearrange(tensor, f"{self.axes} -> {self.view_axes}", **self.sizes)
         for axis, part in self.cut.items():
             tensor = tensor.narrow(self.view_axes.split().index(axis), *part)
@@ -226,9 +224,10 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _places(layer: moe.MoELayer, layout: dict[str, str]) -> dict[str, Place]:
-    """Name behind the prefix -> Place, without the parameters that the layer does not have."""
-    tensors, groups, places = _tensors(layer), layer.groups, {}
+def _places(layer: moe.MoELayer, layout: dict[str, str], tensors: dict | None = None) -> dict[str, Place]:
+    """Name behind the prefix -> Place in the layer's tensors, or in those given, without the
+    parameters that the layer does not have."""
+    tensors, groups, places = tensors or _tensors(layer), layer.groups, {}
     for pattern, where in layout.items():
         parameter, part, axes = re.fullmatch(r"([^[ ]+)(?:\[(\d)\])? (.*)", where).groups()
         if parameter not in tensors:
@@ -258,9 +257,9 @@ def _places(layer: moe.MoELayer, layout: dict[str, str]) -> dict[str, Place]:
     return places
 
 
-def _nearest(layer: moe.MoELayer, row: Family, names) -> dict[str, Place]:
-    """The places of the layout that has most of the names, of two alike those as published."""
-    layouts = [_places(layer, layout) for layout in row.layouts]
+def _nearest(layer: moe.MoELayer, layouts, names, tensors: dict | None = None) -> dict[str, Place]:
+    """The places of the layout that has most of the names, of two alike those of the first."""
+    layouts = [_places(layer, layout, tensors) for layout in layouts]
     return max(layouts, key=lambda places: len(places.keys() & set(names)))
 
 
@@ -342,7 +341,7 @@ def _matched(
     """Name behind the prefix -> Place, in the layout that the tensors have; all are there and fit."""
     names = [name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)]
     here, load = set(names), _loader(tensors)
-    places = _nearest(layer, row, names)
+    places = _nearest(layer, row.layouts, names)
     if tensors.keys() and not here & places.keys():
         fitting = _listed(_prefixes(list(tensors.keys()), row.layouts), ", ") or "none"
         raise ValueError(f"no tensor of a {model_type} block is at prefix {prefix!r}; prefixes that fit: {fitting}")
@@ -554,15 +553,27 @@ class HuggingFaceBlock(moe.MoELayer):
         return tensors
 
     @torch.no_grad()
-    def _load_from_state_dict(self, tensors, prefix, metadata, strict, missing, *others):
+    def _load_from_state_dict(self, tensors, prefix, metadata, strict, missing, unexpected, errors):
         names, own = [name.removeprefix(prefix) for name in tensors], _tensors(self)
-        for name, place in _nearest(self, TYPES[self.model_type], names).items():
-            if prefix + name in tensors:
-                place.put(tensors.pop(prefix + name))
-            else:
+        layouts = TYPES[self.model_type].layouts[::-1]
+        places = _nearest(self, layouts, names)
+        if metadata.get("assign_to_params_buffers"):         # into new memory, like what is given
+            for name, place in places.items():
+                if prefix + name in tensors:
+                    old, like = own[place.parameter], tensors[prefix + name]
+                    new = torch.empty_like(old, dtype=like.dtype, device=like.device)
+                    own[place.parameter] = new if old.is_meta else new.copy_(old)
+            places = _nearest(self, layouts, names, own)
+        for name, place in places.items():
+            tensor = tensors.pop(prefix + name, None)
+            if tensor is None:
                 missing.append(prefix + name)
+            elif list(tensor.shape) != place.shape:
+                errors.append(f"{prefix}{name} is {list(tensor.shape)}; needs {place.shape}")
+            else:
+                place.put(tensor)
             tensors[prefix + place.parameter] = own[place.parameter]
-        super()._load_from_state_dict(tensors, prefix, metadata, strict, missing, *others)
+        super()._load_from_state_dict(tensors, prefix, metadata, strict, missing, unexpected, errors)
 
 
 def replace_blocks(model: nn.Module, **changes) -> list[str]:
@@ -571,8 +582,9 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
 
     changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". All is
     checked before the first block is touched; memory holds one block twice. Make the optimizer
-    afterwards. state_dict() has the library's names, and its own for what `changes` has added.
-    ValueError: unknown model type, no block, a block that the layer cannot express, meta tensors.
+    afterwards. state_dict() has the library's names, and its own for what `changes` has added,
+    which is drawn anew. Not for models that fully_shard has sharded. ValueError: unknown model type,
+    no block, a block that the layer cannot express, meta tensors.
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
@@ -600,7 +612,11 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
 def _blank_block(hf_config, model_type: str, tensors: dict, prefix: str, changes: dict) -> HuggingFaceBlock:
     """The layer on the meta device, checked against the block's tensors, with their dtypes."""
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
-    config = dataclasses.replace(config_from_hf(hf_config, layer_idx), **changes)
+    published = config_from_hf(hf_config, layer_idx)
+    config = dataclasses.replace(published, **changes)
+    if config.parts != published.parts:
+        raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
+                         f"{'' if published.parts == 2 else 'not '}gated, as {published.activation!r}")
     with torch.device("meta"):
         layer = HuggingFaceBlock(config, model_type)
     if prefix + HASH_TABLE in tensors:
@@ -618,16 +634,23 @@ def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock, row: Family
     block = model.get_submodule(name)
     tensors = _tensors(block)
     layer.to_empty(device=next(iter(tensors.values())).device).train(block.training)
-    layer.router._reset_counts()
-    _fill(_nearest(layer, row, tensors), tensors, "")
+    places = _nearest(layer, row.layouts, tensors)
+    filled = {place.parameter for place in places.values()}
+    for part, module in layer.named_children():
+        added = {f"{part}.{name}" for name, _ in module.named_parameters()} - filled
+        if added or module is layer.router:                  # whose counts and bias start at zero
+            module.reset_parameters()
+    _fill(places, tensors, "")
     # Of the library's router only the hooks stay.
     library_router = block.get_submodule(next(iter(row.layouts[-1])).split(".")[0])
     for held in (library_router._parameters, library_router._buffers, library_router._modules):
         held.update(dict.fromkeys(held))
     library_router.forward = _same
     layer.router.library_router = library_router
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is block:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer)
 
 
 # ---- Parts that rows share ----

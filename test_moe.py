@@ -5255,8 +5255,51 @@ def test_replace_blocks_reads_published_names_too():
     del t["layers.2.mlp.experts.3.w2.weight"]
     assert "layers.2.mlp.experts.3.w2.weight" in error(model.load_state_dict, t)
     t["layers.2.mlp.gate.weight"] = torch.zeros(H6, E8)
-    assert_expected_inline(error(model.load_state_dict, t, strict=False), """\
-ValueError: a tensor for router.weight is [6, 8]; needs [8, 6]""")
+    assert "layers.2.mlp.gate.weight is [6, 8]; needs [8, 6]" in error(model.load_state_dict, t, strict=False)
+    nothing = model.load_state_dict({}, strict=False).missing_keys
+    assert nothing == [name for name in StandInModel("mixtral").state_dict()]
+
+
+def test_replaced_blocks_take_tensors_by_assignment():
+    """From the meta device, and in another dtype: as torch's assign does with every other parameter."""
+    given = StandInModel("qwen2_moe").to(torch.bfloat16).state_dict()
+    for start in ("meta", "cpu"):
+        model = StandInModel("qwen2_moe")
+        families.replace_blocks(model, enable_expert_bias=True)
+        biases = {name: torch.ones(E8) for name in model.state_dict() if "expert_bias" in name}
+        model.to(start)
+        found = model.load_state_dict({**given, **biases}, assign=True)
+        assert not found.missing_keys and not found.unexpected_keys
+        block = model.layers[0]["mlp"]
+        assert block.router.expert_bias.dtype == torch.float32
+        assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
+        same(model.state_dict(), {**given, **biases})
+
+
+def test_replaced_blocks_draw_what_changes_add():
+    """Biases at zero, a shared expert at random: nothing is left as it lay in memory."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)          # fills new memory with NaN
+    try:
+        model = StandInModel("mixtral")
+        families.replace_blocks(model, router_bias=True, add_bias_linear=True, shared_expert_intermediate_size=4,
+                                shared_expert_gate=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert before
+    block = model.layers[2]["mlp"]
+    assert not block.router.bias.any() and not block.experts.fc1_bias.any() and not block.experts.fc2_bias.any()
+    assert 0.01 < block.shared_experts.fc1.std() < 0.04 and block.shared_experts.gate_weight.abs().max() < 0.1
+    old = StandInModel("mixtral").state_dict()
+    same({name: model.state_dict()[name] for name in old}, old)
+
+
+def test_a_block_at_two_places_is_replaced_at_both():
+    model = StandInModel("qwen3_moe")
+    model.layers[2]["mlp"] = model.layers[0]["mlp"]
+    assert families.replace_blocks(model) == ["layers.0.mlp"]
+    assert model.layers[2]["mlp"] is model.layers[0]["mlp"]
+    assert isinstance(model.layers[0]["mlp"], families.HuggingFaceBlock)
 
 
 def test_replaced_blocks_have_all_of_this_project():
@@ -5321,6 +5364,7 @@ def test_replace_blocks_changes_nothing_when_it_refuses():
     texts = [error(families.replace_blocks, model, topk=9), error(families.replace_blocks, model, top_k=2),
              error(families.replace_blocks, model, params_dtype=torch.bfloat16),
              error(families.replace_blocks, model, ffn_hidden_size=9),
+             error(families.replace_blocks, model, activation="relu2"),
              error(families.replace_blocks, misshapen), error(families.replace_blocks, meta),
              error(families.replace_blocks, dense), error(families.replace_blocks, "model"),
              error(families.replace_blocks, other)]
@@ -5335,6 +5379,7 @@ ValueError: changes has params_dtype; blocks keep their dtypes: cast the model i
 ValueError: tensors do not make a deepseek_v3 block, nothing was changed:
   layers.0.mlp.experts.gate_up_proj is [8, 10, 6]; needs [8, 18, 6]
   layers.0.mlp.experts.down_proj is [8, 6, 5]; needs [8, 6, 9]
+ValueError: changes has activation = 'relu2'; needs one that is gated, as 'swiglu'
 ValueError: tensors do not make a deepseek_v3 block, nothing was changed:
   layers.2.mlp.gate.weight is [4, 6]; needs [8, 6]
 ValueError: model has tensors on the meta device; needs weights: load it first
