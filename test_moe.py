@@ -3472,7 +3472,9 @@ def test_small_products_loop_in_torch(dtype, monkeypatch):
             kernels._rows_times_weights(x, token_N, scale, weights.transpose(1, 2), None, offsets),
             kernels._rows_times_weights(grad, None, None, weights, None, offsets),
             kernels._rows_times_rows(grad, None, x, token_N, scale, offsets),
-            kernels._rows_times_rows(x, token_N, grad, None, None, offsets)]
+            kernels._rows_times_rows(x, token_N, grad, None, None, offsets),
+            kernels._rows_times_weights(x, token_N, None, weights[:, :6].transpose(1, 2), None, offsets),
+            kernels._rows_times_weights(grad, None, None, weights, weights[:, 0], offsets)]
         assert called
         assert not results[in_torch][0][15:].any() and not results[in_torch][3][2].any()
     same(results[True], results[False])
@@ -5274,6 +5276,9 @@ def test_replaced_blocks_take_tensors_by_assignment():
         assert block.router.expert_bias.dtype == torch.float32
         assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
         same(model.state_dict(), {**given, **biases})
+    part = "layers.0.mlp.shared_expert.gate_proj.weight"              # fills half of a parameter
+    model.load_state_dict({part: torch.zeros_like(given[part])}, strict=False, assign=True)
+    same(model.state_dict(), {**given, **biases, part: torch.zeros_like(given[part])})
 
 
 def test_replaced_blocks_draw_what_changes_add():
