@@ -13,7 +13,6 @@ The table FAMILIES is at the end. Balance losses stay off (set load_balancing_ty
 dataclasses.replace, or as a change of replace_blocks). Letters: kernels.py.
 """
 import dataclasses
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -314,13 +313,13 @@ def from_hf(layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str 
     ValueError lists every missing, unexpected and misshapen tensor, the first ten of them; then, and where the layer is
     no block of this family, or on the meta device, nothing has changed.
     """
-    inner, row = _fitting(layer, model_type)
+    inner, _ = _fitting(layer, model_type)
     if not hasattr(tensors, "keys"):
         raise TypeError(f"tensors is a {type(tensors).__name__}; needs a mapping, name -> tensor")
     if inner.router.weight.is_meta:
         raise ValueError("layer is on the meta device and cannot take weights; call "
                          "layer.to_empty(device=..) and reset_parameters() of its modules first")
-    _fill(_matched(inner, tensors, model_type, row, prefix), tensors, prefix)
+    _fill(_matched(inner, tensors, model_type, prefix), tensors, prefix)
     return layer
 
 
@@ -336,9 +335,10 @@ def _fill(places: dict[str, Place], tensors: Mapping, prefix: str) -> None:
 
 
 def _matched(
-    layer: moe.MoELayer, tensors: Mapping, model_type: str, row: Family, prefix: str,
+    layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str,
 ) -> dict[str, Place]:
     """Name behind the prefix -> Place, in the layout that the tensors have; all are there and fit."""
+    row = TYPES[model_type]
     names = [name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)]
     here, load = set(names), _loader(tensors)
     places = _nearest(layer, row.layouts, names)
@@ -536,18 +536,21 @@ class HuggingFaceBlock(moe.MoELayer):
         self.model_type, self.router = model_type, BatchFirstRouter(config)
         self.register_buffer("hash_table", None)             # [vocabulary, K] of a hash layer
 
+    @property
+    def row(self) -> Family:                                 # not kept: its functions cannot be pickled
+        return TYPES[self.model_type]
+
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None):
         indices = None if self.hash_table is None else self.hash_table[input_ids]
         y, probs = self.forward_with_probs(hidden_states, topk_indices=indices)
-        returns = TYPES[self.model_type].returns
-        if returns == "logits":
+        if self.row.returns == "logits":
             logits = moe.Router.gating(self.router, hidden_states)
             return y.flatten(0, 1), logits.flatten(0, 1)
-        return (y, probs) if returns == "probs" else y
+        return (y, probs) if self.row.returns == "probs" else y
 
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:
         tensors = super().state_dict(*args, prefix=prefix, **kwargs)
-        for name, place in _places(self, TYPES[self.model_type].layouts[-1]).items():
+        for name, place in _places(self, self.row.layouts[-1]).items():
             tensors.pop(prefix + place.parameter, None)
             tensors[prefix + name] = place.take()
         return tensors
@@ -555,7 +558,7 @@ class HuggingFaceBlock(moe.MoELayer):
     @torch.no_grad()
     def _load_from_state_dict(self, tensors, prefix, metadata, strict, missing, unexpected, errors):
         names, own = [name.removeprefix(prefix) for name in tensors], _tensors(self)
-        layouts = TYPES[self.model_type].layouts[::-1]
+        layouts = self.row.layouts[::-1]
         places = _nearest(self, layouts, names)
         if metadata.get("assign_to_params_buffers"):         # into new memory, like what is given
             for name, place in places.items():
@@ -605,7 +608,7 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     del tensors                                              # so that each old block can go
     names = [prefix.removesuffix(".") for prefix in prefixes]
     for name, layer in zip(names, layers):
-        _put_block(model, name, layer, row)
+        _put_block(model, name, layer)
     return names
 
 
@@ -622,7 +625,7 @@ def _blank_block(hf_config, model_type: str, tensors: dict, prefix: str, changes
     if prefix + HASH_TABLE in tensors:
         layer.hash_table = tensors[prefix + HASH_TABLE].to("meta")
     parameters = dict(layer.named_parameters())
-    for name, place in _matched(layer, tensors, model_type, _family(model_type), prefix).items():
+    for name, place in _matched(layer, tensors, model_type, prefix).items():
         if place.parameter in parameters:
             parameter, tensor = parameters[place.parameter], tensors[prefix + name]
             parameter.data = parameter.data.to(tensor.dtype)
@@ -630,11 +633,11 @@ def _blank_block(hf_config, model_type: str, tensors: dict, prefix: str, changes
     return layer
 
 
-def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock, row: Family) -> None:
+def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock) -> None:
     block = model.get_submodule(name)
     tensors = _tensors(block)
     layer.to_empty(device=next(iter(tensors.values())).device).train(block.training)
-    places = _nearest(layer, row.layouts, tensors)
+    places = _nearest(layer, layer.row.layouts, tensors)
     filled = {place.parameter for place in places.values()}
     for part, module in layer.named_children():
         added = {f"{part}.{name}" for name, _ in module.named_parameters()} - filled
@@ -642,7 +645,7 @@ def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock, row: Family
             module.reset_parameters()
     _fill(places, tensors, "")
     # Of the library's router only the hooks stay.
-    library_router = block.get_submodule(next(iter(row.layouts[-1])).split(".")[0])
+    library_router = block.get_submodule(next(iter(layer.row.layouts[-1])).split(".")[0])
     for held in (library_router._parameters, library_router._buffers, library_router._modules):
         held.update(dict.fromkeys(held))
     library_router.forward = _same

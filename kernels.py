@@ -960,7 +960,9 @@ def _blocks(offsets: Tensor):
         start = end
 
 
-def _rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, start: int, end: int) -> Tensor:
+def _rows_of(
+    x: Tensor, token_N: Tensor | None, scale: Tensor | None, start: int = 0, end: int | None = None,
+) -> Tensor:
     """Rows start to end of x, or with `token_N` of the tokens they came from; times scale [N, 1]."""
     rows = x[start:end] if token_N is None else x.index_select(0, token_N[start:end])
     return rows if scale is None else (rows * scale[start:end]).to(x.dtype)
@@ -975,8 +977,10 @@ def _aligned(*operands: Tensor) -> bool:
 
 
 def _loops_in_torch(x: Tensor, token_N: Tensor | None, experts: int) -> bool:
-    """Whether torch's grouped product, on a CPU a loop in C++, is faster than the loop here: with
-    so few rows an expert that Python's share counts."""
+    """Whether torch's grouped product, which loops in C++ on a CPU, is faster than the loop here.
+
+    It is where an expert has so few rows (64 KiB on average) that the cost of the Python loop shows.
+    """
     rows = len(x if token_N is None else token_N)
     few = rows * x.shape[1] * x.itemsize <= experts * 2 ** 16
     fast = x.dtype != torch.float64 and not _slow_on_cpu(x.dtype)
@@ -992,11 +996,11 @@ def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, scale: Tensor | None, weights: Tensor, bias: Tensor | None,
     offsets: Tensor,
 ) -> Tensor:
-    out, end = _empty_product(x, token_N, scale, weights, bias, offsets), 0
     if bias is None and _loops_in_torch(x, token_N, len(weights)) and _aligned(weights):
-        out = F.grouped_mm(_rows_of(x, token_N, scale, 0, len(out)), weights, offs=offsets)
+        out = F.grouped_mm(_rows_of(x, token_N, scale), weights, offs=offsets)
         out[offsets[-1]:].zero_()
         return out
+    out, end = _empty_product(x, token_N, scale, weights, bias, offsets), 0
     for e, start, end in _blocks(offsets):
         if start < end:
             rows = _rows_of(x, token_N, scale, start, end)
@@ -1014,10 +1018,9 @@ def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, scale: Tensor | None,
     offsets: Tensor,
 ) -> Tensor:
-    E, rows = len(offsets), len(a if token_a is None else token_a)
-    if _loops_in_torch(a, token_a, E) and _loops_in_torch(b, token_b, E):
-        rows_a, rows_b = _rows_of(a, token_a, None, 0, rows), _rows_of(b, token_b, scale, 0, rows)
-        return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
+    if _loops_in_torch(a, token_a, len(offsets)) and _loops_in_torch(b, token_b, len(offsets)):
+        rows_a = _rows_of(a, token_a, None)
+        return F.grouped_mm(rows_a.t(), _rows_of(b, token_b, scale), offs=offsets)
     out = _empty_weight_grad(a, token_a, b, token_b, scale, offsets)
     for e, start, end in _blocks(offsets):
         rows_a = _rows_of(a, token_a, None, start, end)
@@ -1048,8 +1051,7 @@ def _zero_tail(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _all_rows_of(x: Tensor, token_N: Tensor | None, scale: Tensor | None, offsets: Tensor) -> Tensor:
-    N = (x if token_N is None else token_N).shape[0]
-    return _zero_tail(_rows_of(x, token_N, scale, 0, N), offsets)
+    return _zero_tail(_rows_of(x, token_N, scale), offsets)
 
 
 def _product(x, token_N, scale, weights, bias, offsets) -> Tensor:

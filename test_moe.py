@@ -5239,11 +5239,20 @@ def test_replace_blocks_keeps_dtypes_and_memory():
     model.layers[0]["mlp"].gate.float()
     families.replace_blocks(model)
     first, last = model.layers[0]["mlp"], model.layers[2]["mlp"]
-    assert [w.dtype for w in (first.router.weight, last.router.weight, first.experts.fc1, first.config.params_dtype)
-            if isinstance(w, Tensor)] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert [w.dtype for w in (first.router.weight, last.router.weight, first.experts.fc1)] \
+        == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert first.config.params_dtype == torch.bfloat16 and first.config.router_dtype == torch.float32
     held = model.state_dict()["layers.0.mlp.experts.gate_up_proj"]
     assert held.data_ptr() == first.experts.fc1.data_ptr()
+
+
+def test_a_replaced_model_is_saved_whole(tmp_path):
+    model, x = StandInModel("qwen2_moe"), torch.randn(3, T7, H6, dtype=torch.float64)
+    families.replace_blocks(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    same(loaded.state_dict(), model.state_dict())
+    same(loaded.layers[2]["mlp"](x), model.layers[2]["mlp"](x))
 
 
 def test_replace_blocks_reads_published_names_too():
@@ -5741,8 +5750,7 @@ def test_replaced_model_with_hash_layers(tmp_path):
 
 def test_replaced_model_under_the_librarys_trainer_loss():
     """The library's own balance loss, from router logits, has the same gradients through our router."""
-    theirs = whole_model("qwen3_moe", router_aux_loss_coef=0.1).double()
-    ours, ids = copy.deepcopy(theirs), torch.randint(1, 64, (2, T7))
+    theirs, ids = whole_model("qwen3_moe", router_aux_loss_coef=0.1).double(), torch.randint(1, 64, (2, T7))
     theirs(ids[:1], use_cache=False, output_router_logits=True)       # installs the hooks before
     ours = copy.deepcopy(theirs)
     families.replace_blocks(ours)
