@@ -226,7 +226,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _places(layer: moe.MoELayer, layout: dict[str, str], tensors: dict | None = None) -> dict[str, Place]:
     """Name behind the prefix -> Place in the layer's tensors, or in those given, without the
     parameters that the layer does not have."""
-    tensors, groups, places = tensors or _tensors(layer), layer.groups, {}
+    tensors, groups, places = tensors or _tensors(layer), layer.pg_collection, {}
     for pattern, where in layout.items():
         parameter, part, axes = re.fullmatch(r"([^[ ]+)(?:\[(\d)\])? (.*)", where).groups()
         if parameter not in tensors:

@@ -53,17 +53,17 @@ def _op(fake, mutates_args=(), reads_on_host: bool = False):
     return register
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     """x in fp32 at least: fp64 stays fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _choice(name: str, value, known) -> None:
+def _check_known(name: str, value, known) -> None:
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
 
 
-def _matrix(name: str, x: Tensor, axes: str = "[T, E]") -> tuple[int, int]:
+def _shape_2d(name: str, x: Tensor, axes: str = "[T, E]") -> tuple[int, int]:
     """The shape of x, or a ValueError."""
     if x.ndim != 2:
         raise ValueError(f"{name} has shape {list(x.shape)}; needs {axes}")
@@ -77,7 +77,7 @@ def _check_bias(expert_bias: Tensor, E: int) -> None:
 
 def _as_map(routing_map: Tensor) -> Tensor:
     """routing_map [T, E] as bool; it may have any integer dtype."""
-    _matrix("routing_map", routing_map)
+    _shape_2d("routing_map", routing_map)
     if routing_map.is_floating_point() or routing_map.is_complex():
         raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
     return routing_map.bool()
@@ -154,8 +154,8 @@ def topk_routing_with_score_function(
     Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output` (probs [T, K], indices [T, K] int64); probs
     in logits.dtype. ValueError: unknown score function, sizes that do not fit.
     """
-    T, E = _matrix("logits", logits)
-    _choice("score_function", score_function, SCORE_FUNCTIONS)
+    T, E = _shape_2d("logits", logits)
+    _check_known("score_function", score_function, SCORE_FUNCTIONS)
     if not 1 <= topk <= E:
         raise ValueError(f"topk is {topk}; needs 1 <= topk <= num_experts = {E}")
     if (num_groups is None) != (group_topk is None):
@@ -165,7 +165,7 @@ def topk_routing_with_score_function(
     if precomputed_indices is not None and precomputed_indices.shape != (T, topk):
         raise ValueError(f"precomputed_indices has shape {list(precomputed_indices.shape)}; needs [{T}, {topk}]")
 
-    logits_TE = _wide(logits)
+    logits_TE = _upcast(logits)
     over_chosen = score_function == "softmax" and not use_pre_softmax and norm_topk_prob is None
     if norm_topk_prob is None:
         norm_topk_prob = score_function != "softmax" and topk > 1
@@ -203,7 +203,7 @@ def topk_routing_with_score_function(
 
 def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool); index E is left out."""
-    _matrix("probs", probs, "[T, K]")
+    _shape_2d("probs", probs, "[T, K]")
     if indices.shape != probs.shape:
         raise ValueError(f"indices has shape {list(indices.shape)}; needs that of probs, {list(probs.shape)}")
     there = functools.partial(_scatter_columns, columns=num_experts)
@@ -256,9 +256,9 @@ def compute_routing_scores_for_aux_loss(
     scores: the score function over all E, each token's sum 1, in fp32 at least. The map is their plain top K: no bias,
     no groups. Tokens with padding_mask [T] True are zero in both.
     """
-    _choice("score_function", score_function, SCORE_FUNCTIONS)
-    _matrix("logits", logits)
-    logits_TE = _wide(logits)
+    _check_known("score_function", score_function, SCORE_FUNCTIONS)
+    _shape_2d("logits", logits)
+    logits_TE = _upcast(logits)
     scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
@@ -278,19 +278,19 @@ def _sum_tokens(x: Tensor) -> Tensor:
 
 class _WeightedTokenSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, slope):
-        ctx.slope, ctx.like = slope, scores.shape    # not save_for_backward: see weighted_token_sum
-        return (_sum_tokens(scores) * slope).sum().to(_wide(scores).dtype)
+    def forward(ctx, scores, coefficients):
+        ctx.coefficients, ctx.like = coefficients, scores.shape    # not save_for_backward: see weighted_token_sum
+        return (_sum_tokens(scores) * coefficients).sum().to(_upcast(scores).dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad * ctx.slope).to(grad.dtype).expand(ctx.like), None
+        return (grad * ctx.coefficients).to(grad.dtype).expand(ctx.like), None
 
 
-def weighted_token_sum(scores: Tensor, slope: Tensor) -> Tensor:
-    """Σ_e slope[e] · Σ_t scores[t, e], 0-d, scores [T, E] in fp32 at least, slope [E] fp64 without gradient. The backward
-    uses the slope of this forward even if an activation checkpoint computes another one in its recomputation."""
-    return _WeightedTokenSum.apply(_wide(scores), slope.detach())
+def weighted_token_sum(scores: Tensor, coefficients: Tensor) -> Tensor:
+    """Σ_e coefficients[e] · Σ_t scores[t, e], 0-d, scores [T, E] in fp32 at least, coefficients [E] fp64 without gradient. The backward
+    uses the coefficients of this forward even if an activation checkpoint computes another one in its recomputation."""
+    return _WeightedTokenSum.apply(_upcast(scores), coefficients.detach())
 
 
 def switch_load_balancing_loss_func(
@@ -302,14 +302,14 @@ def switch_load_balancing_loss_func(
     probs [T, E]: scores with sum 1 per token. tokens_per_expert n [E], counted over total_num_tokens T (at least 1; an
     int or a 0-d tensor): of one batch, or of all ranks. Its minimum is coeff, reached with even load.
     """
-    _matrix("probs", probs)
+    _shape_2d("probs", probs)
     total = total_num_tokens.clamp(min=1) if isinstance(total_num_tokens, Tensor) else max(total_num_tokens, 1)
     return weighted_token_sum(probs, tokens_per_expert.double() / total / total * (moe_aux_loss_coeff * num_experts / topk))
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """coeff · mean over valid t of logsumexp(logits[t])², a 0-d tensor (arXiv 2202.08906). logits [.., E]."""
-    logits = _wide(logits)
+    logits = _upcast(logits)
     if padding_mask is None:
         padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
     lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1).masked_fill(padding_mask, 0.0)
@@ -343,8 +343,8 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
     is at most tol, or for 256 rounds; d1·A·d0[:, None]. Finite for costs up to ±1e4: a row's maximum is taken off.
     Tokens with padding_mask [T] True carry no mass: T counts the others, as if they were alone.
     """
-    _matrix("cost", cost)
-    return _sinkhorn(_wide(cost.detach()), tol, padding_mask).to(cost.dtype)
+    _shape_2d("cost", cost)
+    return _sinkhorn(_upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
 
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
@@ -378,7 +378,7 @@ def apply_router_token_dropping(
     drop_policy "probs" keeps an expert's C most probable routed tokens, equal ones in order; "position" its first C.
     `pad_to_capacity` fills every column to exactly min(C, T) ones with the lowest-numbered unrouted tokens, at prob 0.
     """
-    _choice("drop_policy", drop_policy, ("probs", "position"))
+    _check_known("drop_policy", drop_policy, ("probs", "position"))
     routing_map = _as_map(routing_map)
     if routing_probs.shape != routing_map.shape:
         raise ValueError(f"routing_probs {list(routing_probs.shape)} and routing_map {list(routing_map.shape)} "
@@ -411,7 +411,7 @@ def get_updated_expert_bias(
 
 def _bias_bins(expert_bias: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
     """(lower end, width), 0-d, of uniform bins over [min b - 1, max b + 1]; fp32 at least."""
-    bias_E = _wide(expert_bias)
+    bias_E = _upcast(expert_bias)
     low = bias_E.min() - 1
     return low, (bias_E.max() + 1 - low) / num_bins
 
@@ -428,12 +428,12 @@ def required_bias_histogram(
     Sums of such histograms, over microbatches or ranks, are exact: they are integers.
     ValueError: shapes that do not fit, topk not below E, num_bins below 1.
     """
-    E = _matrix("scores", scores)[1]
+    E = _shape_2d("scores", scores)[1]
     _check_bias(expert_bias, E)
     if not 1 <= topk < E or num_bins < 1:
         raise ValueError(f"topk is {topk} and num_bins {num_bins}; needs 1 <= topk < num_experts = {E} and num_bins >= 1")
     with torch.no_grad():
-        scores_TE = _wide(scores)
+        scores_TE = _upcast(scores)
         alpha_T1 = (scores_TE + expert_bias).topk(topk + 1, dim=1).values[:, -1:]
         low, width = _bias_bins(expert_bias, num_bins)
         bins_TE = ((alpha_T1 - scores_TE - low) / width).nan_to_num().clamp(0, num_bins - 1).long()
@@ -451,7 +451,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     K/E quantile, linear inside its bin, the first whose running count reaches K/E · n. An empty histogram changes
     nothing. In expert_bias.dtype.
     """
-    E, num_bins = _matrix("histogram", histogram, "[E, num_bins]")
+    E, num_bins = _shape_2d("histogram", histogram, "[E, num_bins]")
     _check_bias(expert_bias, E)
     low, width = _bias_bins(expert_bias.double(), num_bins)
     running = histogram.long().cumsum(1)
@@ -524,7 +524,7 @@ def _sum_rows(rows: Tensor, inverse: Tensor, offsets: Tensor | None = None, prob
     they are zeros already). Unrolled over K: one kernel of gathers and adds, no [T, K, H]."""
     total_TH = None
     for k, row_T in enumerate(inverse.unbind(1)):
-        picked_TH = _wide(rows.index_select(0, row_T))
+        picked_TH = _upcast(rows.index_select(0, row_T))
         if probs is not None:
             picked_TH = picked_TH * probs[:, k, None]
         if offsets is not None:
@@ -535,8 +535,8 @@ def _sum_rows(rows: Tensor, inverse: Tensor, offsets: Tensor | None = None, prob
 
 def _dot_rows(rows: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
     """[T, K]: Σ_h rows[inverse[t, k], h] · tokens[t, h], in fp32 at least."""
-    tokens_TH = _wide(tokens)
-    return torch.stack([(_wide(rows.index_select(0, row_T)) * tokens_TH).sum(-1) for row_T in inverse.unbind(1)], dim=1)
+    tokens_TH = _upcast(tokens)
+    return torch.stack([(_upcast(rows.index_select(0, row_T)) * tokens_TH).sum(-1) for row_T in inverse.unbind(1)], dim=1)
 
 
 def _spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
@@ -568,7 +568,7 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
         raise ValueError(f"rows has shape {list(rows.shape)}; the plan needs [{plan.order.shape[0]}, H]")
     if probs is not None and probs.shape != plan.inverse.shape:
         raise ValueError(f"probs has shape {list(probs.shape)}; the plan needs {list(plan.inverse.shape)}, [T, K]")
-    weighted = rows if probs is None else _wide(rows) * gather_probs(probs, plan)[:, None]
+    weighted = rows if probs is None else _upcast(rows) * gather_probs(probs, plan)[:, None]
     return _Adjoint.apply(
         weighted, _collect_rows, _spread_rows, plan.order, plan.inverse, plan.offsets).to(rows.dtype)
 
@@ -683,7 +683,7 @@ def unpermute(
     if fused and not torch.compiler.is_compiling():
         return _compiled(unpermute)(permuted_tokens, sorted_indices, restore_shape, probs, routing_map, False, drop_and_pad)
 
-    rows = _wide(permuted_tokens)
+    rows = _upcast(permuted_tokens)
     if probs is not None:
         E = probs.shape[1]
         row = torch.arange(rows.shape[0], device=rows.device)
@@ -798,7 +798,7 @@ def _halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
 
 def _value(y: Tensor, c: Constants) -> Tensor:
     """activation's value without weights, in fp32 at least."""
-    act, wide = ACTIVATIONS[c.kind], _wide(y)
+    act, wide = ACTIVATIONS[c.kind], _upcast(y)
     if not act.gated:
         return act.value(wide, c)
     a, b = _halves(wide, c)
@@ -813,7 +813,7 @@ def _activate_back(
     g: Tensor, y: Tensor, weights: Tensor | None, c: Constants,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least, or None, _value(y))."""
-    act, g_wide, wide = ACTIVATIONS[c.kind], _wide(g), _wide(y)
+    act, g_wide, wide = ACTIVATIONS[c.kind], _upcast(g), _upcast(y)
     g_out = g_wide if weights is None else g_wide * weights
     if act.gated:
         a, b = _halves(wide, c)
@@ -855,7 +855,7 @@ class _Activation(torch.autograd.Function):
 def _constants(*given) -> Constants:
     """The Constants, checked, and as numbers: an autograd function cannot take the compiler's symbolic floats."""
     kind, *values = given
-    _choice("kind", kind, ACTIVATIONS)
+    _check_known("kind", kind, ACTIVATIONS)
     constants = Constants(kind, *[None if x is None else guard_scalar(x) for x in values])
     for name, default in Constants._field_defaults.items():
         value = getattr(constants, name)
@@ -1210,7 +1210,7 @@ def expert_mlp(
     Kept for the backward: the arguments and fc1's output [N, P·F] (as fp8 e4m3 with fp8_input_store). ValueError and
     TypeError for shapes and dtypes that do not fit.
     """
-    _choice("probs_on", probs_on, ("input", "activation", "output"))
+    _check_known("probs_on", probs_on, ("input", "activation", "output"))
     constants = _constants(kind, alpha, linear_offset, clamp_value, beta, linear_beta)
     if tokens.ndim != 2 or fc1.ndim != 4:
         raise ValueError(f"tokens {list(tokens.shape)} and fc1 {list(fc1.shape)} need shapes [T, H] and [E, P, F, H]")
@@ -1260,7 +1260,7 @@ class _LatentUp(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_norm = _sum_tokens(grad_normed * unit).to(norm.dtype)
         if ctx.needs_input_grad[0]:
-            grad_unit = _wide(grad_normed) * norm
+            grad_unit = _upcast(grad_normed) * norm
             grad_rows = scale * (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True))
             grad_rows = grad_rows.to(rows.dtype)
         # rows, up, norm, eps
@@ -1269,7 +1269,7 @@ class _LatentUp(torch.autograd.Function):
 
 def _normalised(rows: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(unit · norm in rows.dtype, unit, scale): unit = rows · scale has a mean square of 1."""
-    wide = _wide(rows)
+    wide = _upcast(rows)
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     unit = wide * scale
     return (unit * norm).to(rows.dtype), unit, scale

@@ -281,10 +281,10 @@ class MoELayer(ParallelModule):
     def dispatch(self, x_TH: Tensor, down: Tensor | None, probs_TK: Tensor, plan: kernels.Permutation):
         """Sends the rows to their experts; what it returns gives them to the experts and takes their
         output back. `down` [ℓ, H]: rows are x · downᵀ."""
-        if self.groups.ep is None:
+        if self.pg_collection.ep is None:
             return Local(x_TH, probs_TK, plan, down)
         x_TH = x_TH if down is None else F.linear(x_TH, down).to(x_TH.dtype)
-        return ExpertParallel(x_TH, probs_TK, plan, self.config, self.groups.ep)
+        return ExpertParallel(x_TH, probs_TK, plan, self.config, self.pg_collection.ep)
 
 
 class Local(NamedTuple):
@@ -393,8 +393,8 @@ class Router(ParallelModule, ABC):
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
-        if group_size(self.groups.tp) > 1 and not config.sequence_parallel:
-            raise ValueError(f"tp has {group_size(self.groups.tp)} ranks and sequence_parallel is False: they would route the same "
+        if group_size(self.pg_collection.tp) > 1 and not config.sequence_parallel:
+            raise ValueError(f"tp has {group_size(self.pg_collection.tp)} ranks and sequence_parallel is False: they would route the same "
                              f"tokens; set sequence_parallel=True")
         self.layer_number = None
         self.weight = self.parameter(config.num_experts, config.hidden_size)
@@ -493,7 +493,7 @@ class TopKRouter(Router):
         self.last_tokens_per_expert = _counter(torch.empty(E, dtype=torch.int64))     # of the latest training forward
         self.last_losses = _counter(torch.empty(len(METRICS), dtype=torch.float32))
         # loss -> ranks that hold parts of it; 0: all, the data-parallel ones too
-        self._sharers = dict.fromkeys(METRICS, group_size(self.groups.tp_cp)) | {"global_load_balancing_loss": 0}
+        self._sharers = dict.fromkeys(METRICS, group_size(self.pg_collection.tp_cp)) | {"global_load_balancing_loss": 0}
         self._recording, self._recorded, self._replayed = False, None, None     # see record_routing, replay_routing
         self._reset_counts()
 
@@ -553,7 +553,7 @@ class TopKRouter(Router):
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits [S, B, E] with the z-loss attached, in training with grad (arXiv 2202.08906). Over tp_cp: the sum over
         the local valid tokens, divided by the valid tokens of all."""
-        coeff, group = self.config.z_loss_coeff, self.groups.tp_cp
+        coeff, group = self.config.z_loss_coeff, self.pg_collection.tp_cp
         if not coeff or not self._losses_on():
             return logits
         loss = kernels.z_loss_func(logits, coeff, padding_mask)
@@ -566,18 +566,18 @@ class TopKRouter(Router):
             loss = loss * local / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(logits, coeff, loss, "z_loss", group, valid_token_count=tokens)
 
-    def _choose(self, logits_TE: Tensor, padding_T: Tensor | None, topk_indices: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits_TE: Tensor, padding_T: Tensor | None, topk_indices: Tensor | None) -> tuple[Tensor, Tensor]:
         """(probs [T, K], indices [T, K]) before padding and dropping."""
         config = self.config
         if "sinkhorn" in config.balancing:
-            return self._choose_sinkhorn(logits_TE, padding_T, topk_indices)
+            return self._choose_by_sinkhorn(logits_TE, padding_T, topk_indices)
         return kernels.topk_routing_with_score_function(
             logits_TE, config.topk, config.pre_softmax, config.num_groups, config.group_topk, config.scaling_factor,
             config.score_function, self.expert_bias, True, topk_indices, config.norm_topk_prob, config.norm_eps,
             config.group_score_topk)
 
-    def _choose_sinkhorn(self, logits_TE: Tensor, padding_T: Tensor | None, topk_indices: Tensor | None):
-        K, wide_TE = self.config.topk, kernels._wide(logits_TE)
+    def _choose_by_sinkhorn(self, logits_TE: Tensor, padding_T: Tensor | None, topk_indices: Tensor | None):
+        K, wide_TE = self.config.topk, kernels._upcast(logits_TE)
         if topk_indices is None:
             with torch.no_grad():
                 balanced_TE = kernels.sinkhorn(wide_TE, padding_mask=padding_T) if self.training else wide_TE
@@ -588,7 +588,7 @@ class TopKRouter(Router):
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [.., E] -> (probs [T, E], routing_map [T, E]): in training the top K of sinkhorn(logits), in eval of the
         logits; probs are, there, the sigmoid (K = 1) or the fp32 softmax over all E, not normalised again."""
-        return kernels.routing_to_map(*self._choose_sinkhorn(logits.flatten(0, -2), None, None), self.config.num_experts)
+        return kernels.routing_to_map(*self._choose_by_sinkhorn(logits.flatten(0, -2), None, None), self.config.num_experts)
 
     def _drop(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
         """What is over an expert's capacity goes nowhere."""
@@ -596,8 +596,8 @@ class TopKRouter(Router):
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
         kept_TE = kernels.apply_router_token_dropping(
             probs_TE, map_TE, config.topk, config.capacity_factor, config.token_drop_policy)[1]
-        gone_TK = ~kernels.pick(kept_TE, indices_TK)
-        return probs_TK.masked_fill(gone_TK, 0.0), indices_TK.masked_fill(gone_TK, E)
+        dropped_TK = ~kernels.pick(kept_TE, indices_TK)
+        return probs_TK.masked_fill(dropped_TK, 0.0), indices_TK.masked_fill(dropped_TK, E)
 
     def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
         """probs with the switch loss attached. scores, routing_map [T, E]: those of the balance losses, zero where
@@ -613,12 +613,12 @@ class TopKRouter(Router):
 
     def _apply_switch_loss(self, kind: str, probs, scores, routing_map, S: int, B: int) -> Tensor:
         config, coeff, E = self.config, self.get_aux_loss_coeff(kind), self.config.num_experts
-        counts_BE = all_sum(routing_map.view(S, B * E).sum(0).view(B, E), self.groups.tp_cp).double()
+        counts_BE = all_sum(routing_map.view(S, B * E).sum(0).view(B, E), self.pg_collection.tp_cp).double()
         tokens_B1 = counts_BE.sum(1, keepdim=True) / config.topk
-        slope_BE = counts_BE / tokens_B1.clamp(min=1).square() * (coeff * E / config.topk / max(B, 1))
-        loss = kernels.weighted_token_sum(scores.view(S, B * E), slope_BE.flatten())
+        coefficients_BE = counts_BE / tokens_B1.clamp(min=1).square() * (coeff * E / config.topk / max(B, 1))
+        loss = kernels.weighted_token_sum(scores.view(S, B * E), coefficients_BE.flatten())
         return self.attach_and_log_load_balancing_loss(
-            probs, coeff, loss, LOSS_NAMES[kind], self.groups.tp_cp, valid_token_count=tokens_B1.sum())
+            probs, coeff, loss, LOSS_NAMES[kind], self.pg_collection.tp_cp, valid_token_count=tokens_B1.sum())
 
     def _apply_global_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor) -> Tensor:
         """probs with the global switch loss attached (arXiv 2501.11873): counts and T over tp_dp_cp, averaged over the
@@ -626,12 +626,12 @@ class TopKRouter(Router):
         config, coeff = self.config, self.get_aux_loss_coeff("global_aux_loss")
         local_E = routing_map.sum(0)
         mean_E = _running_mean(
-            self.global_tokens_per_expert, self.ga_steps, all_sum(local_E, self.groups.tp_dp_cp).float())
+            self.global_tokens_per_expert, self.ga_steps, all_sum(local_E, self.pg_collection.tp_dp_cp).float())
         loss = kernels.switch_load_balancing_loss_func(
             scores_for_aux_loss, mean_E, mean_E.sum() / config.topk, config.topk, config.num_experts, coeff)
-        valid = all_sum(local_E.sum(), self.groups.tp_cp) / config.topk
+        valid = all_sum(local_E.sum(), self.pg_collection.tp_cp) / config.topk
         return self.attach_and_log_load_balancing_loss(
-            probs, coeff, loss, "global_load_balancing_loss", self.groups.tp_dp_cp, True, valid_token_count=valid)
+            probs, coeff, loss, "global_load_balancing_loss", self.pg_collection.tp_dp_cp, True, valid_token_count=valid)
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Starts the averages of the global loss anew: call it after each optimizer step."""
@@ -654,7 +654,7 @@ class TopKRouter(Router):
             self._sharers[aux_loss_name] = sharers
         if self.config.calculate_per_token_loss:
             if valid_token_count is None:
-                valid_token_count = activation.shape[0] * group_size(self.groups.tp_cp)
+                valid_token_count = activation.shape[0] * group_size(self.pg_collection.tp_cp)
             aux_loss = aux_loss * valid_token_count
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
 
@@ -713,7 +713,7 @@ class TopKRouter(Router):
             logits = kernels._Adjoint.apply(logits, torch.randn_like, torch.clone)
         logits = self.apply_z_loss(logits, padding_mask)
         padding_T = None if padding_mask is None else padding_mask.flatten()
-        probs_TK, indices_TK = self._choose(logits.flatten(0, -2), padding_T, topk_indices)
+        probs_TK, indices_TK = self.choose(logits.flatten(0, -2), padding_T, topk_indices)
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], config.num_experts)
             probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
@@ -725,7 +725,7 @@ class TopKRouter(Router):
         if self._losses_on():
             self._count(kernels.count_experts(chosen_TK, config.num_experts))
             if self.bias_histogram is not None:
-                scores_TE = kernels.SCORE_FUNCTIONS[config.score_function](kernels._wide(logits.detach().flatten(0, -2)))
+                scores_TE = kernels.SCORE_FUNCTIONS[config.score_function](kernels._upcast(logits.detach().flatten(0, -2)))
                 _update_once(self.bias_histogram, kernels.required_bias_histogram(
                     scores_TE, self.expert_bias, config.topk, padding_mask=padding_T), True)
         if self._recording:
@@ -809,7 +809,7 @@ def update_expert_bias(model: nn.Module) -> None:
         if router.expert_bias is None:
             continue
         router._maintain_float32_expert_bias()
-        config, group = router.config, router.groups.tp_dp_cp
+        config, group = router.config, router.pg_collection.tp_dp_cp
         if config.bias_update == "quantile":
             bias = kernels.quantile_expert_bias(
                 all_sum(router.bias_histogram, group), router.expert_bias, config.topk)
@@ -886,7 +886,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     counts, losses = [r.last_tokens_per_expert for r in routers], [r.last_losses for r in routers]
     if reduce:
         for i, router in enumerate(routers):
-            group = router.groups.tp_dp_cp or router.groups.tp_cp
+            group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
             shares = [group_size(group) / (router._sharers[name] or group_size(group)) for name in METRICS]
             counts[i] = all_sum(counts[i], group)
             losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
@@ -916,9 +916,9 @@ class Experts(ParallelModule):
         super().__init__(config, pg_collection)
         E, P, F = config.num_experts, config.parts, config.ffn_hidden_size
         H = config.latent_size or config.hidden_size
-        if E % group_size(self.groups.ep):
-            raise ValueError(f"num_experts is {E}; needs a multiple of the ep size, {group_size(self.groups.ep)}")
-        E //= group_size(self.groups.ep)                                                 # the local ones
+        if E % group_size(self.pg_collection.ep):
+            raise ValueError(f"num_experts is {E}; needs a multiple of the ep size, {group_size(self.pg_collection.ep)}")
+        E //= group_size(self.pg_collection.ep)                                                 # the local ones
 
         self.fc1 = self.parameter(E, P, F, H)                                       # P: gate, up
         self.fc2 = self.parameter(E, H, F)
@@ -928,7 +928,7 @@ class Experts(ParallelModule):
 
     def reset_parameters(self) -> None:
         """Draws the weights of all E experts on every rank and keeps its part: the same at every ep. Biases to zero."""
-        first = group_rank(self.groups.ep) * len(self.fc1)
+        first = group_rank(self.pg_collection.ep) * len(self.fc1)
         with torch.no_grad():
             for e in range(self.config.num_experts):
                 for weight in (self.fc1, self.fc2):
@@ -949,10 +949,10 @@ class Experts(ParallelModule):
         return out.to(tokens.dtype)
 
     def shard(self, name: str) -> tuple:
-        return self.groups.ep, 0
+        return self.pg_collection.ep, 0
 
     def gradient_group(self, name: str):
-        return self.groups.expt_dp
+        return self.pg_collection.expt_dp
 
 
 class Latent(ParallelModule):
@@ -1143,7 +1143,7 @@ class SharedExpertMLP(ParallelModule):
 
     def __init__(self, config: MoEConfig, gate: bool, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
-        size, ranks = config.shared_expert_intermediate_size, group_size(self.groups.tp)
+        size, ranks = config.shared_expert_intermediate_size, group_size(self.pg_collection.tp)
         if size is None or size % ranks:
             raise ValueError(f"shared_expert_intermediate_size is {size}; needs a multiple of the tp size, {ranks}")
         self.fc1 = self.parameter(config.parts, size // ranks, config.hidden_size)           # [P, Fs / tp, H]
@@ -1171,7 +1171,7 @@ class SharedExpertMLP(ParallelModule):
         return None if gate_weight is None else F.linear(x, gate_weight).sigmoid()
 
     def _enter(self, x: Tensor) -> Tensor:
-        return parallel.enter_tp(x, self.groups.tp, self.config.sequence_parallel)
+        return parallel.enter_tp(x, self.pg_collection.tp, self.config.sequence_parallel)
 
     def _fc1_and_act(self, x: Tensor, fc1: Tensor) -> Tensor:
         return kernels.activation(F.linear(x, fc1.flatten(0, 1)), **self.config.activation_options)
@@ -1180,7 +1180,7 @@ class SharedExpertMLP(ParallelModule):
         return F.linear(x, fc2)
 
     def _leave(self, y: Tensor) -> Tensor:
-        return parallel.leave_tp(y, self.groups.tp, self.config.sequence_parallel)
+        return parallel.leave_tp(y, self.pg_collection.tp, self.config.sequence_parallel)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_score = self._score(hidden_states, self.gate_weight)
@@ -1277,9 +1277,9 @@ class SharedExpertMLP(ParallelModule):
     # -- over ranks --
 
     def shard(self, name: str) -> tuple:
-        return self.groups.tp, None if name == "gate_weight" else 1
+        return self.pg_collection.tp, None if name == "gate_weight" else 1
 
     def gradient_group(self, name: str):
         # without sequence parallelism every tp rank sees all tokens, so each has the gate's whole gradient
-        partial = self.groups.tp is None or self.config.sequence_parallel
-        return self.groups.tp_dp_cp if name == "gate_weight" and partial else self.groups.dp_cp
+        partial = self.pg_collection.tp is None or self.config.sequence_parallel
+        return self.pg_collection.tp_dp_cp if name == "gate_weight" and partial else self.pg_collection.dp_cp

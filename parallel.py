@@ -214,18 +214,18 @@ class ParallelModule(nn.Module):
 
     def __init__(self, config, pg_collection: ProcessGroups | None):
         super().__init__()
-        self.config, self.groups = config, pg_collection or ProcessGroups()
+        self.config, self.pg_collection = config, pg_collection or ProcessGroups()
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
 
     def shard(self, name: str) -> tuple:
         """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
-        return self.groups.tp, None
+        return self.pg_collection.tp, None
 
     def gradient_group(self, name: str):
         """The group over which the gradients of parameter `name` are summed."""
-        return self.groups.tp_dp_cp
+        return self.pg_collection.tp_dp_cp
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
@@ -278,7 +278,7 @@ def _shards(module_or_parameters, groups: ProcessGroups) -> list[tuple[Tensor, l
                 group, axis = part.shard(name) if isinstance(part, ParallelModule) else (None, None)
                 if axis is not None and group not in (None, groups.ep, groups.tp):
                     raise ValueError(f"{path}.{name} is sharded over a group that groups lacks; needs the layer's "
-                                     f"own, layer.groups")
+                                     f"own, layer.pg_collection")
                 found.append((parameter, [] if axis is None or group is None else [group]))
     elif max(group_size(groups.ep), group_size(groups.tp)) > 1:
         raise ValueError(f"module_or_parameters is no module, with {group_size(groups.ep)} ranks of ep and "

@@ -2745,7 +2745,7 @@ def check_parallel_checkpoints(rank, folder) -> None:
             tensor.zero_()
         dcp.load(layer.sharded_state_dict("a."), checkpoint_id=path)
         for name, tensor in layer.state_dict().items():
-            same(tensor, own_part(name, whole[name], layer.groups))
+            same(tensor, own_part(name, whole[name], layer.pg_collection))
 
 
 def check_parallel_families(groups) -> None:
@@ -5059,7 +5059,7 @@ def shard(layer: MoELayer, group: OneOf, **groups) -> MoELayer:
     def cut(x, dim):
         return torch.nn.Parameter(x.detach().chunk(group.size(), dim)[group.rank()].clone())
     part = copy.deepcopy(layer)
-    part.groups = types.SimpleNamespace(**{"ep": None, "tp": None, **groups})
+    part.pg_collection = types.SimpleNamespace(**{"ep": None, "tp": None, **groups})
     if "ep" in groups:
         for name, parameter in list(part.experts.named_parameters()):
             setattr(part.experts, name, cut(parameter, 0))
