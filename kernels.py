@@ -683,7 +683,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     its bin: the first bin at which the running count reaches K/E of all. An empty
     histogram changes nothing. The result has expert_bias.dtype.
     """
-    check_shapes(expert_bias=(expert_bias, "E"), histogram=(histogram, "E num_bins"))
+    check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
     low, width = _bias_bins(expert_bias.double(), num_bins)
     histogram = histogram.long()
