@@ -4,14 +4,14 @@ route, balance, permute, experts.
 Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b), H hidden size, E
           experts, K experts per token, N = T·K assignments, F expert FFN size, P parts of
           fc1's output (2: gate and up), ℓ latent size, C expert capacity, G groups of
-          experts. A suffix names the axes of a tensor: rows_NH is [N, H].
-Words     logits: the router's raw output. scores: logits after the score function; they
-          choose the experts. probs: the factors that combine the experts' outputs.
-          routing_map [T, E] bool and indices [T, K] int64: which experts each token goes
-          to.
+          experts. Capitals at the end of a name are the tensor's axes: rows_NH is [N, H],
+          probs_N1 is [N, 1].
+Words     logits: the router's raw output. scores: logits after the score function. probs:
+          the factors that combine the experts' outputs. routing_map [T, E] bool and
+          indices [T, K] int64: which experts each token goes to.
 Unrouted  An assignment with index E is unrouted: it was dropped, or its token is padding.
-          It sorts after all experts and is never computed. It adds nothing to any output
-          or gradient.
+          It sorts after all experts. No product is computed for it, and it adds nothing to
+          any output, nor to the gradients of tokens and weights.
 Masks     A padding_mask is boolean. True means padding.
 
 Nothing here has state, a config, or a process group beyond an argument.
@@ -68,10 +68,10 @@ def _op(fake, mutates_args=(), reads_on_host: bool = False):
 
 @_op(lambda value, grad: torch.empty_like(value))
 def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    """value, but not before the backward has reached `grad`.
+    """A copy of value, which can be made only when the backward has reached `grad`.
 
-    `grad` is unused. Without it the compiler may move what is made of value into the
-    forward, and keep the result for the backward.
+    `grad` is otherwise unused. Without it the compiler may compute what is made of value in
+    the forward, and keep the result for the backward.
     """
     return value.clone()
 
@@ -84,7 +84,8 @@ def _upcast(x: Tensor) -> Tensor:
 def _sum_tokens(x: Tensor) -> Tensor:
     """The sum over the first axis, in fp64.
 
-    It loses no digits for any T. An fp32 sum on a CPU would also recompile at T = 4096.
+    It loses no digits for any T. With an fp32 sum on a CPU, the compiler would also make a
+    second graph from T = 4096 on.
     """
     return x.sum(0, dtype=torch.float64)
 
@@ -154,6 +155,7 @@ class _Gating(torch.autograd.Function):
     def backward(ctx, grad):
         tokens, weight, bias = ctx.saved_tensors
         _, need_tokens, need_weight, need_bias = ctx.needs_input_grad
+        # grad_tokens = grad · weight, grad_weight = gradᵀ · tokens, grad_bias = Σ_t grad
         grad_TE = grad.flatten(0, -2)
         grad_tokens = grad_weight = grad_bias = None
         if need_tokens:
@@ -271,21 +273,22 @@ def topk_routing_with_score_function(
     """The K experts of every token and their probs, from logits [T, E].
 
     1. The scores are softmax over E, sigmoid, or sqrt(softplus) of the logits, in fp32 at least.
-    2. The chosen experts, best first, are those with the top K logits. With `expert_bias`
+    2. The chosen experts, best first, are those with the top K logits: a score function
+       must be increasing. With `expert_bias`
        [E] they are the top K of scores + bias (arXiv 2408.15664; the bias only chooses).
        With `num_groups` they come from the best `group_topk` groups alone: see
        group_limited_topk. `precomputed_indices` [T, K] int64 in [0, E] replaces the
        choice; E is unrouted. A token's indices must be distinct, except E. Neither is
        checked: checking would sync the device.
     3. The probs are the scores of the chosen, without the bias. With `norm_topk_prob` they
-       are divided by (their sum + norm_eps). None is Megatron's convention: softmax
-       normalises unless use_pre_softmax is set (it is then a softmax over the chosen
-       logits); sigmoid and sqrtsoftplus normalise if K > 1.
+       are divided by (their sum + norm_eps). None is Megatron's convention: with softmax
+       and without use_pre_softmax the probs are a softmax over the chosen logits; with
+       use_pre_softmax they are not normalised; sigmoid and sqrtsoftplus are if K > 1.
     4. The probs are multiplied by `scaling_factor`.
 
-    Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output` (probs [T, K],
-    indices [T, K] int64). The probs have the dtype of the logits. ValueError: an unknown
-    score function, or sizes that do not fit.
+    Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output`, Megatron's
+    name for the compact form, (probs [T, K], indices [T, K] int64). The probs have the
+    dtype of the logits. ValueError: an unknown score function, or sizes that do not fit.
 
     >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
     >>> probs, indices = topk_routing_with_score_function(logits, topk=1, use_pre_softmax=True,
@@ -315,7 +318,7 @@ def topk_routing_with_score_function(
     if precomputed_indices is not None:
         indices_TK = precomputed_indices
     elif num_groups is None and expert_bias is None:
-        # Of the logits: saturated scores would tie.
+        # The logits have the order of the scores, without the ties of saturated scores.
         indices_TK = logits_TE.topk(topk, dim=1).indices
     else:
         with torch.no_grad():
@@ -410,9 +413,9 @@ def compute_routing_scores_for_aux_loss(
 ) -> tuple[Tensor, Tensor]:
     """(routing_map [T, E] bool, scores [T, E]) for the balance losses, from logits [T, E].
 
-    The scores are the score function over all E, in fp32 at least; those of one token sum
-    to 1. The map is their plain top K, without bias and groups. Tokens with padding_mask
-    [T] True are zero in both.
+    The scores are the score function over all E, in fp32 at least, divided by their sum
+    over E. The map is the plain top K of the logits, without bias and groups. Tokens with
+    padding_mask [T] True are zero in both.
     """
     _check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(logits=(logits, "T E"), padding_mask=(padding_mask, "T"))
@@ -520,15 +523,15 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         d0_T = torch.where(done, d0_T, new0_T)
         d1_E = torch.where(done, d1_E, new1_E)
         done = done | ((d1_E - last_E).abs().mean() <= tol)
-        # Elsewhere reading `done` would sync the device. There the loop goes on and
-        # changes nothing.
+        # On a CPU the loop ends here. On other devices a read of `done` would sync: there
+        # all 256 rounds run, and change nothing once done.
         if cost.device.type == "cpu" and done:
             break
     return d1_E * A_TE * d0_T[:, None]
 
 
 def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
-    """exp(cost) [T, E] with its rows scaled to sum to 1/T and its columns to 1/E, within tol.
+    """exp(cost) [T, E] with its rows scaled to sum to about 1/T and its columns to about 1/E.
 
     A = exp(cost). From ones, d0 = (1/T) / (A·d1 + 1e-8) and d1 = (1/E) / (Aᵀ·d0 + 1e-8),
     until the mean absolute change of d1 is at most tol, or for 256 rounds. The result is
@@ -553,24 +556,24 @@ def get_capacity(
     return max(capacity, min_capacity or 0)
 
 
-# This is an op because the compiler's own lowering of a sort guards on the length.
+# This is an op because the compiler's own code for a sort is made for one length.
 @_op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
-def _rank_by_key(keys: Tensor) -> Tensor:
-    """[T, E] int64: the rank of each key in its column, the largest first, equal ones in order.
+def _place_by_key(keys: Tensor) -> Tensor:
+    """[T, E] int64: the place of each key in its column, the largest first, equal ones in order.
     """
     order_TE = keys.argsort(dim=0, descending=True, stable=True)
-    rank_T1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    return torch.empty_like(order_TE).scatter_(0, order_TE, rank_T1.expand(keys.shape))
+    place_T1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    return torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand(keys.shape))
 
 
-def _rank_by_position(routing_map: Tensor) -> Tensor:
-    """[T, E] int64: the rank of each token in its column: first the routed in order, then
+def _place_by_position(routing_map: Tensor) -> Tensor:
+    """[T, E] int64: the place of each token in its column: first the routed in order, then
     the others.
     """
     routed_TE = routing_map.long()
-    rank_of_routed_TE = routed_TE.cumsum(0)
-    rank_of_others_TE = (1 - routed_TE).cumsum(0) + routed_TE.sum(0)
-    return torch.where(routing_map, rank_of_routed_TE, rank_of_others_TE) - 1
+    place_of_routed_TE = routed_TE.cumsum(0)
+    place_of_others_TE = (1 - routed_TE).cumsum(0) + routed_TE.sum(0)
+    return torch.where(routing_map, place_of_routed_TE, place_of_others_TE) - 1
 
 
 def apply_router_token_dropping(
@@ -596,11 +599,11 @@ def apply_router_token_dropping(
     T, E = routing_map.shape
     capacity = get_capacity(T * router_topk, E, capacity_factor)
     if drop_policy == "position":
-        rank_TE = _rank_by_position(routing_map)
+        place_TE = _place_by_position(routing_map)
     else:
-        rank_TE = _rank_by_key(routing_probs.detach().masked_fill(~routing_map, -math.inf))
+        place_TE = _place_by_key(routing_probs.detach().masked_fill(~routing_map, -math.inf))
 
-    within_TE = rank_TE < capacity
+    within_TE = place_TE < capacity
     kept_TE = routing_map & within_TE
     probs_TE = routing_probs.masked_fill(~kept_TE, 0.0)
     return (probs_TE, within_TE) if pad_to_capacity else (probs_TE, kept_TE)
@@ -646,10 +649,11 @@ def required_bias_histogram(
     balancing (Kimi K3 technical report, section 2.3.3).
 
     scores s [T, E] in [0, 1], chosen by s + expert_bias b [E]. α_t is the (K+1)-th largest
-    of s_t + b, and r[t, e] = α_t - s[t, e] is the bias from which token t chooses expert
-    e. The bins are uniform over [min b - 1, max b + 1], and values beyond an end belong to
-    the bin at that end. Tokens with padding_mask [T] True are left out. Histograms of
-    microbatches and ranks can be added: they are integers, so the sum is exact.
+    of s_t + b, and r[t, e] = α_t - s[t, e] is the bias above which expert e stays among
+    the K of token t. The bins are uniform over [min b - 1, max b + 1], and values beyond
+    an end belong to the bin at that end. Tokens with padding_mask [T] True are left out.
+    Histograms of microbatches and ranks can be added: they are integers, so the sum is
+    exact.
     ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
     """
     check_shapes(
@@ -678,10 +682,10 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     """The bias [E] with which each expert would have been chosen by its share K/E of the
     tokens, minus the mean over E.
 
-    histogram [E, num_bins] of required_bias_histogram, summed over all tokens; expert_bias
-    [E] as it was there. The bias is the K/E quantile of the expert's row, linear inside
-    its bin: the first bin at which the running count reaches K/E of all. An empty
-    histogram changes nothing. The result has expert_bias.dtype.
+    histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, and
+    expert_bias [E] is the bias that was given to it. The bias is the K/E quantile of the
+    expert's row, linear inside its bin: the first bin at which the running count reaches
+    K/E of all. An empty histogram changes nothing. The result has expert_bias.dtype.
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
@@ -715,7 +719,9 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 # ---- Permute, index form: what the layer runs on ----
-# Static shapes, an inverse, no atomics.
+# Shapes are static, and a permutation has an inverse. So every sum over rows is a gather
+# and a sum in a fixed order, forward and backward: the same input gives bitwise the same
+# result. (count_experts adds integers, which is exact in any order.)
 
 class Permutation(NamedTuple):
     """Where each of the N = T·K assignments goes when rows are grouped by expert."""
@@ -770,8 +776,8 @@ def _sum_rows(
 ) -> Tensor:
     """[T, H]: Σ_k probs[t, k] · rows[inverse[t, k]], summed in fp32 at least, in rows.dtype.
 
-    With offsets, unrouted rows are left out. The loop over K becomes one kernel of gathers
-    and sums, without a tensor [T, K, H].
+    With offsets, unrouted rows are left out. Without, they have to be zeros already.
+    Compiled, the loop over K is one kernel of gathers and sums, without a tensor [T, K, H].
     """
     def picked(k: int) -> Tensor:
         row_T = inverse[:, k]
@@ -938,9 +944,9 @@ def permute(
     row = torch.arange(num_out_tokens, device=tokens.device)
     if drop_and_pad:
         capacity = num_out_tokens // E
-        rank_TE = _rank_by_position(routing_map)
-        slot_TE = torch.arange(E, device=tokens.device) * capacity + rank_TE
-        slot_TE = torch.where(rank_TE < capacity, slot_TE, num_out_tokens)
+        place_TE = _place_by_position(routing_map)
+        slot_TE = torch.arange(E, device=tokens.device) * capacity + place_TE
+        slot_TE = torch.where(place_TE < capacity, slot_TE, num_out_tokens)
         token_TE = torch.arange(T, device=tokens.device)[:, None].expand(T, E)
         token = _scatter_columns(
             token_TE.reshape(1, -1), slot_TE.view(1, -1), columns=num_out_tokens, fill=T).flatten()
@@ -1044,14 +1050,14 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
     routing_map = _as_map(routing_map)
     counts_E = routing_map.sum(0)
     wanted_E = (counts_E + pad_multiple - 1) // pad_multiple * pad_multiple
-    return _rank_by_position(routing_map) < wanted_E
+    return _place_by_position(routing_map) < wanted_E
 
 
 # ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
+# y is fc1's output; a is the gate half, b the up half.
 
 class Activation(NamedTuple):
-    """A function act of a: value(a, constants) is act(a), back(g, a, constants) is g · act'(a).
-    """
+    """A function act: value(a, constants) is act(a), back(g, a, constants) is g · act'(a)."""
     value: Callable
     back: Callable
     takes: tuple[str, ...] = ()          # the constants that it has
@@ -1073,11 +1079,13 @@ _GLU = ("linear_offset", "clamp_value")
 
 
 def _quick_gelu_back(g: Tensor, a: Tensor, c: Constants) -> Tensor:
+    # act' = s · (1 + alpha · a · (1 - s)), s = sigmoid(alpha · a)
     s = torch.sigmoid(c.alpha * a)
     return g * s * (1 + c.alpha * a * (1 - s))
 
 
 def _situ_back(g: Tensor, a: Tensor, c: Constants) -> Tensor:
+    # act' = s · (1 - t²) + beta · t · s · (1 - s), t = tanh(a / beta), s = sigmoid(a)
     t = torch.tanh(a / c.beta)
     s = torch.sigmoid(a)
     return g * s * ((1 - t * t) + c.beta * t * (1 - s))
@@ -1317,17 +1325,18 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 # ---- Grouped matrix product: row block e times matrix e ----
-# Off CUDA the two products are custom ops. They loop over the experts and read the offsets
-# on the host. They gather the rows of an expert just before its product, while they are in
-# the cache. The compiler then sees no gathered rows that it could keep for the backward.
+# Where torch's grouped product is not taken (see _native), the two products are custom
+# ops. They loop over the experts and read the offsets on the host. They gather the rows of
+# an expert just before its product, while they are in the cache. The compiler sees no
+# gathered rows, so it cannot keep them for the backward.
 
 class _Rows(NamedTuple):
     """The rows [N, ..] of a product: those of x, or with token_N the rows x[token_N],
-    times scale.
+    times probs.
     """
     x: Tensor
     token_N: Tensor | None = None
-    scale: Tensor | None = None          # [N, 1]
+    probs: Tensor | None = None          # [N, 1]
 
     def count(self) -> int:
         return len(self.x if self.token_N is None else self.token_N)
@@ -1338,8 +1347,8 @@ class _Rows(NamedTuple):
             rows = self.x[start:end]
         else:
             rows = self.x.index_select(0, self.token_N[start:end])
-        if self.scale is not None:
-            rows = (rows * self.scale[start:end]).to(rows.dtype)
+        if self.probs is not None:
+            rows = (rows * self.probs[start:end]).to(rows.dtype)
         return rows
 
 
@@ -1402,16 +1411,16 @@ def _loops_in_torch(x: Tensor, token_N: Tensor | None, num_experts: int) -> bool
     return _Rows(x, token_N).count() * row_bytes <= num_experts * 2 ** 16 and _aligned(x)
 
 
-def _empty_product(x, token_N, scale, weights, bias, offsets):
+def _empty_product(x, token_N, probs, weights, bias, offsets):
     return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
 
 
 @_op(_empty_product, reads_on_host=True)
 def _rows_times_weights(
-    x: Tensor, token_N: Tensor | None, scale: Tensor | None, weights: Tensor, bias: Tensor | None,
+    x: Tensor, token_N: Tensor | None, probs: Tensor | None, weights: Tensor, bias: Tensor | None,
     offsets: Tensor,
 ) -> Tensor:
-    rows = _Rows(x, token_N, scale)
+    rows = _Rows(x, token_N, probs)
     if bias is None and _loops_in_torch(x, token_N, len(weights)) and _aligned(weights):
         out = F.grouped_mm(rows.block(), weights, offs=offsets)
         out[offsets[-1]:].zero_()
@@ -1426,18 +1435,18 @@ def _rows_times_weights(
     return out
 
 
-def _empty_weight_grad(a, token_a, b, token_b, scale, offsets):
+def _empty_weight_grad(a, token_a, b, token_b, probs, offsets):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
 @_op(_empty_weight_grad, reads_on_host=True)
 def _rows_times_rows(
-    a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, scale: Tensor | None,
+    a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, probs: Tensor | None,
     offsets: Tensor,
 ) -> Tensor:
     E = len(offsets)
     rows_a = _Rows(a, token_a)
-    rows_b = _Rows(b, token_b, scale)
+    rows_b = _Rows(b, token_b, probs)
     if _loops_in_torch(a, token_a, E) and _loops_in_torch(b, token_b, E):
         return F.grouped_mm(rows_a.block().t(), rows_b.block(), offs=offsets)
     out = a.new_empty(E, a.shape[1], b.shape[1])
@@ -1487,19 +1496,19 @@ def _product(rows: _Rows, weights: Tensor, offsets: Tensor, bias: Tensor | None 
 
 
 def _weight_grad(a: _Rows, b: _Rows, offsets: Tensor) -> Tensor:
-    """(Row block e of a)ᵀ · row block e of b -> [E, A, B]. Only b may have a scale."""
+    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Only b may have probs."""
     if not _native(a.x, b.x):
         return _rows_times_rows(
-            a.x, a.token_N, b=b.x, token_b=b.token_N, scale=b.scale, offsets=offsets)
+            a.x, a.token_N, b=b.x, token_b=b.token_N, probs=b.probs, offsets=offsets)
     rows_a = _zero_unrouted(a.block(), offsets)
     rows_b = _zero_unrouted(b.block(), offsets)
     return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
 
 
-def _bias_grad(rows: _Rows, scale: Tensor, offsets: Tensor) -> Tensor:
-    """[E, A]: the sum of the rows of block e times scale [N, 1]."""
+def _bias_grad(rows: _Rows, probs: Tensor, offsets: Tensor) -> Tensor:
+    """[E, O]: the sum of the rows of block e times probs [N, 1]."""
     # A product with one column. It is padded to 8 columns, which are aligned.
-    column = F.pad(scale.to(rows.x.dtype), (0, 7))
+    column = F.pad(probs.to(rows.x.dtype), (0, 7))
     return _weight_grad(rows, _Rows(column), offsets)[:, :, 0]
 
 
@@ -1515,6 +1524,7 @@ class _GroupedMM(torch.autograd.Function):
         need_rows, need_weights, _ = ctx.needs_input_grad
         grad = _Rows(grad.contiguous())
         grad_rows = grad_weights = None
+        # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:
             grad_rows = _product(grad, weights.transpose(1, 2), offsets)
         if need_weights:
@@ -1531,8 +1541,9 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     come out as zeros and get zero gradients. An expert without rows gets a zero weight
     gradient.
 
-    On CUDA in bf16, with H and F multiples of 8, this is torch.nn.functional.grouped_mm.
-    Elsewhere it is a loop that reads the offsets on the host, which syncs on CUDA. That
+    On CUDA in bf16, with H and F multiples of 8, on H100, H200 and B200, this is
+    torch.nn.functional.grouped_mm. Elsewhere the offsets are read on the host, which syncs
+    on CUDA. That
     the offsets ascend and end within N is not checked: checking would sync too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
@@ -1548,7 +1559,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 # ---- Experts: gather, fc1, activation, fc2, combine ----
-# The backward needs only the arguments and fc1's output; the rest is computed again.
+# Kept for the backward are the arguments and fc1's output alone. Its activation is cheap
+# to compute again, and would take another [N, F].
 
 class _ExpertInputs(NamedTuple):
     """The tensors of `expert_mlp`: fc1 as [E, P·F, H], and the plan."""
@@ -1593,6 +1605,7 @@ class _ExpertMLP(torch.autograd.Function):
         else:
             output_probs = inputs.probs
 
+        # hidden = x · fc1ᵀ, act = p · activation(hidden), out = act · fc2ᵀ
         latent = _project(inputs.tokens, inputs.down)
         rows = _Rows(latent, token_N, input_probs)
         hidden = _product(rows, inputs.fc1.transpose(1, 2), offsets, bias=inputs.fc1_bias)
@@ -1615,7 +1628,8 @@ class _ExpertMLP(torch.autograd.Function):
         hidden = kept.to(grad.dtype)
         grads = {}
 
-        # What is made of these depends on grad, so the compiler cannot keep it from the forward.
+        # These now depend on grad. So the compiler computes what is made of them here, and
+        # does not keep it from the forward.
         order = value_in_backward(inputs.order, grad)
         token_N, probs_N1 = _token_and_prob(order, inputs.probs)
         grad_out = _Rows(grad, token_N)
@@ -1625,8 +1639,8 @@ class _ExpertMLP(torch.autograd.Function):
         if inputs.down is not None and (need.fc1 or need.probs and on_input):
             latent = _project(value_in_backward(inputs.tokens, grad), inputs.down)
 
-        # fc2 is linear: probs after it and probs before it have one backward, which does
-        # not need its output.
+        # p · (fc2 · act) = fc2 · (p · act): "output" and "activation" have one backward,
+        # which does not need fc2's output.
         input_probs, activation_probs = (probs_N1, None) if on_input else (None, probs_N1)
 
         # Through fc2 and the activation: grad_act = grad · fc2.
@@ -1642,18 +1656,20 @@ class _ExpertMLP(torch.autograd.Function):
             act = _weighted(value, activation_probs, hidden.dtype)
             grads["fc2"] = _weight_grad(grad_out, _Rows(act), offsets)
         if need.fc2_bias:
-            scale = torch.ones_like(probs_N1) if on_input else activation_probs
-            grads["fc2_bias"] = _bias_grad(grad_out, scale, offsets)
+            probs = torch.ones_like(probs_N1) if on_input else activation_probs
+            grads["fc2_bias"] = _bias_grad(grad_out, probs, offsets)
 
-        # grad_fc1 = grad_hiddenᵀ · latent
+        # grad_fc1 = grad_hiddenᵀ · latent[token]
         if need.fc1:
             rows = _Rows(latent, token_N, input_probs)
             grads["fc1"] = _weight_grad(_Rows(grad_hidden), rows, offsets)
         if need.fc1_bias:
-            scale = torch.ones_like(probs_N1)
-            grads["fc1_bias"] = _bias_grad(_Rows(grad_hidden), scale, offsets)
+            ones_N1 = torch.ones_like(probs_N1)
+            grads["fc1_bias"] = _bias_grad(_Rows(grad_hidden), ones_N1, offsets)
 
-        # Through fc1: grad_rows = grad_hidden · fc1.
+        # Through fc1: grad_rows = grad_hidden · fc1, with zeros in unrouted rows. Then
+        # back to the tokens, and with down: grad_tokens = grad_latent · down, grad_down =
+        # grad_latentᵀ · tokens.
         if need_latent or need.probs and on_input:
             grad_rows = _product(_Rows(grad_hidden), inputs.fc1, offsets)
         if need_latent:
@@ -1748,9 +1764,9 @@ def _rms_norm(rows: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, T
     square of 1.
     """
     wide = _upcast(rows)
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    unit = wide * scale
-    return (unit * norm).to(rows.dtype), unit, scale
+    inverse_rms = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    unit = wide * inverse_rms
+    return (unit * norm).to(rows.dtype), unit, inverse_rms
 
 
 class _LatentUp(torch.autograd.Function):
@@ -1766,8 +1782,10 @@ class _LatentUp(torch.autograd.Function):
         rows, up, norm = ctx.saved_tensors
         _, need_rows, need_up, need_norm = ctx.needs_input_grad
         rows = value_in_backward(rows, grad)
-        normed, unit, scale = _rms_norm(rows, norm, ctx.eps)
+        normed, unit, inverse_rms = _rms_norm(rows, norm, ctx.eps)
         grad_rows = grad_up = grad_norm = None
+        # grad_up = gradᵀ · normed, grad_norm = Σ_t grad_normed · unit,
+        # grad_rows = (grad_unit - unit · mean(grad_unit · unit)) / rms
         if need_up:
             grad_up = grad.t() @ normed
         if need_rows or need_norm:
@@ -1777,16 +1795,17 @@ class _LatentUp(torch.autograd.Function):
         if need_rows:
             grad_unit = _upcast(grad_normed) * norm
             along_unit = (grad_unit * unit).mean(-1, keepdim=True)
-            grad_rows = (scale * (grad_unit - unit * along_unit)).to(rows.dtype)
+            grad_rows = (inverse_rms * (grad_unit - unit * along_unit)).to(rows.dtype)
         # eps, rows, up, norm
         return None, grad_rows, grad_up, grad_norm
 
 
 def latent_up(rows: Tensor, up: Tensor, norm: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """rows [T, ℓ] · up [H, ℓ]ᵀ -> [T, H], with norm [ℓ] after an RMSNorm in fp32 at least
-    (arXiv 1910.07467).
+    """rows [T, ℓ] -> [T, H]: rows · upᵀ, and with norm [ℓ] (rows / rms(rows) · norm) ·
+    upᵀ, for up [H, ℓ] (arXiv 1910.07467).
 
-    Only the rows are kept for the backward.
+    The norm is computed in fp32 at least. Of the activations, only the rows are kept for
+    the backward.
     """
     if norm is None:
         return F.linear(rows, up)

@@ -3,9 +3,9 @@
 The tensor functions are in kernels.py, which also explains the letters. What crosses ranks
 is in parallel.py.
 
-    hidden_states [S, B, H] ──┬─> TopKRouter ──> probs [T, K], indices [T, K]
-                              ├──────────────> plan_permutation ──> Experts ──┬─> [S, B, H]
-                              └──────────────> SharedExpertMLP ───────────────┘
+    hidden_states [S, B, H] ─┬─> TopKRouter ──> probs, indices [T, K] ─> plan ─┐
+                             ├───────────────────────────────────────> Experts ─┤
+                             └─> SharedExpertMLP ───────────────────────────────┴─> [S, B, H]
 """
 import contextlib
 import enum
@@ -81,11 +81,11 @@ class MoEConfig:
     num_experts: int
     topk: int
     activation: str = "swiglu"                     # see kernels.ACTIVATIONS
-    glu_alpha: float = 1.702                       # of quick_geglu
-    glu_linear_offset: float = 0.0                 # of swiglu, geglu and quick_geglu
-    activation_clamp_value: float | None = None    # of the same three
-    situ_beta: float = 1.0                         # of situ
-    situ_linear_beta: float | None = None          # of situ
+    glu_alpha: float = 1.702                       # for quick_geglu
+    glu_linear_offset: float = 0.0                 # for swiglu, geglu and quick_geglu
+    activation_clamp_value: float | None = None    # for swiglu, geglu and quick_geglu
+    situ_beta: float = 1.0                         # for situ
+    situ_linear_beta: float | None = None          # for situ
     activation_fp8_input_store: bool = False       # keep fc1's output for the backward as fp8 e4m3
     add_bias_linear: bool = False                  # biases in the experts
     apply_probs_on: str = "activation"             # "input", "activation", "output"
@@ -101,7 +101,7 @@ class MoEConfig:
     router_dtype: torch.dtype = torch.float32
     enable_expert_bias: bool = False               # a bias for the choice alone: update_expert_bias
     bias_update: str = "sign"                      # "sign" (arXiv 2408.15664), "quantile"
-    bias_update_rate: float = 1e-3                 # of "sign"
+    bias_update_rate: float = 1e-3                 # for "sign"
     latent_size: int | None = None                 # width ℓ of the routed experts; None: H
     latent_norm: bool = False                      # an RMSNorm after the latent experts
     latent_norm_eps: float = 1e-5
@@ -272,9 +272,9 @@ def _normal(shape: Sequence[int], std: float, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
 
 
-# Inside a checkpoint in a graph, Dynamo refuses to keep a tensor on a module. Here it is
-# safe: a recomputation keeps the same, or a later step takes it back. The switch has a
-# private name. Eager mode just runs the step.
+# Dynamo refuses to keep a tensor on a module inside a checkpointed region of a graph. This
+# switch allows it. It is safe here: a recomputation keeps the same tensor, or a later step
+# drops it. The switch is a private name of torch. Where torch lacks it, the step just runs.
 _tracing_side_effects = getattr(
     torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer",
     lambda step, *args, **kwargs: step(*args, **kwargs))
@@ -286,15 +286,16 @@ class MoELayer(ParallelModule):
     """y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the shared expert's output.
 
     hidden_states [S, B, H] -> the same shape and dtype. The parts are layer.router,
-    layer.experts, layer.latent and layer.shared_experts; the last two are None if the
-    config has none.
+    layer.experts, layer.latent (see Latent) and layer.shared_experts; the last two are
+    None if the config has none.
 
-    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. Under ep
-    each rank has E / ep experts and tokens of its own. Every rank must run every forward
-    and backward, also with T = 0. With pad_to_capacity all ranks need the same T, with
-    sequence_parallel the same S over tp.
-    ValueError: sizes that ep or tp do not divide, tp without sequence_parallel, and in the
-    forward wrong shapes.
+    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. (CUDA
+    graphs do not go together with shared_expert_overlap.) The same input gives bitwise the
+    same output and gradients. Under ep each rank has E / ep experts and tokens of its own.
+    Every rank must run every forward and backward, also with T = 0. With pad_to_capacity
+    all ranks need the same T, with sequence_parallel the same S over tp. ValueError: sizes
+    that ep or tp do not divide, tp without sequence_parallel, and in the forward wrong
+    shapes.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape
@@ -337,15 +338,18 @@ class MoELayer(ParallelModule):
             plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
             def routed(x_TH: Tensor, down: Tensor | None = None) -> Tensor:
+                # Send the rows to their experts. Meanwhile the shared expert computes fc1.
                 dispatched = self.dispatch(x_TH, down, probs_TK=probs_TK, plan=plan)
                 if overlap:
                     shared.linear_fc1_forward_and_act()
-                rows = self.experts(*dispatched.receive())
-                rows = dispatched.send_back(rows)
+                # Wait for the rows of our experts, and send back what these make of them.
+                # Meanwhile the shared expert computes fc2.
+                rows = self.experts(**dispatched.wait_for_rows())
+                sent_back = dispatched.send_back(rows)
                 if overlap:
                     shared.linear_fc2_forward()
                     shared.post_forward_comm()
-                return dispatched.combine(rows)
+                return dispatched.wait_and_combine(sent_back)
 
             y_TH = routed(x_TH) if self.latent is None else self.latent(x_TH, routed)
             y = y_TH.view(hidden_states.shape)
@@ -374,28 +378,30 @@ class MoELayer(ParallelModule):
 
 
 class Local(NamedTuple):
-    """Nothing crosses ranks: the experts gather their rows from the tokens, and combine them."""
+    """Nothing crosses ranks, so there is nothing to wait for: the experts themselves
+    gather their rows from the tokens, and combine them.
+    """
     tokens: Tensor
     probs: Tensor
     plan: kernels.Permutation
     down: Tensor | None
 
-    def receive(self) -> "Local":
-        return self
+    def wait_for_rows(self) -> dict:
+        return self._asdict()
 
     def send_back(self, y_TH: Tensor) -> Tensor:
         return y_TH
 
-    def combine(self, y_TH: Tensor) -> Tensor:
+    def wait_and_combine(self, y_TH: Tensor) -> Tensor:
         return y_TH
 
 
 class ExpertParallel:
     """Rows go to the ranks that hold their experts, and back.
 
-    Dropless, the ranks first exchange how many rows go where, and read it on the host: the
-    one sync. With pad_to_capacity every expert gets equally many rows from every rank: no
-    exchange, no sync. M is the number of rows that this rank receives.
+    The ranks first exchange how many rows go where, and read it on the host: the one sync.
+    With pad_to_capacity every expert gets equally many rows from every rank: no exchange of
+    counts, no sync. M is the number of rows that this rank receives.
     """
 
     def __init__(
@@ -413,7 +419,8 @@ class ExpertParallel:
             # Issued before the rows are gathered, so that it runs beside that.
             counts_in_flight = parallel.exchange(
                 plan.counts, send=[local] * ranks, receive=[local] * ranks, group=group)
-            # One unrouted row more: the slice below never takes all.
+            # One unrouted row more: then the slices below never take all rows, which would
+            # be another graph.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
         probs = kernels.gather_probs(probs_TK, plan)
@@ -429,19 +436,21 @@ class ExpertParallel:
         expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
         self.plan = plan
         self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
-        self.way_back = {"send": receive, "receive": send, "group": group}
-        there = {"send": send, "receive": receive, "group": group}
-        self.rows = parallel.AllToAll(rows[:sum(send)], **there)
-        self.probs = parallel.AllToAll(probs[:sum(send)], **there)
+        self.splits_back = {"send": receive, "receive": send, "group": group}
+        splits = {"send": send, "receive": receive, "group": group}
+        self.rows_in_flight = parallel.AllToAll(rows[:sum(send)], **splits)
+        self.probs_in_flight = parallel.AllToAll(probs[:sum(send)], **splits)
 
-    def receive(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
-        return self.rows.finish(), self.probs.finish()[:, None], self.local_plan
+    def wait_for_rows(self) -> dict:
+        rows_MH = self.rows_in_flight.wait()
+        probs_M = self.probs_in_flight.wait()
+        return {"tokens": rows_MH, "probs": probs_M[:, None], "plan": self.local_plan}
 
     def send_back(self, y_MH: Tensor) -> parallel.AllToAll:
-        return parallel.AllToAll(y_MH, **self.way_back)
+        return parallel.AllToAll(y_MH, **self.splits_back)
 
-    def combine(self, sent_back: parallel.AllToAll) -> Tensor:
-        rows = sent_back.finish()
+    def wait_and_combine(self, sent_back: parallel.AllToAll) -> Tensor:
+        rows = sent_back.wait()
         unrouted = len(self.plan.order) - len(rows)
         return kernels.combine_rows(F.pad(rows, (0, 0, 0, unrouted)), self.plan)
 
@@ -492,7 +501,8 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
 
 # ---- Router: counts that grow once per training forward ----
-# These are ops, since only the running program can tell a recomputation. Compiled code cannot.
+# These are ops because the check for a recomputation has to happen at run time. Traced
+# into a graph, its answer would be fixed when the graph is made.
 
 def _recomputing() -> bool:
     """Whether a non-reentrant checkpoint is running its forward again.
@@ -544,8 +554,7 @@ def _counter(tensor: Tensor) -> Tensor:
 # ---- Router ----
 
 class Router(ParallelModule, ABC):
-    """weight [E, H] -> logits. Subclasses say what the logits choose: `forward` and `routing`.
-    """
+    """The base of a router: weight [E, H], and the logits. Subclasses say what these choose."""
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
@@ -589,11 +598,21 @@ class Router(ParallelModule, ABC):
 class TopKRouter(Router):
     """Sends each token to its top K experts.
 
-    `forward` gives the [T, E] form, `route` the [T, K] form that the layer runs on. In
-    training, with grad enabled, losses are attached to the probs: they are in the gradient
-    already, do not add them. Counts and the running sums of the global loss grow once per
-    training forward, under activation checkpoints too. To choose the experts in another
-    way, override `choose`.
+    forward(input)  -> (probs [T, E], routing_map [T, E]), Megatron's form.
+    route(input)    -> (probs [T, K], indices [T, K]), the same choice in the layer's form.
+    routing(logits) -> (probs [T, E], routing_map [T, E]), from given logits.
+    gating(input)   -> logits.
+    choose(logits)  -> (probs [T, K], indices [T, K]). Override it for a routing of your own.
+
+    In training, with grad enabled, balance losses are attached to the probs and the z-loss
+    to the logits. So the losses are in the gradient already: do not add them. Counts, and
+    the running sums of the global loss, grow once per such forward, under activation
+    checkpoints too.
+
+    >>> router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
+    >>> probs, indices = router.route(torch.randn(5, 3, 8))
+    >>> probs.shape, indices.shape
+    (torch.Size([15, 2]), torch.Size([15, 2]))
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
@@ -603,11 +622,11 @@ class TopKRouter(Router):
         def counter(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return _counter(torch.empty(shape, dtype=dtype))
 
-        # The counts are not buffers: DistributedDataParallel would overwrite them with
-        # those of rank 0. The first two count since the last update_expert_bias.
         self.register_buffer("expert_bias", None)
-        self.local_tokens_per_expert = None
-        self.bias_histogram = None                   # of the biases that tokens need
+        # The counts below are plain tensors, not buffers: DistributedDataParallel would
+        # overwrite buffers with those of rank 0.
+        self.local_tokens_per_expert = None          # since the last update_expert_bias
+        self.bias_histogram = None                   # of needed biases, since that too
         self.global_tokens_per_expert = None         # running sum for the global loss
         self.ga_steps = None                         # forwards in that sum
         if config.enable_expert_bias:
@@ -652,7 +671,7 @@ class TopKRouter(Router):
         self._check_mask(padding_mask, input.shape[:-1])
         topk_indices = self._given_indices(topk_indices, input.shape[:-1])
         if self.last_losses.device != self.weight.device:
-            # fully_shard has moved parameters and buffers.
+            # fully_shard moves parameters and buffers without `_apply`.
             self._move_counts(lambda tensor: tensor.to(self.weight.device))
 
         logits = self.gating(self.apply_input_jitter(input))
@@ -790,7 +809,7 @@ class TopKRouter(Router):
         return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
 
     def _drop(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """What is over an expert's capacity becomes unrouted."""
+        """Assignments beyond an expert's capacity become unrouted."""
         E = self.config.num_experts
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
         kept_TE = self._cut_to_capacity(probs_TE, map_TE)
@@ -805,7 +824,9 @@ class TopKRouter(Router):
             drop_policy=config.token_drop_policy, pad_to_capacity=pad)[1]
 
     def _to_map(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The [T, E] form, with the capacity fillers that only it can hold."""
+        """The [T, E] form. With pad_to_capacity the map also marks the fillers, for which
+        the [T, K] form has no place.
+        """
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
         if self.config.pad_to_capacity:
             map_TE = self._cut_to_capacity(probs_TE.detach(), map_TE, pad=True)
@@ -896,8 +917,8 @@ class TopKRouter(Router):
         counts_BE = routing_map.view(S, B * E).sum(0).view(B, E)
         counts_BE = all_sum(counts_BE, group).double()
         tokens_B1 = counts_BE.sum(1, keepdim=True) / K
-        scale = coeff * E / K / max(B, 1)
-        factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * scale
+        per_sequence = coeff * E / K / max(B, 1)
+        factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
         loss = kernels.weighted_token_sum(scores.view(S, B * E), factors_BE.flatten())
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind], reduce_group=group,
@@ -949,6 +970,7 @@ class TopKRouter(Router):
         logged = self.last_losses[METRICS.index(aux_loss_name)]
         _update_once(logged, (aux_loss.detach() / aux_loss_coeff).float(), add=False)
         sharers = 0 if reduce_group_has_dp else group_size(reduce_group)
+        # Written only if it changes: Dynamo recompiles after a write to a module.
         if self._sharers[aux_loss_name] != sharers:
             self._sharers[aux_loss_name] = sharers
         if self.config.calculate_per_token_loss:
@@ -1000,8 +1022,8 @@ class TopKRouter(Router):
         self.last_losses.fill_(math.nan)
         _loss_scale(self.weight.device)              # made here, not by the first compiled forward
 
-    # Bias and counts keep their dtype: in bf16 the bias would lose its updates of 1e-3,
-    # and the counts their units.
+    # The bias and the counts keep their dtype: in bf16 a bias update of 1e-3 is rounded
+    # away, and a large count no longer grows by 1.
 
     def _apply(self, fn, recurse=True):
         bias = self.expert_bias
@@ -1199,16 +1221,16 @@ class Experts(ParallelModule):
         if config.num_experts % ranks:
             raise ValueError(f"num_experts is {config.num_experts}; "
                              f"needs a multiple of the ep size, {ranks}")
-        E = config.num_experts // ranks
-        P, F = config.parts, config.ffn_hidden_size
-        H = config.latent_size or config.hidden_size
-        self.fc1 = self.parameter(E, P, F, H)                # P: gate, up
-        self.fc2 = self.parameter(E, H, F)
+        local_experts = config.num_experts // ranks
+        width = config.latent_size or config.hidden_size
+        fc1_shape = local_experts, config.parts, config.ffn_hidden_size
+        self.fc1 = self.parameter(*fc1_shape, width)         # [E / ep, P, F, H]
+        self.fc2 = self.parameter(local_experts, width, config.ffn_hidden_size)
         self.fc1_bias = None
         self.fc2_bias = None
         if config.add_bias_linear:
-            self.fc1_bias = self.parameter(E, P, F)
-            self.fc2_bias = self.parameter(E, H)
+            self.fc1_bias = self.parameter(*fc1_shape)
+            self.fc2_bias = self.parameter(local_experts, width)
         self.reset_parameters()
 
     def forward(
@@ -1339,9 +1361,9 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
 
 
 # ---- Shared expert: to the side stream and back ----
-# Where tensors cross the streams, an op copies them and waits. So the order holds in a
-# graph too. There torch 2.13 does not tie a wait by itself to what reads after it, and
-# cannot split at one in the backward.
+# A tensor that comes back to the current stream, in the forward or in the backward, passes
+# an op that waits and copies. In a graph, torch 2.13 does not keep a wait by itself before
+# what reads the data, and cannot split at one in the backward.
 
 _SIDE_STREAMS: dict[torch.device, torch.Stream] = {}
 
@@ -1405,7 +1427,8 @@ class _ToSideStream(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         first, *others = filter(torch.is_tensor, grads)
-        with ctx.stream:                     # in a graph, the last that reads the gradient there
+        # In a graph this view is the last op on the side stream that reads the gradient.
+        with ctx.stream:
             joined = first.view_as(first)
         joined = _join_stream(joined, others)
         # stream, *tensors
@@ -1552,7 +1575,7 @@ class SharedExpertMLP(ParallelModule):
 
         overlapped_comm_output is the result of the communication that runs beside this
         step. Its backward is launched before that of this step, which also waits for the
-        main stream.
+        current stream.
         """
         with self._beside():
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])

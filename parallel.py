@@ -3,7 +3,7 @@ tensor-parallel pair, and the weights, state dicts and gradients of which each r
 part.
 
 To understand the layer you do not need this file: read moe.py. Without process groups
-nothing in here runs.
+nothing here communicates.
 """
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 class ProcessGroups:
     """torch.distributed groups. None is a group of one rank, without communication.
 
-    tp        ranks that shard the shared expert.
+    tp        ranks that shard the shared expert. The rest is whole on each of them.
     ep        ranks that share out the experts, each with tokens of its own.
     tp_cp     ranks that hold one sequence between them.
     dp_cp     all ranks with the same tp rank.
     tp_dp_cp  all ranks.
     expt_dp   all ranks with the same experts: those with the same ep rank.
 
-    Each rank's gradients are partial and have to be summed: see reduce_gradients. A
-    trainer that averages over R ranks instead makes the global loss R times too weak, and
-    has to multiply its coefficient by R. ValueError: ep without tp_dp_cp.
+    Each rank's gradients are partial and have to be summed: see reduce_gradients. If a
+    trainer averages over R ranks instead, the main loss is a mean over ranks as usual, but
+    the global loss, which is of all ranks already, is R times too weak. Multiply its
+    coefficient by R. ValueError: ep without tp_dp_cp.
     """
     tp: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
@@ -83,7 +84,8 @@ def group_rank(group) -> int:
 
 
 def all_sum(x: Tensor, group) -> Tensor:
-    """x summed over the group, in a new tensor without gradient. Without a group, x itself."""
+    """The sum of x over the group, in a new tensor without gradient. Without a group, x itself.
+    """
     if group is None:
         return x
     total = x.detach().clone()
@@ -115,46 +117,46 @@ def wait(buffer: Tensor) -> Tensor:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, route):
+    def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
         shadow = rows.new_zeros(()).expand(rows.shape)
-        return exchange(rows, **route), shadow
+        return exchange(rows, **splits), shadow
 
     @staticmethod
     def backward(ctx, _, grad_in_flight):
-        # rows, route
+        # rows, splits
         return wait(grad_in_flight), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, buffer, shadow, route):
-        ctx.route = route
+    def forward(ctx, buffer, shadow, splits):
+        ctx.splits = splits
         return wait(buffer)
 
     @staticmethod
     def backward(ctx, grad):
-        there = ctx.route
+        splits = ctx.splits
         in_flight = exchange(
-            grad, send=there["receive"], receive=there["send"], group=there["group"])
+            grad, send=splits["receive"], receive=splits["send"], group=splits["group"])
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             wait(in_flight)                                  # detect_anomaly reads it at once
-        # buffer, shadow, route
+        # buffer, shadow, splits
         return None, in_flight, None
 
 
 class AllToAll:
     """Rows [sum(send), ..] in flight: `send[r]` of them to rank r, `receive[r]` from it.
 
-    `finish` returns the rows [sum(receive), ..] that arrive. It is differentiable.
+    `wait` returns the rows [sum(receive), ..] that arrive. It is differentiable.
     """
 
     def __init__(self, rows: Tensor, send: list[int], receive: list[int], group):
-        self.route = {"send": send, "receive": receive, "group": group}
-        self.buffer, self.shadow = _Start.apply(rows, self.route)
+        self.splits = {"send": send, "receive": receive, "group": group}
+        self.buffer, self.shadow = _Start.apply(rows, self.splits)
 
-    def finish(self) -> Tensor:
-        return _Finish.apply(self.buffer, self.shadow, self.route)
+    def wait(self) -> Tensor:
+        return _Finish.apply(self.buffer, self.shadow, self.splits)
 
 
 # ---- Over tp: into the sharded product and out of it ----
@@ -171,8 +173,7 @@ def _gather(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 def _sum(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """x summed over the group; with sequence_parallel this rank's part of it, along the
-    first axis.
+    """The sum of x over the group; with sequence_parallel this rank's part of it, along axis 0.
     """
     if not sequence_parallel:
         return all_sum(x, group)
@@ -208,8 +209,8 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The opposite of enter_tp: partial sums of all tokens -> their sum, with
-    sequence_parallel each rank's part of it.
+    """The opposite of enter_tp: x is a partial sum for all tokens. The result is the whole
+    sum, with sequence_parallel this rank's part of it.
     """
     if group is None:
         return x
@@ -299,10 +300,10 @@ class ParallelModule(nn.Module):
 def reduce_gradients(module: nn.Module) -> None:
     """Sums the gradients of all MoE parameters in `module` over the ranks that hold them.
 
-    Those of the router and the gate are summed over tp_dp_cp, of the shared expert over
-    dp_cp, of the experts over expt_dp, never over ep. Call it before the optimizer step if
-    you train without FSDP or DDP. This is collective. A parameter without a gradient on
-    this rank counts as zero.
+    Each module says over which ranks: the router over tp_dp_cp, the shared expert over
+    dp_cp, the experts over expt_dp, which never has ranks with other experts. Call it
+    before the optimizer step if you train without FSDP or DDP. This is collective. A
+    parameter without a gradient on this rank counts as zero.
     """
     for part in module.modules():
         if not isinstance(part, ParallelModule):
