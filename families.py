@@ -187,15 +187,16 @@ def _listed(items: list[str], separator: str) -> str:
 
 
 def _type_of(hf_config, layer_idx: int | None = None) -> tuple[str, list[Reader]]:
-    """Returns the model_type, and a Reader of every config, the innermost first."""
+    """Returns the model_type, and a Reader of every config, the innermost first.
+
+    The model_type is the outermost known one, or else the innermost one.
+    """
     reads = [Reader(hf_config, layer_idx)]
     while (inner := reads[0].get("text_config")) is not None:
         reads.insert(0, Reader(inner, layer_idx))
     types = [read.get("model_type") for read in reads]
     known = [name for name in types if name in TYPES or name in INEXPRESSIBLE]
-    if known:
-        return known[-1], reads
-    return types[0], reads
+    return [types[0], *known][-1], reads
 
 
 def _family(model_type) -> Family:
@@ -209,7 +210,7 @@ def _family(model_type) -> Family:
 def _dtype_of(reads: list[Reader]) -> str:
     for read in reads:
         dtype = read.get("dtype", default=_ABSENT)
-        if dtype is _ABSENT:                                 # the library's objects warn of torch_dtype
+        if dtype is _ABSENT:             # the library's objects have dtype, and warn of torch_dtype
             dtype = read.get("torch_dtype")
         if dtype:
             return str(dtype).removeprefix("torch.")
@@ -292,7 +293,7 @@ def from_hf(
 
 
 def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, Tensor]:
-    """The inverse of from_hf. Returns prefix + name -> a copy of the tensor, in the published layout.
+    """The inverse of from_hf: returns prefix + name -> a copy of the tensor, as published.
 
     Every tensor has its parameter's dtype. Over ep the result has the experts of this rank, under
     their global numbers. A ValueError names the published tensors that are spread over ranks: over
@@ -308,8 +309,8 @@ def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, T
     if spread:
         raise ValueError(f"spread over ranks: {_listed(spread, ', ')}; needs a layer without ep "
                          f"and tp: save sharded_state_dict() and load it there")
-    local = {name: place for name, place in places.items() if place.view is not None}
-    return {prefix + name: place.take().clone() for name, place in local.items()}
+    return {prefix + name: place.take().clone()
+            for name, place in places.items() if place.view is not None}
 
 
 AXES = {
@@ -378,8 +379,9 @@ class Source:
         self.names = [name.removeprefix(prefix) for name in inside]
 
     def load(self, name: str) -> Tensor:
-        load = getattr(self.tensors, "get_tensor", None) or self.tensors.__getitem__
-        return load(self.prefix + name)
+        if hasattr(self.tensors, "get_tensor"):
+            return self.tensors.get_tensor(self.prefix + name)
+        return self.tensors[self.prefix + name]
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], str]:
         """It keeps nothing in memory."""
@@ -396,15 +398,15 @@ class Place(NamedTuple):
     slot: Slot
     shape: list[int]                       # of the published tensor
     view: Tensor | None                    # of the parameter; None: an expert of another rank
-    view_axes: str
-    sizes: dict[str, int]                  # of axes that the published tensor may have merged
-    cut: tuple[int, int, int] | None       # dimension, start and length of this rank's part
+    axes: list[str]                        # of the view
+    merged: dict[str, int]                 # sizes of the axes that the published tensor may merge
+    cut: dict[str, tuple[int, int]]        # axis cut over ranks -> start and length of this rank
 
     def put(self, tensor: Tensor) -> None:
         """Copies the published tensor into the layer, in the parameter's dtype."""
-        tensor = rearrange(tensor, f"{self.slot.axes} -> {self.view_axes}", **self.sizes)
-        if self.cut is not None:
-            tensor = tensor.narrow(*self.cut)
+        tensor = rearrange(tensor, f"{self.slot.axes} -> {' '.join(self.axes)}", **self.merged)
+        for axis, part in self.cut.items():
+            tensor = tensor.narrow(self.axes.index(axis), *part)
         self.view.copy_(tensor)
 
     def take(self) -> Tensor:
@@ -413,7 +415,7 @@ class Place(NamedTuple):
         It is the parameter's own memory if the published tensor has the same order and fills that
         memory alone. Otherwise it is a copy.
         """
-        tensor = rearrange(self.view, f"{self.view_axes} -> {self.slot.axes}", **self.sizes)
+        tensor = rearrange(self.view, f"{' '.join(self.axes)} -> {self.slot.axes}", **self.merged)
         tensor = tensor.contiguous()
         if tensor.untyped_storage().nbytes() == tensor.nbytes:
             return tensor
@@ -432,46 +434,43 @@ def _places(
     A parameter that the layer does not have is left out.
     """
     tensors = tensors or _tensors(layer)
-    groups = layer.pg_collection
-    cuts = {"experts": ("e", groups.ep), "shared_experts": ("s", groups.tp)}
     places = {}
     for name, slot in layout.items():
-        if slot.parameter in tensors:
-            owner = slot.parameter.split(".")[0]
-            axis, group = cuts.get(owner, ("", None))
-            view = tensors[slot.parameter].detach()
-            places |= _places_of(name, slot, view=view, cut_axis=axis, group=group)
+        if slot.parameter not in tensors:
+            continue
+        view = tensors[slot.parameter].detach()
+        axes = AXES[slot.parameter].split()
+        sizes = dict(zip(axes, view.shape))
+
+        # The sizes over all ranks, and the part of this rank.
+        owner, _, parameter = slot.parameter.rpartition(".")
+        group, dim = layer.get_submodule(owner).shard(parameter)
+        cut = {}
+        if dim is not None and moe.group_size(group) > 1:
+            axis, length = axes[dim], view.shape[dim]
+            sizes[axis] = group.size() * length
+            cut[axis] = group.rank() * length, length
+
+        # The view of this part (gate or up), and of one expert.
+        if slot.part:
+            view = view.select(axes.index("p"), int(slot.part))
+            axes.remove("p")
+        if "{e}" in name:
+            axes.remove("e")
+
+        merged = {axis: sizes[axis] for axis in "ep" if axis in slot.axes}
+        blank = torch.empty([sizes[axis] for axis in axes], device="meta")
+        shape = rearrange(blank, f"{' '.join(axes)} -> {slot.axes}", **merged).shape
+        place = Place(slot=slot, shape=list(shape), view=view, axes=axes, merged=merged, cut=cut)
+
+        if "{e}" in name:
+            first, _ = cut.pop("e", (0, 0))
+            local = dict(enumerate(view, first))
+            for e in range(sizes["e"]):
+                places[name.format(e=e)] = place._replace(view=local.get(e))
+        else:
+            places[name] = place
     return places
-
-
-def _places_of(name: str, slot: Slot, view: Tensor, cut_axis: str, group) -> dict[str, Place]:
-    """The places of one line of a layout. The parameter's cut_axis, if it has one, is cut over the group."""
-    axes = AXES[slot.parameter].split()
-    sizes = dict(zip(axes, view.shape))
-    start = length = 0
-    if cut_axis in sizes:
-        length = sizes[cut_axis]
-        start = moe.group_rank(group) * length
-        sizes[cut_axis] = moe.group_size(group) * length         # of all ranks
-
-    if slot.part:
-        view = view.select(axes.index("p"), int(slot.part))
-        axes.remove("p")
-    if "{e}" in name:
-        axes.remove("e")
-    view_axes = " ".join(axes)
-
-    blank = torch.empty([sizes[axis] for axis in axes], device="meta")
-    merged = {axis: sizes[axis] for axis in "ep" if axis in slot.axes}
-    shape = list(rearrange(blank, f"{view_axes} -> {slot.axes}", **merged).shape)
-    place = Place(slot=slot, shape=shape, view=view, view_axes=view_axes, sizes=merged, cut=None)
-
-    if "{e}" in name:
-        local = dict(enumerate(view, start))
-        return {name.format(e=e): place._replace(view=local.get(e)) for e in range(sizes["e"])}
-    if cut_axis in axes and moe.group_size(group) > 1:
-        place = place._replace(cut=(axes.index(cut_axis), start, length))
-    return {name: place}
 
 
 def _nearest(
@@ -548,7 +547,9 @@ def upcycle(
     config: moe.MoEConfig, gate_proj: Tensor | None, up_proj: Tensor, down_proj: Tensor,
     noise: float = 0.0,
 ) -> moe.MoELayer:
-    """Returns a layer whose experts all start as one dense FFN: sparse upcycling (arXiv 2212.05055).
+    """Returns a layer whose experts all start as one dense FFN.
+
+    This is sparse upcycling (arXiv 2212.05055).
 
     gate_proj [F, H], or None where the activation is not gated. up_proj [F, H], down_proj [H, F].
       They are cast to params_dtype.
@@ -682,10 +683,11 @@ def _full_name(owner, method: str | None = None) -> str:
 
 
 def _options_of(experts: nn.Module) -> dict:
-    """Keyword arguments of kernels.expert_mlp: the activation of an experts module of the library."""
+    """The activation of an experts module, as keyword arguments of kernels.expert_mlp."""
     def refuse(what: str):
-        raise NotImplementedError(f"{type(experts).__name__}: {what} cannot be expressed by "
-                                  f"kernels.expert_mlp; try replace_blocks, or another implementation")
+        raise NotImplementedError(
+            f"{type(experts).__name__}: {what} cannot be expressed by kernels.expert_mlp; "
+            f"try replace_blocks, or another implementation")
 
     if experts.has_post_expert_norm:
         refuse("has_post_expert_norm")
@@ -734,13 +736,16 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
-        raise TypeError(f"model is a {type(model).__name__}; needs a model of the Hugging Face library")
+        raise TypeError(f"model is a {type(model).__name__}; "
+                        f"needs a model of the Hugging Face library")
     if "params_dtype" in changes:
-        raise ValueError("changes has params_dtype; blocks keep their dtypes: cast the model instead")
+        raise ValueError("changes has params_dtype; "
+                         "blocks keep their dtypes: cast the model instead")
     model_type, _ = _type_of(model.config)
     prefixes = _prefixes(_tensors(model), _family(model_type).layouts[-1:])
     if not prefixes:
-        blocks = [name for name, module in model.named_modules() if isinstance(module, HuggingFaceBlock)]
+        blocks = [name for name, module in model.named_modules()
+                  if isinstance(module, HuggingFaceBlock)]
         raise ValueError(f"model has no {model_type} block to replace; "
                          f"replaced already: {_listed(blocks, ', ') or 'none'}")
     if any(tensor.is_meta for tensor in _tensors(model).values()):
@@ -782,10 +787,10 @@ class HuggingFaceBlock(moe.MoELayer):
         super().__init__(config)
         self.model_type = model_type
         self.router = BatchFirstRouter(config)
-        self.register_buffer("hash_table", None)             # [vocabulary, K] of a hash layer
+        self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
 
     @property
-    def row(self) -> Family:                                 # not kept: its functions cannot be pickled
+    def row(self) -> Family:             # no attribute: functions in it cannot be pickled
         return TYPES[self.model_type]
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None):
@@ -864,7 +869,7 @@ def _blank_block(model: nn.Module, prefix: str, changes: dict) -> HuggingFaceBlo
 
 
 def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock) -> None:
-    """Fills the layer with the weights of the block of this name, and puts it in the block's place."""
+    """Fills the layer with the block's weights, and puts it in the block's place."""
     block = model.get_submodule(name)
     source = Source(_tensors(block), prefix="")
     device = next(iter(source.tensors.values())).device
@@ -941,55 +946,53 @@ def shared_times(*sizes: str, default: int | None = 1) -> dict:
 
     The arguments are the names of the field with the size of each. default is their number.
     """
-    number = field("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=default)
+    names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     size = field(*sizes or ["moe_intermediate_size"])
 
     def total(read):
-        count = number(read) or 0
+        count = read(*names, default=default) or 0
         return count * (size(read) or 0) or None
     return {"shared_expert_intermediate_size": total}
 
 
-def grouped(on: Callable, best: int, groups: int | None = None, kept: int | None = None) -> dict:
-    """If on(read): n_group groups of experts, of which topk_group are kept.
+def grouped(
+    groups: int | None, kept: int | None, best: int = 2, on: Callable | None = None,
+) -> dict:
+    """n_group groups of experts, of which topk_group are kept: those with the largest scores.
 
-    The score of a group is the sum of its best experts. best is their number, groups and kept are
-    the defaults of the fields.
+    groups and kept are the defaults of the two fields. The score of a group is the sum of its best
+    experts; best is their number. on(read) says if groups are used. Without it they are used if
+    there are several.
     """
-    def where_on(knob):
+    number = field("n_group", "num_expert_group", default=groups)
+
+    def several(read):
+        return number(read) not in (None, 0, 1)
+
+    def if_used(knob):
         def value(read):
-            got = knob(read)                                 # always read, so that it is not refused
-            return got if on(read) else None
+            got = knob(read)                                 # always, so that it is not refused
+            if (on or several)(read):
+                return got
         return value
     return {
-        "num_groups": where_on(field("n_group", "num_expert_group", default=groups)),
-        "group_topk": where_on(field("topk_group", default=kept)),
-        "group_score_topk": where_on(lambda read: best),
+        "num_groups": if_used(number),
+        "group_topk": if_used(field("topk_group", default=kept)),
+        "group_score_topk": if_used(lambda read: best),
     }
 
 
-def grouped_by_best() -> dict:
-    """DeepSeek-V2: groups by their best expert, if the config's topk_method says so."""
-    methods = {"greedy": False, "group_limited_greedy": True}
-    return grouped(field("topk_method", default="greedy", among=methods), best=1)
-
-
-def grouped_by_two(groups: int = 1, kept: int = 1) -> dict:
-    """Groups by the sum of their two best experts, if there are several groups."""
-    def several(read):
-        return read("n_group", "num_expert_group", default=groups) not in (None, 0, 1)
-    return grouped(several, best=2, groups=groups, kept=kept)
-
-
 def biased(scaling: float, norm: bool = True) -> dict:
-    """DeepSeek-V3's router without its groups (arXiv 2412.19437), with a model's defaults.
-
-    Sigmoid, an expert bias for the choice alone, and a factor.
-    """
+    """A sigmoid router with a bias for the choice alone, and a factor."""
     return SIGMOID | EXPERT_BIAS | {
         "norm_topk_prob": flag("norm_topk_prob", "moe_renormalize", default=norm),
         "scaling_factor": field("routed_scaling_factor", "route_scale", default=scaling),
     }
+
+
+def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> dict:
+    """DeepSeek-V3's router (arXiv 2412.19437): biased, with groups by their two best experts."""
+    return biased(scaling, norm) | grouped(groups, kept)
 
 
 def kimi_activation(read: Reader) -> str:
@@ -1018,8 +1021,6 @@ def chosen_by_score(read: Reader) -> bool:
 
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-RELU2 = {"relu2": "relu2"}
-V4_SCORES = {"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}
 
 # Without one of these two the scores are a softmax over the chosen experts.
 SOFTMAX_OVER_ALL = {"pre_softmax": True}
@@ -1028,14 +1029,15 @@ SIGMOID = {"score_function": "sigmoid"}
 ALWAYS_NORMED = {"norm_topk_prob": True}
 NEVER_NORMED = {"norm_topk_prob": False}
 EXPERT_BIAS = {"enable_expert_bias": True}
-GATED_SHARED = {"shared_expert_gate": True} | shared("shared_expert_intermediate_size")
-EIGHT_GROUPS = grouped_by_two(groups=8, kept=4)
+V3_ROUTER = noaux(2.5, groups=8, kept=4)
 QUICK_GEGLU = {
     "activation": "quick_geglu",
     "glu_alpha": field("swiglu_alpha", default=1.702),
     "glu_linear_offset": 1.0,
     "activation_clamp_value": field("swiglu_limit", default=7.0),
 }
+V2_GROUPED = field("topk_method", default="greedy",
+                   among={"greedy": False, "group_limited_greedy": True})
 NOAUX = {"topk_method": ("noaux_tc", None)}
 
 
@@ -1099,6 +1101,7 @@ GRANITE = """
     input_linear.weight     experts.fc1      e (p f) h
     output_linear.weight    experts.fc2      e h f
 """
+ERNIE_HELD = GATE + SHARED + expert_bias("gate.moe_statics.e_score_correction_bias", axes="1 e")
 LLAMA4 = ROUTER + shared_expert("shared_expert") + """
     experts.gate_up_proj    experts.fc1    e h (p f)
     experts.down_proj       experts.fc2    e f h
@@ -1156,8 +1159,24 @@ INEXPRESSIBLE = {
              "holds for the shared expert too",
 }
 
+def qwen2_moe(norm: bool) -> Family:
+    """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
+    return Family(
+        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=norm)
+        | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
+        layouts(QWEN2))
+
+
+def deepseek(knobs: dict) -> Family:
+    """A model with DeepSeek-V3's names."""
+    return Family(
+        sizes(E="n_routed_experts") | knobs,
+        layouts(CORRECTED + SHARED),
+        needs=NOAUX)
+
+
 KIMI = Family(
-    sizes(E="num_experts") | biased(2.446) | grouped_by_two() | shared_times() | {
+    sizes(E="num_experts") | noaux(2.446) | shared_times() | {
         "activation": kimi_activation,
         "situ_beta": lambda read: read("activation_situ_beta", default=None) or 1.0,
         "situ_linear_beta": field("activation_situ_linear_beta", default=None),
@@ -1180,38 +1199,21 @@ FAMILIES = {
         sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED,
         layouts(ROUTER)),
     "olmoe": Family(
-        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | normed(False),
+        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE)),
     "qwen3_moe": Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(False),
+        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE)),
-    "qwen2_moe": Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(False) | GATED_SHARED,
-        layouts(QWEN2)),
-    "qwen3_next": Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(True) | GATED_SHARED,
-        layouts(QWEN2)),
+    "qwen2_moe": qwen2_moe(norm=False),
+    "qwen3_next": qwen2_moe(norm=True),
     "deepseek_v2": Family(
         sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
-        | grouped_by_best() | scaled(1.0),
+        | scaled(1.0) | grouped(groups=None, kept=None, best=1, on=V2_GROUPED),
         layouts(GATE + SHARED)),
-    "deepseek_v3": Family(
-        sizes(E="n_routed_experts") | biased(2.5) | EIGHT_GROUPS | shared_times(),
-        layouts(CORRECTED + SHARED),
-        needs=NOAUX),
-    "kimi_k2": Family(
-        sizes(E="n_routed_experts") | biased(2.5) | EIGHT_GROUPS | shared_times(),
-        layouts(CORRECTED + SHARED),
-        needs=NOAUX),
-    "glm4_moe": Family(
-        sizes(E="n_routed_experts") | biased(1.0) | grouped_by_two() | shared_times(),
-        layouts(CORRECTED + SHARED),
-        needs=NOAUX),
-    "dots1": Family(
-        sizes(E="n_routed_experts") | biased(1.0, norm=False) | grouped_by_two()
-        | shared_times(default=None),
-        layouts(CORRECTED + SHARED),
-        needs=NOAUX),
+    "deepseek_v3": deepseek(V3_ROUTER | shared_times()),
+    "kimi_k2": deepseek(V3_ROUTER | shared_times()),
+    "glm4_moe": deepseek(noaux(1.0) | shared_times()),
+    "dots1": deepseek(noaux(1.0, norm=False) | shared_times(default=None)),
     "llama4_text": Family(
         sizes(F="intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
@@ -1225,8 +1227,8 @@ FAMILIES = {
     "ernie4_5_moe": Family(
         sizes(E="moe_num_experts", K="moe_k") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
-        layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", "1 e"),
-                held=GATE + SHARED + expert_bias("gate.moe_statics.e_score_correction_bias", "1 e")),
+        layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
+                held=ERNIE_HELD),
         needs={"use_bias": (False, None), "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
         sizes(F="intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
@@ -1239,17 +1241,17 @@ FAMILIES = {
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
                "group_limited_greedy": (False, None)}),
     "lfm2_moe": Family(
-        sizes(E="num_experts") | SIGMOID | normed(True) | scaled(1.0) | {
+        sizes(E="num_experts") | SIGMOID | normed(default=True) | scaled(1.0) | {
             "activation": "swiglu",
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
         layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
     "nemotron_h": Family(
-        sizes(E="n_routed_experts") | biased(1.0) | grouped_by_two()
+        sizes(E="n_routed_experts") | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
             "latent_size": field("moe_latent_size", default=None),
-            "activation": field("mlp_hidden_act", default="relu2", among=RELU2),
+            "activation": field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"}),
         },
         (layout(NEMOTRON + NEMOTRON_EACH), layout(NEMOTRON + NEMOTRON_FUSED)),
         needs=NOAUX | {"n_shared_experts": (1, None)}),
@@ -1267,9 +1269,13 @@ FAMILIES = {
     "kimi_k3": KIMI,
     "deepseek_v4": Family(
         sizes(E="n_routed_experts") | ALWAYS_NORMED | {
-            "score_function": field("scoring_func", default="sqrtsoftplus", among=V4_SCORES),
-        } | scaled(1.5) | {"activation_clamp_value": field("swiglu_limit", default=10.0)}
-        | shared("moe_intermediate_size") | {"enable_expert_bias": chosen_by_score},
+            "score_function": field("scoring_func", default="sqrtsoftplus",
+                                    among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
+            "scaling_factor": field("routed_scaling_factor", default=1.5),
+            "activation_clamp_value": field("swiglu_limit", default=10.0),
+            "shared_expert_intermediate_size": field("moe_intermediate_size"),
+            "enable_expert_bias": chosen_by_score,
+        },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
         needs=NOAUX | {"n_shared_experts": (1, None)},
@@ -1282,11 +1288,11 @@ FAMILIES = {
         },
         layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED)),
     "flint": Family(
-        sizes(E="num_experts") | SIGMOID | normed(True) | shared("shared_expert_intermediate_size"),
+        sizes(E="num_experts") | SIGMOID | normed(default=True) | shared("shared_expert_intermediate_size"),
         layouts(GATE + shared_expert("shared_expert"))),
     "mistral_large4_text": Family(
         sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
-        | grouped_by_two() | shared_times(),
+        | grouped(groups=1, kept=1) | shared_times(),
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
         others=r"(?!gate\.|experts\.|shared_experts\.).*"),
     "minimax_m3_vl_text": Family(
@@ -1297,25 +1303,18 @@ FAMILIES = {
         needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": (True, None),
                "n_shared_experts": (1, None)}),
     "bailing_hybrid": Family(
-        sizes(E="num_experts") | biased(2.5) | EIGHT_GROUPS | shared_times(),
+        sizes(E="num_experts") | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
         needs=NOAUX | {"score_function": ("sigmoid", None),
                        "moe_router_enable_expert_bias": (True, None)}),
-    "axk2": Family(
-        sizes(E="n_routed_experts") | biased(2.5) | shared_times(),
-        layouts(CORRECTED + SHARED),
-        needs=NOAUX),
-    "dots3_note_text": Family(
-        sizes(E="n_routed_experts") | biased(1.0) | grouped_by_two()
-        | shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"),
-        layouts(CORRECTED + SHARED),
-        needs=NOAUX),
+    "axk2": deepseek(biased(2.5) | shared_times()),
+    "dots3_note_text": deepseek(
+        noaux(1.0)
+        | shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(
-        sizes(E="num_experts") | biased(2.5) | EIGHT_GROUPS,
+        sizes(E="num_experts") | V3_ROUTER,
         layouts(CORRECTED),
         needs=NOAUX),
-    "qwen4_exp_text": Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(True) | GATED_SHARED,
-        layouts(QWEN2)),
+    "qwen4_exp_text": qwen2_moe(norm=True),
 }
 TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, **FAMILIES}
