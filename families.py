@@ -126,9 +126,11 @@ class Reader:
         self.problems = []
 
     def get(self, name: str, default=None):
-        """The value of a field, or the default. "ffn_config.moe_top_k" is a field inside a field.
+        """Returns the value of a field, or the default.
 
-        A list has one value per layer. layer_idx chooses one; without it all must be equal.
+        "ffn_config.moe_top_k" is a field inside another one.
+
+        A list has one value per layer. layer_idx chooses one. Without it all must be equal.
         """
         value = self.config
         for part in name.split("."):
@@ -151,7 +153,7 @@ class Reader:
         return value[index]
 
     def __call__(self, *names: str, default=_ABSENT, among: dict | None = None):
-        """The value under any of the names, or the default.
+        """Returns the value under any of the names, or the default.
 
         among: published value -> knob. Any other value is a problem.
         """
@@ -175,12 +177,12 @@ class Reader:
 
 
 def _or(items) -> str:
-    """The different items."""
+    """Joins the items, each of them once."""
     return " or ".join(dict.fromkeys(items))
 
 
 def _listed(items: list[str], separator: str) -> str:
-    """The first ten items, and how many there are."""
+    """Joins the first ten items, and says how many there are if there are more."""
     if len(items) > 10:
         items = [*items[:10], f".. {len(items)} in all"]
     return separator.join(items)
@@ -218,7 +220,7 @@ def _dtype_of(reads: list[Reader]) -> str:
 
 
 def _usual_needs(values: dict) -> dict[str, tuple]:
-    """The needs of every family, for the fields that no knob of its row reads."""
+    """Returns the needs that hold for every family. A field that a knob reads is left out later."""
     return {
         "router_jitter_noise": (0.0, None),
         "mlp_bias": (False, None),
@@ -243,7 +245,7 @@ def _check_layer_idx(read: Reader) -> None:
 
 
 def _meaning(values: dict) -> dict:
-    """All fields of a MoEConfig, with equal values where they compute the same."""
+    """Returns all fields of a MoEConfig. Values that compute the same become equal."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
     if values["norm_topk_prob"] is None:
@@ -332,7 +334,7 @@ AXES = {
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 GATED_OR_NOT = {True: "gated", False: "not gated"}
 
-# The fields that have to be as the row says, if the row has a constant or no knob for them.
+# These fields must be as the row says. Those that the row reads from a config are free.
 COMPARED = """
     activation glu_alpha glu_linear_offset activation_clamp_value add_bias_linear apply_probs_on
     score_function norm_topk_prob num_groups group_topk scaling_factor router_bias
@@ -375,16 +377,17 @@ class Source:
     def __init__(self, tensors: Mapping, prefix: str):
         self.tensors = tensors
         self.prefix = prefix
-        inside = [name for name in tensors.keys() if name.startswith(prefix)]
-        self.names = [name.removeprefix(prefix) for name in inside]
+        self.names = [name.removeprefix(prefix)
+                      for name in tensors.keys() if name.startswith(prefix)]
 
     def load(self, name: str) -> Tensor:
+        """Returns the tensor and does not keep it."""
         if hasattr(self.tensors, "get_tensor"):
             return self.tensors.get_tensor(self.prefix + name)
         return self.tensors[self.prefix + name]
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], str]:
-        """It keeps nothing in memory."""
+        """safetensors' get_slice tells both. Without it the tensor is loaded, and not kept."""
         if hasattr(self.tensors, "get_slice"):
             part = self.tensors.get_slice(self.prefix + name)
             dtype = part.get_dtype()
@@ -410,7 +413,7 @@ class Place(NamedTuple):
         self.view.copy_(tensor)
 
     def take(self) -> Tensor:
-        """The layer's part as the published tensor.
+        """Returns the layer's part as the published tensor.
 
         It is the parameter's own memory if the published tensor has the same order and fills that
         memory alone. Otherwise it is a copy.
@@ -476,13 +479,13 @@ def _places(
 def _nearest(
     layer: moe.MoELayer, layouts, names, tensors: dict | None = None,
 ) -> dict[str, Place]:
-    """The places of the layout that has most of the names. Of two alike the first one wins."""
+    """Returns the places of the layout that has most of the names. If two are alike the first wins."""
     candidates = [_places(layer, layout, tensors) for layout in layouts]
     return max(candidates, key=lambda places: len(places.keys() & set(names)))
 
 
 def _prefixes(names, layouts) -> list[str]:
-    """The prefixes of blocks: those that have a router, and experts beside it."""
+    """Returns the prefixes of blocks: a block has a router, and experts beside it."""
     found = {}
     for layout in layouts:
         router = next(iter(layout))
@@ -683,7 +686,7 @@ def _full_name(owner, method: str | None = None) -> str:
 
 
 def _options_of(experts: nn.Module) -> dict:
-    """The activation of an experts module, as keyword arguments of kernels.expert_mlp."""
+    """Returns the activation of an experts module as keyword arguments of kernels.expert_mlp."""
     def refuse(what: str):
         raise NotImplementedError(
             f"{type(experts).__name__}: {what} cannot be expressed by kernels.expert_mlp; "
@@ -818,33 +821,30 @@ class HuggingFaceBlock(moe.MoELayer):
         names = [name.removeprefix(prefix) for name in tensors]
         layouts = self.row.layouts[::-1]
         places = _nearest(self, layouts, names)
+        given = {name: tensors.pop(prefix + name) for name in places if prefix + name in tensors}
         own = _tensors(self)
         if metadata.get("assign_to_params_buffers"):         # new memory, like the given tensors
-            for name, place in places.items():
-                like = tensors.get(prefix + name)
-                if like is None:
-                    continue
-                old = own[place.slot.parameter]
-                new = torch.empty_like(old, dtype=like.dtype, device=like.device)
+            for name, tensor in given.items():
+                parameter = places[name].slot.parameter
+                old = own[parameter]
+                own[parameter] = torch.empty_like(old, dtype=tensor.dtype, device=tensor.device)
                 if not old.is_meta:
-                    new.copy_(old)
-                own[place.slot.parameter] = new
+                    own[parameter].copy_(old)
             places = _nearest(self, layouts, names, tensors=own)
+
         for name, place in places.items():
-            tensor = tensors.pop(prefix + name, None)
-            if tensor is None:
+            tensors[prefix + place.slot.parameter] = own[place.slot.parameter]
+            if name not in given:
                 missing.append(prefix + name)
-            elif list(tensor.shape) != place.shape:
-                errors.append(f"{prefix}{name} is {list(tensor.shape)}; needs {place.shape}")
+            elif list(given[name].shape) != place.shape:
+                errors.append(f"{prefix}{name} is {list(given[name].shape)}; needs {place.shape}")
             else:
-                place.put(tensor)
-            parameter = place.slot.parameter
-            tensors[prefix + parameter] = own[parameter]
+                place.put(given[name])
         super()._load_from_state_dict(tensors, prefix, *others)
 
 
 def _blank_block(model: nn.Module, prefix: str, changes: dict) -> HuggingFaceBlock:
-    """The layer on the meta device, checked against the block's tensors, with their dtypes."""
+    """Returns the layer on the meta device. It fits the block's tensors and has their dtypes."""
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
@@ -902,18 +902,19 @@ def _same(logits: Tensor) -> Tensor:
 # ---- Words of the table: knobs ----
 
 def field(*names: str, default=_ABSENT, among: dict | None = None) -> Callable:
-    """A knob that is a field of the published config, under any of these names."""
+    """Returns a knob that is a field of the published config, under any of these names."""
     return lambda read: read(*names, default=default, among=among)
 
 
 def flag(*names: str, default: bool) -> Callable:
+    """Returns a knob that is True or False; a published None is False."""
     return lambda read: bool(read(*names, default=default))
 
 
 def sizes(
     F: str = "moe_intermediate_size", E: str = "num_local_experts", K: str = "num_experts_per_tok",
 ) -> dict:
-    """The fields that hold H, F, E, K and the activation.
+    """Names the fields that hold F, E and K. H and the activation have the same names everywhere.
 
     E and K are also read under the names that other versions of the library have.
     """
@@ -937,14 +938,15 @@ def scaled(default: float) -> dict:
 
 
 def shared(*sizes: str) -> dict:
-    """One shared expert. The arguments are the names of the field with its size."""
+    """There is one shared expert. The arguments are the names of the field with its size."""
     return {"shared_expert_intermediate_size": field(*sizes)}
 
 
 def shared_times(*sizes: str, default: int | None = 1) -> dict:
-    """Several shared experts side by side, which are one large expert.
+    """There are several shared experts. Side by side they are one large expert.
 
-    The arguments are the names of the field with the size of each. default is their number.
+    The arguments are the names of the field with the size of each; without arguments it is F.
+    default is the default of their number.
     """
     names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     size = field(*sizes or ["moe_intermediate_size"])
@@ -958,7 +960,7 @@ def shared_times(*sizes: str, default: int | None = 1) -> dict:
 def grouped(
     groups: int | None, kept: int | None, best: int = 2, on: Callable | None = None,
 ) -> dict:
-    """n_group groups of experts, of which topk_group are kept: those with the largest scores.
+    """There are n_group groups of experts. The topk_group groups with the largest scores are kept.
 
     groups and kept are the defaults of the two fields. The score of a group is the sum of its best
     experts; best is their number. on(read) says if groups are used. Without it they are used if
@@ -983,7 +985,7 @@ def grouped(
 
 
 def biased(scaling: float, norm: bool = True) -> dict:
-    """A sigmoid router with a bias for the choice alone, and a factor."""
+    """The router has sigmoid scores, a bias for the choice alone, and a factor."""
     return SIGMOID | EXPERT_BIAS | {
         "norm_topk_prob": flag("norm_topk_prob", "moe_renormalize", default=norm),
         "scaling_factor": field("routed_scaling_factor", "route_scale", default=scaling),
@@ -991,7 +993,7 @@ def biased(scaling: float, norm: bool = True) -> dict:
 
 
 def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> dict:
-    """DeepSeek-V3's router (arXiv 2412.19437): biased, with groups by their two best experts."""
+    """This is DeepSeek-V3's router (arXiv 2412.19437): biased, and with groups."""
     return biased(scaling, norm) | grouped(groups, kept)
 
 
@@ -1044,7 +1046,7 @@ NOAUX = {"topk_method": ("noaux_tc", None)}
 # ---- Words of the table: layouts ----
 
 def layout(text: str) -> dict[str, Slot]:
-    """The columns of a line: name behind the prefix, parameter or parameter[part], axes."""
+    """Reads lines of three columns: name behind the prefix, parameter or parameter[part], axes."""
     slots = {}
     for line in filter(str.strip, text.splitlines()):
         name, where, axes = line.split(maxsplit=2)
@@ -1063,7 +1065,7 @@ def layouts(others: str, experts: str | None = None, held: str | None = None) ->
 
 
 def w132(text: str) -> str:
-    """The text with w1, w3 and w2 for the gate, up and down projections."""
+    """Returns the text with w1, w3 and w2 for the gate, up and down projections."""
     return text.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
 
 
@@ -1159,6 +1161,7 @@ INEXPRESSIBLE = {
              "holds for the shared expert too",
 }
 
+
 def qwen2_moe(norm: bool) -> Family:
     """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
     return Family(
@@ -1187,7 +1190,8 @@ KIMI = Family(
     layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
     needs=NOAUX | {"moe_router_activation_func": ("sigmoid", None)})
 
-# A row is the knobs, the layouts, and what else is to be known. The first knobs are the sizes.
+# A row has the knobs, the layouts, and by keyword the other fields of Family. The first knobs are
+# the sizes, then come the router, the experts and the shared expert.
 FAMILIES = {
     "mixtral": Family(
         sizes(F="intermediate_size"),
@@ -1207,8 +1211,8 @@ FAMILIES = {
     "qwen2_moe": qwen2_moe(norm=False),
     "qwen3_next": qwen2_moe(norm=True),
     "deepseek_v2": Family(
-        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
-        | scaled(1.0) | grouped(groups=None, kept=None, best=1, on=V2_GROUPED),
+        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | scaled(1.0)
+        | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | shared_times(default=2),
         layouts(GATE + SHARED)),
     "deepseek_v3": deepseek(V3_ROUTER | shared_times()),
     "kimi_k2": deepseek(V3_ROUTER | shared_times()),
@@ -1288,7 +1292,8 @@ FAMILIES = {
         },
         layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED)),
     "flint": Family(
-        sizes(E="num_experts") | SIGMOID | normed(default=True) | shared("shared_expert_intermediate_size"),
+        sizes(E="num_experts") | SIGMOID | normed(default=True)
+        | shared("shared_expert_intermediate_size"),
         layouts(GATE + shared_expert("shared_expert"))),
     "mistral_large4_text": Family(
         sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
