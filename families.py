@@ -450,7 +450,8 @@ def _places(
         group, dim = layer.get_submodule(owner).shard(parameter)
         cut = {}
         if dim is not None and moe.group_size(group) > 1:
-            axis, length = axes[dim], view.shape[dim]
+            axis = axes[dim]
+            length = sizes[axis]
             sizes[axis] = group.size() * length
             cut[axis] = group.rank() * length, length
 
@@ -479,7 +480,7 @@ def _places(
 def _nearest(
     layer: moe.MoELayer, layouts, names, tensors: dict | None = None,
 ) -> dict[str, Place]:
-    """Returns the places of the layout that has most of the names. If two are alike the first wins."""
+    """Returns the places of the layout that has most of the names, or the first of equal ones."""
     candidates = [_places(layer, layout, tensors) for layout in layouts]
     return max(candidates, key=lambda places: len(places.keys() & set(names)))
 
@@ -974,9 +975,10 @@ def grouped(
     def if_used(knob):
         def value(read):
             got = knob(read)                                 # always, so that it is not refused
-            if (on or several)(read):
-                return got
+            return got if used(read) else None
         return value
+
+    used = on or several
     return {
         "num_groups": if_used(number),
         "group_topk": if_used(field("topk_group", default=kept)),
@@ -1190,8 +1192,8 @@ KIMI = Family(
     layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
     needs=NOAUX | {"moe_router_activation_func": ("sigmoid", None)})
 
-# A row has the knobs, the layouts, and by keyword the other fields of Family. The first knobs are
-# the sizes, then come the router, the experts and the shared expert.
+# A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
+# first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
     "mixtral": Family(
         sizes(F="intermediate_size"),
@@ -1211,8 +1213,8 @@ FAMILIES = {
     "qwen2_moe": qwen2_moe(norm=False),
     "qwen3_next": qwen2_moe(norm=True),
     "deepseek_v2": Family(
-        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | scaled(1.0)
-        | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | shared_times(default=2),
+        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
+        | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | scaled(1.0),
         layouts(GATE + SHARED)),
     "deepseek_v3": deepseek(V3_ROUTER | shared_times()),
     "kimi_k2": deepseek(V3_ROUTER | shared_times()),
