@@ -1172,10 +1172,10 @@ def qwen2_moe(norm: bool) -> Family:
         layouts(QWEN2))
 
 
-def deepseek(knobs: dict) -> Family:
+def deepseek(router: dict, shared_experts: dict = shared_times()) -> Family:
     """A model with DeepSeek-V3's names."""
     return Family(
-        sizes(E="n_routed_experts") | knobs,
+        sizes(E="n_routed_experts") | router | shared_experts,
         layouts(CORRECTED + SHARED),
         needs=NOAUX)
 
@@ -1216,10 +1216,10 @@ FAMILIES = {
         sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
         | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | scaled(1.0),
         layouts(GATE + SHARED)),
-    "deepseek_v3": deepseek(V3_ROUTER | shared_times()),
-    "kimi_k2": deepseek(V3_ROUTER | shared_times()),
-    "glm4_moe": deepseek(noaux(1.0) | shared_times()),
-    "dots1": deepseek(noaux(1.0, norm=False) | shared_times(default=None)),
+    "deepseek_v3": deepseek(V3_ROUTER),
+    "kimi_k2": deepseek(V3_ROUTER),
+    "glm4_moe": deepseek(noaux(1.0)),
+    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None)),
     "llama4_text": Family(
         sizes(F="intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
@@ -1314,10 +1314,10 @@ FAMILIES = {
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
         needs=NOAUX | {"score_function": ("sigmoid", None),
                        "moe_router_enable_expert_bias": (True, None)}),
-    "axk2": deepseek(biased(2.5) | shared_times()),
+    "axk2": deepseek(biased(2.5)),
     "dots3_note_text": deepseek(
-        noaux(1.0)
-        | shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
+        noaux(1.0),
+        shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(
         sizes(E="num_experts") | V3_ROUTER,
         layouts(CORRECTED),
