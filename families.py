@@ -437,6 +437,8 @@ def _places(
     A parameter that the layer does not have is left out.
     """
     tensors = tensors or _tensors(layer)
+    groups = layer.pg_collection
+    cut_over = {"experts": ("e", groups.ep), "shared_experts": ("s", groups.tp)}
     places = {}
     for name, slot in layout.items():
         if slot.parameter not in tensors:
@@ -446,11 +448,9 @@ def _places(
         sizes = dict(zip(axes, view.shape))
 
         # The sizes over all ranks, and the part of this rank.
-        owner, _, parameter = slot.parameter.rpartition(".")
-        group, dim = layer.get_submodule(owner).shard(parameter)
+        axis, group = cut_over.get(slot.parameter.split(".")[0], ("", None))
         cut = {}
-        if dim is not None and moe.group_size(group) > 1:
-            axis = axes[dim]
+        if axis in axes and moe.group_size(group) > 1:
             length = sizes[axis]
             sizes[axis] = group.size() * length
             cut[axis] = group.rank() * length, length
