@@ -1000,6 +1000,7 @@ def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> 
 
 
 def kimi_activation(read: Reader) -> str:
+    """Kimi K3 has the field of SiTU's beta. A config with it need not name the activation."""
     default = "silu"
     if read("activation_situ_beta", default=None) is not None:
         default = "situ"
@@ -1007,6 +1008,7 @@ def kimi_activation(read: Reader) -> str:
 
 
 def kimi_norm_eps(read: Reader) -> float:
+    """rms_norm_eps is used by the norm of the latent experts if they have one."""
     if read("latent_moe_use_norm", default=False):
         return read("rms_norm_eps", default=1e-5)
     return 1e-5
@@ -1026,7 +1028,7 @@ def chosen_by_score(read: Reader) -> bool:
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
-# Without one of these two the scores are a softmax over the chosen experts.
+# A router without one of these two takes the softmax over the chosen experts.
 SOFTMAX_OVER_ALL = {"pre_softmax": True}
 SIGMOID = {"score_function": "sigmoid"}
 
@@ -1060,8 +1062,9 @@ def layout(text: str) -> dict[str, Slot]:
 def layouts(others: str, experts: str | None = None, held: str | None = None) -> tuple[dict, dict]:
     """Returns the layout as published, and the layout as held in memory.
 
-    Published are `others`, and `experts`: one tensor per expert and projection. Held in memory are
-    `held`, or `others` too, and one tensor with gate and up of all experts.
+    The published layout has `others`, and one tensor per expert and projection or, if given,
+    `experts`. The layout in memory has `others` or, if given, `held`, and one tensor with gate and
+    up of all experts.
     """
     return layout(others + (experts or EACH)), layout((held or others) + FUSED)
 
