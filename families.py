@@ -1,16 +1,19 @@
-"""Published Mixture-of-Experts models as one table of knobs; their weights into the layer and out again.
+"""Published Mixture-of-Experts models as a table of knobs, and their weights in and out.
 
-    layer = from_hf(MoELayer(config_from_hf(hf_config)), tensors, "qwen3_moe", prefix="model.layers.3.mlp.")
+Build a layer from a published config, fill it, and write its weights back:
+
+    layer = MoELayer(config_from_hf(hf_config))
+    from_hf(layer, tensors, "qwen3_moe", prefix="model.layers.3.mlp.")
     tensors = to_hf(layer, "qwen3_moe", prefix="model.layers.3.mlp.")
 
-Configs are dicts or objects with attributes, tensors plain mappings: no other library is needed.
-For live models of the Hugging Face library there are two ways in:
+A config is a dict or an object with attributes. Tensors are a plain mapping. No other library is
+needed. There are two ways into a live model of the Hugging Face library:
 
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # the whole layer
-    model.set_experts_implementation(register_experts())                       # its experts alone
+    model.set_experts_implementation(register_experts())                       # the experts alone
 
-The table FAMILIES is at the end. Balance losses stay off (set load_balancing_type with
-dataclasses.replace, or as a change of replace_blocks). Letters: kernels.py.
+The table FAMILIES is at the end of the file. It sets no balance loss: set load_balancing_type with
+dataclasses.replace, or as a change of replace_blocks. The letters are those of kernels.py.
 """
 import dataclasses
 import operator
@@ -28,94 +31,174 @@ else:
     import moe
 
 
-# ---- A row of the table ----
+# ---- Configs ----
+
+def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
+    """Returns the MoEConfig of a published model's MoE layer.
+
+    hf_config: config.json as a dict, the library's to_dict(), or the library's config object. Its
+      model_type chooses the row of FAMILIES. If the config has a text_config, then the outermost
+      known model_type chooses the row, and the fields are read from the innermost config.
+    layer_idx: the number of the layer. It is needed if the MoE layers of the config differ.
+
+    params_dtype is the config's dtype or torch_dtype. The inner config comes before the outer one.
+    Without a dtype it is float32. A size must be in the config. Every other field has the default
+    that its model publishes. The layer computes what was published: a ValueError lists all that it
+    cannot express.
+
+    >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
+    ...              "num_local_experts": 4, "num_experts_per_tok": 2}
+    >>> config_from_hf(hf_config).ffn_hidden_size
+    16
+    """
+    model_type, reads = _type_of(hf_config, layer_idx)
+    row = _family(model_type)
+    read = reads[0]
+    values = {}
+    for name, knob in row.knobs.items():
+        values[name] = knob(read) if callable(knob) else knob
+
+    dtype = _dtype_of(reads)
+    if dtype not in DTYPES:
+        read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
+    needs = _usual_needs(values)
+    if layer_idx is not None:
+        _check_layer_idx(read)
+        needs["mlp_layer_types"] = "sparse", "moe", None
+    for name, fine in (needs | row.needs).items():
+        if name not in read.names:
+            read(name, default=fine[0], among=dict.fromkeys(fine))
+    if any(each.get("quantization_config") is not None for each in reads):
+        read.problems.append("quantization_config is given; "
+                             "needs dequantised weights and a config without it")
+
+    if read.problems:
+        problems = _listed(list(dict.fromkeys(read.problems)), "; ")
+        raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
+    return moe.MoEConfig(**values, params_dtype=getattr(torch, dtype))
+
+
+class Slot(NamedTuple):
+    """Where a published tensor lies in the layer.
+
+    part is an index of the parameter's axis p (gate, up), or "" for the whole parameter. axes are
+    the axes of the published tensor in einops style: "e h (f p)" is gate and up interleaved.
+    """
+    parameter: str
+    part: str
+    axes: str
+
 
 class Family(NamedTuple):
-    """knobs: MoEConfig field -> a constant, or a function of the config's Reader; what is left out has its default.
+    """A row of the table.
 
-    layouts: the first as published, then as held in memory; each from a tensor's name behind the prefix to where it lies,
-    "parameter[part] axes". A name with {e} stands for one tensor per expert; part is an index of axis p (gate, up); axes
-    are those of the file, einops style: "e h (f p)" is gate and up interleaved. needs: config field -> the values with
-    which the layer computes the same model; absent is fine too. others: a pattern for the names
-    behind the prefix that are not the layer's, and are neither read nor written. returns: what the
-    library's block gives beside its output, "probs" [T, K] or "logits" [T, E].
+    knobs: field of MoEConfig -> a constant, or a function of the config's Reader. A field that is
+      left out has its default.
+    layouts: the first is the published one, the last is the one held in memory. Each maps a tensor
+      name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
+    needs: field of the published config -> the values with which the layer computes the same model.
+      The field may be absent.
+    others: a pattern for the names behind the prefix that do not belong to the layer. They are
+      neither read nor written.
+    returns: what the library's block returns beside its output: "probs" [T, K] or "logits" [T, E].
     """
     knobs: dict[str, object]
-    layouts: tuple[dict[str, str], ...]
+    layouts: tuple[dict[str, Slot], ...]
     needs: dict[str, tuple] = {}
     others: str = ""
     returns: str = ""
 
 
-AXES = {"router.weight": "e h", "router.bias": "e", "router.expert_bias": "e",
-        "experts.fc1": "e p f h", "experts.fc2": "e h f",
-        "experts.fc1_bias": "e p f", "experts.fc2_bias": "e h",
-        "shared_experts.fc1": "p s h", "shared_experts.fc2": "h s", "shared_experts.gate_weight": "1 h",
-        "latent.down": "l h", "latent.up": "h l", "latent.norm": "l", "hash_table": "v k"}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-_SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-QUANTISED = "quantization_config is given; needs dequantised weights and a config without it"
 _ABSENT = object()
 
 
-# ---- Configs ----
-
 class Reader:
-    """Reads a published config, a mapping or an object with attributes; keeps what was read and what cannot be."""
+    """Reads fields of a published config.
+
+    names collects the fields that were read, problems collects what cannot be expressed.
+    """
 
     def __init__(self, config, layer_idx: int | None = None):
-        self.config, self.layer_idx = config, layer_idx
-        self.names, self.problems = set(), []
+        self.config = config
+        self.layer_idx = layer_idx
+        self.names = set()
+        self.problems = []
 
-    def look(self, name: str):
-        """The value of a field, or _ABSENT; "ffn_config.moe_top_k" is a field inside another. A
-        list has one value per layer: layer_idx chooses; without it all have to be equal."""
+    def get(self, name: str, default=None):
+        """Returns the value of a field, or the default.
+
+        "ffn_config.moe_top_k" is a field inside another one.
+
+        A list has one value per layer. layer_idx chooses one. Without it all must be equal.
+        """
         value = self.config
         for part in name.split("."):
-            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else getattr(value, part, _ABSENT)
+            if isinstance(value, Mapping):
+                value = value.get(part, _ABSENT)
+            else:
+                value = getattr(value, part, _ABSENT)
+        if value is _ABSENT:
+            return default
         if not isinstance(value, (list, tuple)):
             return value
+
         index = self.layer_idx or 0
         if index >= len(value):
             self.problems.append(f"{name} has {len(value)} values; layer_idx is {self.layer_idx}")
             return None
-        if self.layer_idx is None and any(x != value[0] for x in value):
-            several = " or ".join(dict.fromkeys(map(repr, value)))
+        if self.layer_idx is None and any(other != value[0] for other in value):
+            several = _or(map(repr, value))
             self.problems.append(f"{name} is {several}, by layer; needs layer_idx")
         return value[index]
 
-    def get(self, name: str):
-        """The value of a field, None where it is absent."""
-        value = self.look(name)
-        return None if value is _ABSENT else value
-
     def __call__(self, *names: str, default=_ABSENT, among: dict | None = None):
-        """The value under any of the names, or the default. among: published value -> knob, others are refused."""
+        """Returns the value under any of the names, or the default.
+
+        among: published value -> knob. Any other value is a problem.
+        """
         self.names.update(names)
-        found = {name: value for name in names if (value := self.look(name)) is not _ABSENT}
-        values = list(found.values()) or [default]
-        if any(value != values[0] for value in values):
-            got = " and ".join(f"{name} = {value!r}" for name, value in found.items())
+        found = {name: self.get(name, default=_ABSENT) for name in names}
+        found = {name: value for name, value in found.items() if value is not _ABSENT}
+        value, *others = found.values() or [default]
+        if any(other != value for other in others):
+            got = " and ".join(f"{name} = {each!r}" for name, each in found.items())
             self.problems.append(f"{got} contradict each other")
-        if values[0] is _ABSENT:
-            self.problems.append(f"{' or '.join(dict.fromkeys(names))} is missing")
+        if value is _ABSENT:
+            self.problems.append(f"{_or(names)} is missing")
             return None
         if among is None:
-            return values[0]
-        if values[0] not in list(among):                               # ==, since a published value may not be hashable
-            self.problems.append(f"{next(iter(found), names[0])} is {values[0]!r}; needs {_or(among)}")
+            return value
+        if value not in list(among):                         # a value may not be hashable
+            name = next(iter(found), names[0])
+            self.problems.append(f"{name} is {value!r}; needs {_or(map(repr, among))}")
             return None
-        return among[values[0]]
+        return among[value]
 
 
-def _or(values) -> str:
-    return " or ".join(map(repr, values))
+def _or(items) -> str:
+    """Joins the items, each of them once."""
+    return " or ".join(dict.fromkeys(items))
 
 
 def _listed(items: list[str], separator: str) -> str:
-    """The first ten, and how many there are."""
-    more = [f".. {len(items)} in all"] if len(items) > 10 else []
-    return separator.join([*items[:10], *more])
+    """Joins the first ten items, and says how many there are if there are more."""
+    if len(items) > 10:
+        items = [*items[:10], f".. {len(items)} in all"]
+    return separator.join(items)
+
+
+def _type_of(hf_config, layer_idx: int | None = None) -> tuple[str, list[Reader]]:
+    """Returns the model_type, and a Reader of every config, the innermost first.
+
+    The model_type is the outermost known one, or else the innermost one.
+    """
+    reads = [Reader(hf_config, layer_idx)]
+    while (inner := reads[0].get("text_config")) is not None:
+        reads.insert(0, Reader(inner, layer_idx))
+    types = [read.get("model_type") for read in reads]
+    known = [name for name in types if name in TYPES or name in INEXPRESSIBLE]
+    return [types[0], *known][-1], reads
 
 
 def _family(model_type) -> Family:
@@ -126,235 +209,326 @@ def _family(model_type) -> Family:
     return TYPES[model_type]
 
 
-def _type_of(hf_config, layer_idx: int | None = None) -> tuple[str, list[Reader]]:
-    """(model_type, a Reader of every config, the innermost first)"""
-    reads = [Reader(hf_config, layer_idx)]
-    while (inner := reads[0].get("text_config")) is not None:
-        reads.insert(0, Reader(inner, layer_idx))
-    types = [each.get("model_type") for each in reads]
-    known = [name for name in types if name in TYPES or name in INEXPRESSIBLE]
-    return known[-1] if known else types[0], reads
+def _dtype_of(reads: list[Reader]) -> str:
+    for read in reads:
+        dtype = read.get("dtype", default=_ABSENT)
+        if dtype is _ABSENT:             # the library's objects have dtype, and warn of torch_dtype
+            dtype = read.get("torch_dtype")
+        if dtype:
+            return str(dtype).removeprefix("torch.")
+    return "float32"
 
 
-def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
-    """The MoE layer of a published config: config.json as a dict, the library's to_dict(), or its
-    object. The model_type chooses the row; with a text_config inside, the outermost known type
-    chooses, and the fields are those of the innermost config.
+def _usual_needs(values: dict) -> dict[str, tuple]:
+    """Returns the needs that hold for every family. A field that a knob reads is left out later."""
+    return {
+        "router_jitter_noise": (0.0, None),
+        "mlp_bias": (False, None),
+        "moe_latent_size": (None,),
+        "hidden_act": ("silu", "swish", None),
+        "topk_method": ("greedy", None),
+        "scoring_func": (values.get("score_function", "softmax"), None),
+        "n_group": (1, 0, None),
+        "norm_topk_prob": (_meaning(values)["norm_topk_prob"], None),
+        "routed_scaling_factor": (1.0, 0, None),
+        "n_shared_experts": (0, None),
+        "swiglu_limit": (None,),
+    }
 
-    layer_idx: the number of the layer. A config whose MoE layers differ needs it.
-    params_dtype is the config's dtype or torch_dtype, the inner's before the outer's, and fp32
-    without both. Whatever else a config leaves out has its published default, but sizes have to be
-    there. ValueError lists all that the layer cannot express: it computes what was published, or
-    nothing.
-    """
-    model_type, reads = _type_of(hf_config, layer_idx)
-    read = reads[0]
-    row = _family(model_type)
-    values = {name: knob(read) if callable(knob) else knob for name, knob in row.knobs.items()}
-    # the library's objects have dtype, and warn when asked for torch_dtype
-    given = [each.get("torch_dtype" if each.look("dtype") is _ABSENT else "dtype") for each in reads]
-    dtype = str(next(filter(None, given), "float32")).removeprefix("torch.")
-    if dtype not in DTYPES:
-        read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
-    # what some family's config may ask for, and this one's does not read
-    usual = {"router_jitter_noise": (0.0, None), "mlp_bias": (False, None),
-             "moe_latent_size": (None,), "hidden_act": ("silu", "swish", None), "topk_method": ("greedy", None),
-             "scoring_func": (values.get("score_function", "softmax"), None), "n_group": (1, 0, None),
-             "norm_topk_prob": (_meaning(values)["norm_topk_prob"], None), "routed_scaling_factor": (1.0, 0, None),
-             "n_shared_experts": (0, None), "swiglu_limit": (None,)}
-    if layer_idx is not None:
-        usual["mlp_layer_types"] = "sparse", "moe", None
-        dense = read.get("first_k_dense_replace") or 0
-        if 0 <= layer_idx < dense and read.get("mlp_layer_types") is None:
-            read.problems.append(f"the first {dense} layers are dense; layer_idx is {layer_idx}")
-        if layer_idx < 0:
-            read.problems.append(f"layer_idx is {layer_idx}; needs 0 or more")
-    for name, fine in {**usual, **row.needs}.items():
-        if name not in read.names and (value := read.look(name)) is not _ABSENT and value not in fine:
-            read.problems.append(f"{name} is {value!r}; needs {_or(fine)}")
-    if any(each.get("quantization_config") is not None for each in reads):
-        read.problems.append(QUANTISED)
-    if read.problems:
-        problems = _listed(list(dict.fromkeys(read.problems)), "; ")
-        raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
-    return moe.MoEConfig(**values, params_dtype=getattr(torch, dtype))
+
+def _check_layer_idx(read: Reader) -> None:
+    dense = read.get("first_k_dense_replace") or 0
+    if 0 <= read.layer_idx < dense and read.get("mlp_layer_types") is None:
+        read.problems.append(f"the first {dense} layers are dense; layer_idx is {read.layer_idx}")
+    if read.layer_idx < 0:
+        read.problems.append(f"layer_idx is {read.layer_idx}; needs 0 or more")
 
 
 def _meaning(values: dict) -> dict:
-    """Fields as what they compute: "activation" and "output" are one place of the probs, normalised has two ways."""
-    values = {**{known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}, **values}
+    """Returns all fields of a MoEConfig. Values that compute the same become equal."""
+    defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
+    values = defaults | values
     if values["norm_topk_prob"] is None:
-        softmax = values["score_function"] == "softmax"
-        values["norm_topk_prob"] = not values["pre_softmax"] if softmax else values["topk"] != 1
+        if values["score_function"] == "softmax":
+            values["norm_topk_prob"] = not values["pre_softmax"]
+        else:
+            values["norm_topk_prob"] = values["topk"] != 1
     if values["apply_probs_on"] == "activation":
-        values["apply_probs_on"] = "output"
+        values["apply_probs_on"] = "output"                  # the two differ in rounding alone
     return values
 
 
-# ---- Where a published tensor lies in the layer ----
+# ---- Weights in, weights out ----
+
+def from_hf(
+    layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str = "",
+) -> moe.MoELayer:
+    """Copies the weights of one published block into the layer, and returns the layer.
+
+    tensors: name -> tensor of float64, float32, bfloat16 or float16. Each tensor is cast to its
+      parameter's dtype; the expert bias stays float32. Names and layouts may be the published ones
+      or those held in memory. One tensor is loaded at a time, through [name] or safetensors'
+      get_tensor. Without safetensors' get_slice every tensor is loaded twice, first for its shape.
+    prefix: the text in front of the block's own names, such as "model.layers.3.mlp." or
+      "model.layers.3.block_sparse_moe.". Names without it are ignored.
+
+    Over ep only the experts of this rank are read, and the others may be missing. Over tp this
+    rank's part of the shared expert is read.
+
+    A ValueError lists the missing, the unexpected and the misshapen tensors: the first ten, and how
+    many there are. A layer that is no block of this family, or is on the meta device, is a
+    ValueError too. After these errors the layer is unchanged.
+
+    >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
+    >>> tensors = to_hf(moe.MoELayer(config), "mixtral")
+    >>> layer = from_hf(moe.MoELayer(config), tensors, "mixtral")
+    """
+    inner, _ = _checked(layer, model_type)
+    if not hasattr(tensors, "keys"):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; needs a mapping, name -> tensor")
+    if inner.router.weight.is_meta:
+        raise ValueError("layer is on the meta device and cannot take weights; call "
+                         "layer.to_empty(device=..) and reset_parameters() of its modules first")
+    source = Source(tensors, prefix)
+    _fill(_matched(inner, model_type, source), source)
+    return layer
+
+
+def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, Tensor]:
+    """The inverse of from_hf: returns prefix + name -> a copy of the tensor, as published.
+
+    Every tensor has its parameter's dtype. Over ep the result has the experts of this rank, under
+    their global numbers. A ValueError names the published tensors that are spread over ranks: over
+    ep those that hold all experts, over tp those of the shared expert.
+
+    >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
+    >>> to_hf(moe.MoELayer(config), "mixtral", prefix="mlp.")["mlp.experts.3.w1.weight"].shape
+    torch.Size([16, 8])
+    """
+    layer, row = _checked(layer, model_type)
+    places = _places(layer, row.layouts[0])
+    spread = [prefix + name for name, place in places.items() if place.cut]
+    if spread:
+        raise ValueError(f"spread over ranks: {_listed(spread, ', ')}; needs a layer without ep "
+                         f"and tp: save sharded_state_dict() and load it there")
+    return {prefix + name: place.take().clone()
+            for name, place in places.items() if place.view is not None}
+
+
+AXES = {
+    "router.weight": "e h",
+    "router.bias": "e",
+    "router.expert_bias": "e",
+    "experts.fc1": "e p f h",
+    "experts.fc2": "e h f",
+    "experts.fc1_bias": "e p f",
+    "experts.fc2_bias": "e h",
+    "shared_experts.fc1": "p s h",
+    "shared_experts.fc2": "h s",
+    "shared_experts.gate_weight": "1 h",
+    "latent.down": "l h",
+    "latent.up": "h l",
+    "latent.norm": "l",
+    "hash_table": "v k",
+}
+SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+GATED_OR_NOT = {True: "gated", False: "not gated"}
+
+# These fields must be as the row says. Those that the row reads from a config are free.
+COMPARED = """
+    activation glu_alpha glu_linear_offset activation_clamp_value add_bias_linear apply_probs_on
+    score_function norm_topk_prob num_groups group_topk scaling_factor router_bias
+    enable_expert_bias shared_expert_intermediate_size shared_expert_gate
+    latent_size latent_norm situ_beta situ_linear_beta
+""".split()
+
+
+def _checked(layer: moe.MoELayer, model_type: str) -> tuple[moe.MoELayer, Family]:
+    """Returns the layer, which may be inside torch.compile's wrapper, and its row.
+
+    ValueError: the layer computes something else than the family.
+    """
+    inner = getattr(layer, "_orig_mod", layer)
+    if not isinstance(inner, moe.MoELayer):
+        raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
+    row = _family(model_type)
+    want = _meaning({**row.knobs, "topk": inner.config.topk})
+    have = _meaning(vars(inner.config))
+    wrong = []
+
+    # An expert without a gate has part 0 alone.
+    parts = {slot.part for slot in row.layouts[0].values() if slot.parameter == "experts.fc1"}
+    gated = parts != {"0"}
+    if inner.config.parts != 1 + gated:
+        kind = GATED_OR_NOT[gated]
+        wrong.append(f"activation = {have['activation']!r} (needs one that is {kind})")
+    for name in COMPARED:
+        if not callable(want[name]) and have[name] != want[name]:
+            wrong.append(f"{name} = {have[name]!r} (needs {want[name]!r})")
+    if wrong:
+        raise ValueError(f"layer is no {model_type} block: {', '.join(wrong)}; "
+                         f"build it with config_from_hf")
+    return inner, row
+
+
+class Source:
+    """The tensors of one block in a mapping: those whose names begin with the prefix."""
+
+    def __init__(self, tensors: Mapping, prefix: str):
+        self.tensors = tensors
+        self.prefix = prefix
+        self.names = [name.removeprefix(prefix)
+                      for name in tensors.keys() if name.startswith(prefix)]
+
+    def load(self, name: str) -> Tensor:
+        """Returns the tensor and does not keep it."""
+        if hasattr(self.tensors, "get_tensor"):
+            return self.tensors.get_tensor(self.prefix + name)
+        return self.tensors[self.prefix + name]
+
+    def shape_and_dtype(self, name: str) -> tuple[list[int], str]:
+        """safetensors' get_slice tells both. Without it the tensor is loaded, and not kept."""
+        if hasattr(self.tensors, "get_slice"):
+            part = self.tensors.get_slice(self.prefix + name)
+            dtype = part.get_dtype()
+            return list(part.get_shape()), SAFETENSORS_DTYPES.get(dtype, dtype)
+        tensor = self.load(name)
+        return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
 
 class Place(NamedTuple):
     """One published tensor, and the part of a parameter that it fills."""
-    shape: list[int]                       # in the file
-    axes: str                              # in the file, einops style
-    parameter: str
+    slot: Slot
+    shape: list[int]                       # of the published tensor
     view: Tensor | None                    # of the parameter; None: an expert of another rank
-    view_axes: str
-    sizes: dict[str, int]                  # of the axes that others are merged with
-    cut: dict[str, tuple[int, int]]        # axis cut over ranks -> start and length of this part
+    axes: list[str]                        # of the view
+    merged: dict[str, int]                 # sizes of the axes that the published tensor may merge
+    cut: dict[str, tuple[int, int]]        # axis cut over ranks -> start and length of this rank
 
     def put(self, tensor: Tensor) -> None:
-        """The file's tensor into the layer, cast to the parameter's dtype."""
-        tensor = rearrange(tensor, f"{self.axes} -> {self.view_axes}", **self.sizes)
+        """Copies the published tensor into the layer, in the parameter's dtype."""
+        tensor = rearrange(tensor, f"{self.slot.axes} -> {' '.join(self.axes)}", **self.merged)
         for axis, part in self.cut.items():
-            tensor = tensor.narrow(self.view_axes.split().index(axis), *part)
+            tensor = tensor.narrow(self.axes.index(axis), *part)
         self.view.copy_(tensor)
 
     def take(self) -> Tensor:
-        """The layer's part as the file holds it: the parameter's own memory where the file has it in
-        the same order and alone, else a copy."""
-        view = self.view.detach()
-        tensor = rearrange(view, f"{self.view_axes} -> {self.axes}", **self.sizes).contiguous()
-        alone = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return tensor if alone else tensor.clone()
+        """Returns the layer's part as the published tensor.
+
+        It is the parameter's own memory if the published tensor has the same order and fills that
+        memory alone. Otherwise it is a copy.
+        """
+        tensor = rearrange(self.view, f"{' '.join(self.axes)} -> {self.slot.axes}", **self.merged)
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        return tensor.clone()
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _places(layer: moe.MoELayer, layout: dict[str, str], tensors: dict | None = None) -> dict[str, Place]:
-    """Name behind the prefix -> Place in the layer's tensors, or in those given, without the
-    parameters that the layer does not have."""
-    tensors, groups, places = tensors or _tensors(layer), layer.pg_collection, {}
-    for pattern, where in layout.items():
-        parameter, part, axes = re.fullmatch(r"([^[ ]+)(?:\[(\d)\])? (.*)", where).groups()
-        if parameter not in tensors:
+def _places(
+    layer: moe.MoELayer, layout: dict[str, Slot], tensors: dict | None = None,
+) -> dict[str, Place]:
+    """Returns name behind the prefix -> Place, in the layer's tensors or in those given.
+
+    A parameter that the layer does not have is left out.
+    """
+    tensors = tensors or _tensors(layer)
+    groups = layer.pg_collection
+    cut_over = {"experts": ("e", groups.ep), "shared_experts": ("s", groups.tp)}
+    places = {}
+    for name, slot in layout.items():
+        if slot.parameter not in tensors:
             continue
-        view, view_axes = tensors[parameter], AXES[parameter]
-        whole, cut = dict(zip(view_axes.split(), view.shape)), {}
-        for axis, group, owner in (("e", groups.ep, "experts."), ("s", groups.tp, "shared_experts.")):
-            if group is not None and group.size() > 1 and parameter.startswith(owner) and axis in whole:
-                cut[axis] = group.rank() * whole[axis], whole[axis]
-                whole[axis] *= group.size()
-        if part is not None:
-            view, view_axes = view.select(view_axes.split().index("p"), int(part)), view_axes.replace("p ", "")
-        each = "{e}" in pattern
-        if each:
-            view_axes = view_axes.replace("e ", "")
-        sizes = {axis: whole[axis] for axis in "ep" if axis in axes}
-        in_file = torch.empty([whole[axis] for axis in view_axes.split()], device="meta")
-        shape = list(rearrange(in_file, f"{view_axes} -> {axes}", **sizes).shape)
-        place = Place(shape, axes, parameter, view, view_axes, sizes, cut)
-        if not each:
-            places[pattern] = place
-            continue
-        first, count = cut.pop("e", (0, whole["e"]))
-        for e in range(whole["e"]):
-            local = view[e - first] if first <= e < first + count else None
-            places[pattern.replace("{e}", str(e))] = place._replace(view=local)
+        view = tensors[slot.parameter].detach()
+        axes = AXES[slot.parameter].split()
+        sizes = dict(zip(axes, view.shape))
+
+        # The sizes over all ranks, and the part of this rank.
+        axis, group = cut_over.get(slot.parameter.split(".")[0], ("", None))
+        cut = {}
+        if axis in axes and moe.group_size(group) > 1:
+            length = sizes[axis]
+            sizes[axis] = group.size() * length
+            cut[axis] = group.rank() * length, length
+
+        # The view of this part (gate or up), and of one expert.
+        if slot.part:
+            view = view.select(axes.index("p"), int(slot.part))
+            axes.remove("p")
+        if "{e}" in name:
+            axes.remove("e")
+
+        merged = {axis: sizes[axis] for axis in "ep" if axis in slot.axes}
+        blank = torch.empty([sizes[axis] for axis in axes], device="meta")
+        shape = rearrange(blank, f"{' '.join(axes)} -> {slot.axes}", **merged).shape
+        place = Place(slot=slot, shape=list(shape), view=view, axes=axes, merged=merged, cut=cut)
+
+        if "{e}" in name:
+            first, _ = cut.pop("e", (0, 0))
+            local = dict(enumerate(view, first))
+            for e in range(sizes["e"]):
+                places[name.format(e=e)] = place._replace(view=local.get(e))
+        else:
+            places[name] = place
     return places
 
 
-def _nearest(layer: moe.MoELayer, layouts, names, tensors: dict | None = None) -> dict[str, Place]:
-    """The places of the layout that has most of the names, of two alike those of the first."""
-    layouts = [_places(layer, layout, tensors) for layout in layouts]
-    return max(layouts, key=lambda places: len(places.keys() & set(names)))
+def _nearest(
+    layer: moe.MoELayer, layouts, names, tensors: dict | None = None,
+) -> dict[str, Place]:
+    """Returns the places of the layout that has most of the names, or the first of equal ones."""
+    candidates = [_places(layer, layout, tensors) for layout in layouts]
+    return max(candidates, key=lambda places: len(places.keys() & set(names)))
 
 
 def _prefixes(names, layouts) -> list[str]:
-    """Where blocks begin: with a router, and experts beside it."""
+    """Returns the prefixes of blocks: a block has a router, and experts beside it."""
     found = {}
     for layout in layouts:
         router = next(iter(layout))
-        experts = next(name for name, where in layout.items() if where.startswith("experts."))
+        experts = next(name for name in layout if layout[name].parameter.startswith("experts."))
         for name in names:
             prefix = name.removesuffix(router)
             start = prefix + experts.split("{e}")[0]
-            if prefix != name and any(other.startswith(start) for other in names):
+            if name.endswith(router) and any(other.startswith(start) for other in names):
                 found[prefix] = None
     return list(found)
 
 
-def _fitting(layer: moe.MoELayer, model_type: str) -> tuple[moe.MoELayer, Family]:
-    """(the layer, its row), or an error where the layer computes something else than the family."""
-    if not isinstance(getattr(layer, "_orig_mod", layer), moe.MoELayer):
-        raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
-    row, layer = _family(model_type), getattr(layer, "_orig_mod", layer)               # inside of torch.compile(layer)
-    read_from_config = {name for name, knob in row.knobs.items() if callable(knob)}
-    want = _meaning({**row.knobs, "topk": layer.config.topk})
-    have = _meaning(vars(layer.config))
-    wrong = [f"{name} = {have[name]!r} (needs {want[name]!r})" for name in FIXED
-             if name not in read_from_config and have[name] != want[name]]
-    gated = any(re.match(r"experts\.fc1(\[1\]|.*p)", where) for where in row.layouts[0].values())
-    if layer.config.parts != 1 + gated:
-        wrong.insert(0, f"activation = {have['activation']!r} (needs one that is {'' if gated else 'not '}gated)")
-    if wrong:
-        raise ValueError(f"layer is no {model_type} block: {', '.join(wrong)}; build it with config_from_hf")
-    return layer, row
+def _matched(layer: moe.MoELayer, model_type: str, source: Source) -> dict[str, Place]:
+    """Returns name behind the prefix -> Place, in the layout that the source has.
 
-
-FIXED = ("activation", "glu_alpha", "glu_linear_offset", "activation_clamp_value", "add_bias_linear", "apply_probs_on",
-         "score_function", "norm_topk_prob", "num_groups", "group_topk", "scaling_factor", "router_bias",
-         "enable_expert_bias", "shared_expert_intermediate_size", "shared_expert_gate",
-         "latent_size", "latent_norm", "situ_beta", "situ_linear_beta")
-
-
-# ---- Weights in, weights out, weights from a dense FFN ----
-
-def from_hf(layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str = "") -> moe.MoELayer:
-    """Copies one block's weights into the layer, and returns it. Names are looked up behind `prefix`
-    ("model.layers.3.mlp.", "model.layers.3.block_sparse_moe.", ..), as published or as held in memory; others are left.
-
-    tensors: name -> tensor, fp64, fp32, bf16 or fp16, cast to the parameters' dtype (the expert bias stays fp32). Only
-    keys() and [name] are used, or safetensors' get_slice and get_tensor; one tensor is loaded at a time, without
-    get_slice twice, first for its shape. Over ep only this rank's experts are read and may be all that is there; over tp
-    the shared expert's part is taken.
-    ValueError lists every missing, unexpected and misshapen tensor, the first ten of them; then, and where the layer is
-    no block of this family, or on the meta device, nothing has changed.
+    Only this rank's places are returned. ValueError: not all of them are there and fit.
     """
-    inner, _ = _fitting(layer, model_type)
-    if not hasattr(tensors, "keys"):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; needs a mapping, name -> tensor")
-    if inner.router.weight.is_meta:
-        raise ValueError("layer is on the meta device and cannot take weights; call "
-                         "layer.to_empty(device=..) and reset_parameters() of its modules first")
-    _fill(_matched(inner, tensors, model_type, prefix), tensors, prefix)
-    return layer
-
-
-def _loader(tensors: Mapping) -> Callable:
-    return getattr(tensors, "get_tensor", None) or tensors.__getitem__
-
-
-def _fill(places: dict[str, Place], tensors: Mapping, prefix: str) -> None:
-    load = _loader(tensors)
-    with torch.no_grad():
-        for name, place in places.items():
-            place.put(load(prefix + name))
-
-
-def _matched(
-    layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str,
-) -> dict[str, Place]:
-    """Name behind the prefix -> Place, in the layout that the tensors have; all are there and fit."""
     row = TYPES[model_type]
-    names = [name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)]
-    here, load = set(names), _loader(tensors)
-    places = _nearest(layer, row.layouts, names)
-    if tensors.keys() and not here & places.keys():
-        fitting = _listed(_prefixes(list(tensors.keys()), row.layouts), ", ") or "none"
-        raise ValueError(f"no tensor of a {model_type} block is at prefix {prefix!r}; prefixes that fit: {fitting}")
+    prefix = source.prefix
+    here = set(source.names)
+    places = _nearest(layer, row.layouts, here)
+    all_names = list(source.tensors.keys())
+    if all_names and not here & places.keys():
+        fitting = _listed(_prefixes(all_names, row.layouts), ", ") or "none"
+        raise ValueError(f"no tensor of a {model_type} block is at prefix {prefix!r}; "
+                         f"prefixes that fit: {fitting}")
+
     local = {name: place for name, place in places.items() if place.view is not None}
-    problems = [f"{prefix}{name} {place.shape} is missing" for name, place in local.items() if name not in here]
-    for name in names:
-        if name not in places and not re.fullmatch(row.others, name):
-            quantised = re.search(r"(packed|blocks|scales?|scale_inv)$", name)
-            kind = "of quantised weights; dequantise them first" if quantised else "unexpected"
-            problems.append(f"{prefix}{name} is {kind}")
+    problems = []
+    for name, place in local.items():
+        if name not in here:
+            problems.append(f"{prefix}{name} {place.shape} is missing")
+    for name in source.names:
+        if name in places or re.fullmatch(row.others, name):
+            continue
+        if re.search(r"(packed|blocks|scales?|scale_inv)$", name):
+            problems.append(f"{prefix}{name} is of quantised weights; dequantise them first")
+        else:
+            problems.append(f"{prefix}{name} is unexpected")
     for name, place in local.items():
         if name in here:
-            shape, dtype = _described(tensors, load, prefix + name)
+            shape, dtype = source.shape_and_dtype(name)
             if shape != place.shape:
                 problems.append(f"{prefix}{name} is {shape}; needs {place.shape}")
             if dtype not in DTYPES and place.view.is_floating_point():
@@ -365,94 +539,145 @@ def _matched(
     return local
 
 
-def _described(tensors: Mapping, load: Callable, name: str) -> tuple[list[int], str]:
-    """(shape, dtype), with nothing kept."""
-    if hasattr(tensors, "get_slice"):
-        part = tensors.get_slice(name)
-        return list(part.get_shape()), _SAFETENSORS.get(part.get_dtype(), part.get_dtype())
-    tensor = load(name)
-    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+@torch.no_grad()
+def _fill(places: dict[str, Place], source: Source) -> None:
+    for name, place in places.items():
+        place.put(source.load(name))
 
 
-def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, Tensor]:
-    """prefix + name -> a copy of the tensor, in the layer's dtypes and the published layout: the inverse of from_hf.
-
-    Over ep: this rank's experts, under their global numbers. ValueError where a published tensor is
-    spread over ranks: all experts in one over ep, the shared expert over tp.
-    """
-    layer, row = _fitting(layer, model_type)
-    places = _places(layer, row.layouts[0])
-    spread = [prefix + name for name, place in places.items() if place.cut]
-    if spread:
-        raise ValueError(f"spread over ranks: {_listed(spread, ', ')}; needs a layer without ep and tp: "
-                         f"save sharded_state_dict() and load it there")
-    return {prefix + name: place.take().clone() for name, place in places.items() if place.view is not None}
-
+# ---- Weights from a dense FFN ----
 
 def upcycle(
-    config: moe.MoEConfig, gate_proj: Tensor | None, up_proj: Tensor, down_proj: Tensor, noise: float = 0.0,
+    config: moe.MoEConfig, gate_proj: Tensor | None, up_proj: Tensor, down_proj: Tensor,
+    noise: float = 0.0,
 ) -> moe.MoELayer:
-    """A layer whose experts all start as one dense FFN: sparse upcycling (arXiv 2212.05055).
+    """Returns a layer whose experts all start as one dense FFN.
 
-    gate_proj [F, H] (None where the activation is not gated), up_proj [F, H], down_proj [H, F]; cast to params_dtype.
-    The router is drawn anew, biases are zero, and so is the down projection of a shared expert. Where a token's probs
-    sum to 1 and are not on the input, the output at the start is the dense FFN's.
-    noise: each expert's matrices get normal noise of this share of their own standard deviation.
+    This is sparse upcycling (arXiv 2212.05055).
+
+    gate_proj [F, H], or None where the activation is not gated. up_proj [F, H], down_proj [H, F].
+      They are cast to params_dtype.
+    noise: every matrix of every expert gets normal noise. Its standard deviation is this share of
+      the standard deviation of the weights.
+
+    The router is drawn anew. Biases are zero, and so is the down projection of a shared expert. The
+    output at the start is that of the dense FFN if the probs of a token sum to 1 and are not
+    applied to the input. ValueError: shapes that do not fit, a latent_size, negative noise.
+
+    >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
+    >>> gate_proj, up_proj, down_proj = torch.rand(16, 8), torch.rand(16, 8), torch.rand(8, 16)
+    >>> layer = upcycle(config, gate_proj, up_proj=up_proj, down_proj=down_proj)
     """
     F, H = config.ffn_hidden_size, config.hidden_size
     given = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
-    needs = {"gate_proj": [F, H] if config.parts == 2 else None, "up_proj": [F, H], "down_proj": [H, F]}
-    got = {name: None if tensor is None else list(tensor.shape) for name, tensor in given.items()}
-    wrong = [f"{name} is {got[name]}; needs {needs[name]}" for name in given if got[name] != needs[name]]
+    needs = {"gate_proj": [F, H], "up_proj": [F, H], "down_proj": [H, F]}
+    if config.parts == 1:
+        needs["gate_proj"] = None
+    problems = []
+    for name, tensor in given.items():
+        shape = None if tensor is None else list(tensor.shape)
+        if shape != needs[name]:
+            problems.append(f"{name} is {shape}; needs {needs[name]}")
     if config.latent_size is not None:
-        wrong.append(f"latent_size is {config.latent_size}; needs None, since an expert is as wide "
-                     f"as the dense FFN")
-    if wrong or noise < 0:
-        raise ValueError("; ".join(wrong + ([f"noise is {noise}; needs 0 or more"] if noise < 0 else [])))
+        problems.append(f"latent_size is {config.latent_size}; needs None, since an expert is as "
+                        f"wide as the dense FFN")
+    if noise < 0:
+        problems.append(f"noise is {noise}; needs 0 or more")
+    if problems:
+        raise ValueError("; ".join(problems))
+
     layer = moe.MoELayer(config).to(up_proj.device)
+    fc1_PFH = torch.stack([part for part in (gate_proj, up_proj) if part is not None])
     with torch.no_grad():
-        layer.experts.fc1.copy_(torch.stack([up_proj] if gate_proj is None else [gate_proj, up_proj]))
+        layer.experts.fc1.copy_(fc1_PFH)
         layer.experts.fc2.copy_(down_proj)
         if noise:
-            for weight in [*layer.experts.fc1.unbind(1), layer.experts.fc2]:               # [E, F, H] twice, [E, H, F]
-                weight.add_(torch.randn(weight.shape, device=weight.device).mul_(noise * weight.float().std()))
+            # [E, F, H] for each part, and [E, H, F]
+            for weight in (*layer.experts.fc1.unbind(1), layer.experts.fc2):
+                draw = torch.randn(weight.shape, device=weight.device)
+                weight.add_(noise * weight.float().std() * draw)
         if layer.shared_experts is not None:
             layer.shared_experts.fc2.zero_()
     return layer
 
 
-# ---- Live models of the Hugging Face library ----
+# ---- The experts of a live Hugging Face model ----
 
 def register_experts(name: str = "moe_py") -> str:
-    """Makes kernels.expert_mlp an experts implementation of the Hugging Face library, and returns its
-    name: model.set_experts_implementation(name), or experts_implementation=name at load.
+    """Makes kernels.expert_mlp an experts implementation of the Hugging Face library.
 
-    Router, losses, weights and checkpoints stay the library's. No weight is copied: transposed and
-    interleaved ones are taken as views. An index of E or more is nowhere. In a forward,
-    NotImplementedError names what cannot be expressed. ImportError without the library.
+    Returns the name. Use it as `model.set_experts_implementation(name)`, or as
+    `experts_implementation=name` when a model is loaded.
+
+    Router, losses, weights and checkpoints stay those of the library. No weight is copied:
+    transposed and interleaved weights are used as views. An index of E or more is unrouted.
+
+    ImportError: the library is missing. ValueError: the name is an implementation of the library.
+    A forward raises NotImplementedError, which names what cannot be expressed.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as missing:
         raise ImportError("register_experts needs the Hugging Face library: pip install "
                           "'transformers>=5'") from missing
-    if name in ("eager", *ALL_EXPERTS_FUNCTIONS) and ALL_EXPERTS_FUNCTIONS.get(name) is not _library_experts:
+    known = {"eager": None, **ALL_EXPERTS_FUNCTIONS}
+    if known.get(name, _library_experts) is not _library_experts:
         raise ValueError(f"name is {name!r}, an implementation of the library; needs another name")
     ALL_EXPERTS_FUNCTIONS.register(name, _library_experts)
     return name
 
 
-# Class that defines the gate -> activation, or act_fn for that one, and its constants as attributes.
-GATES = {"BeamExperts": "act_fn", "DeepseekV4Experts": "act_fn clamp_value=limit",
-         "Glm5NextTextExperts": "swiglu clamp_value=swiglu_limit",
-         "HYV4Experts": "swiglu clamp_value=swiglu_limit",
-         "GptOssExperts": "quick_geglu alpha=alpha clamp_value=limit",
-         "OpenAIPrivacyFilterExperts": "quick_geglu alpha=alpha clamp_value=limit",
-         "MiniMaxM3VLExperts": "quick_geglu alpha=swiglu_alpha clamp_value=swiglu_limit",
-         "Inkling2Experts": "situ beta=act_fn.gate_softcap.softcap linear_beta=act_fn.up_softcap.softcap"}
-ACT_FNS = {"transformers.activations.SiLUActivation": "swiglu", "torch.nn.modules.activation.SiLU": "swiglu",
-           "torch.nn.functional.silu": "swiglu", "transformers.activations.GELUTanh": "geglu",
-           "transformers.activations.ReLUSquaredActivation": "relu2"}
+def _library_experts(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+) -> Tensor:
+    """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
+
+    The products are in the dtype of the weights, the output is in that of hidden_states.
+    """
+    options = _options_of(experts)
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    rows = "(p f)" if experts.is_concatenated else "(f p)"
+    fc1_axes = f"e {rows} h"
+    fc2_axes = "e h f"
+    if experts.is_transposed:
+        fc1_axes = f"e h {rows}"
+        fc2_axes = "e f h"
+
+    parts = 1 + experts.has_gate
+    fc1 = rearrange(getattr(experts, up), f"{fc1_axes} -> e p f h", p=parts)
+    fc2 = rearrange(experts.down_proj, f"{fc2_axes} -> e h f")
+    if experts.has_bias:
+        fc1_bias = getattr(experts, up + "_bias")
+        options["fc1_bias"] = rearrange(fc1_bias, f"e {rows} -> e p f", p=parts)
+        options["fc2_bias"] = experts.down_proj_bias
+
+    E = len(fc1)
+    plan = moe.kernels.plan_permutation(top_k_index.clamp(max=E), E)
+    x_TH = hidden_states.to(fc1.dtype)
+    y_TH = moe.kernels.expert_mlp(x_TH, top_k_weights, plan, fc1=fc1, fc2=fc2, **options)
+    return y_TH.to(hidden_states.dtype)
+
+
+# The class that defines the gate -> its activation ("act_fn": that of the module), and the
+# activation's constants as attributes of the module.
+GATES = {
+    "BeamExperts": "act_fn",
+    "DeepseekV4Experts": "act_fn clamp_value=limit",
+    "Glm5NextTextExperts": "swiglu clamp_value=swiglu_limit",
+    "HYV4Experts": "swiglu clamp_value=swiglu_limit",
+    "GptOssExperts": "quick_geglu alpha=alpha clamp_value=limit",
+    "OpenAIPrivacyFilterExperts": "quick_geglu alpha=alpha clamp_value=limit",
+    "MiniMaxM3VLExperts": "quick_geglu alpha=swiglu_alpha clamp_value=swiglu_limit",
+    "Inkling2Experts":
+        "situ beta=act_fn.gate_softcap.softcap linear_beta=act_fn.up_softcap.softcap",
+}
+ACT_FNS = {
+    "transformers.activations.SiLUActivation": "swiglu",
+    "torch.nn.modules.activation.SiLU": "swiglu",
+    "torch.nn.functional.silu": "swiglu",
+    "transformers.activations.GELUTanh": "geglu",
+    "transformers.activations.ReLUSquaredActivation": "relu2",
+}
 
 
 @torch.compiler.assume_constant_result                       # Dynamo does not know __qualname__
@@ -461,11 +686,13 @@ def _full_name(owner, method: str | None = None) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _gate_of(experts: nn.Module) -> dict:
-    """Keyword arguments of kernels.expert_mlp: the activation of an experts module of the library."""
+def _options_of(experts: nn.Module) -> dict:
+    """Returns the activation of an experts module as keyword arguments of kernels.expert_mlp."""
     def refuse(what: str):
-        raise NotImplementedError(f"{type(experts).__name__}: {what} cannot be expressed by "
-                                  f"kernels.expert_mlp; try replace_blocks, or another implementation")
+        raise NotImplementedError(
+            f"{type(experts).__name__}: {what} cannot be expressed by kernels.expert_mlp; "
+            f"try replace_blocks, or another implementation")
+
     if experts.has_post_expert_norm:
         refuse("has_post_expert_norm")
     gate = _full_name(type(experts), "_apply_gate")
@@ -475,48 +702,74 @@ def _gate_of(experts: nn.Module) -> dict:
         if owner not in GATES or not gate.startswith("transformers.models."):
             refuse(f"the overridden _apply_gate ({gate})")
         known = GATES[owner]
+
     kind, *constants = known.split()
     if kind == "act_fn":
         act = experts.act_fn
         act = _full_name(type(act) if isinstance(act, nn.Module) else act)
-        kind = ACT_FNS.get(act) or refuse(f"act_fn {act}")
+        if act not in ACT_FNS:
+            refuse(f"act_fn {act}")
+        kind = ACT_FNS[act]
     if moe.kernels.ACTIVATIONS[kind].gated != experts.has_gate:
         refuse(f"has_gate = {experts.has_gate} with {kind}")
-    options = {}
+
+    options = {"kind": kind, "linear_offset": float(kind == "quick_geglu")}
     for constant in constants:
         name, path = constant.split("=")
         options[name] = operator.attrgetter(path)(experts)
-    return {"kind": kind, "linear_offset": float(kind == "quick_geglu"), **options}
+    return options
 
 
-def _library_experts(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
-) -> Tensor:
-    """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H], in the weights' dtype."""
-    options, kernels = _gate_of(experts), moe.kernels
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    rows = "(p f)" if experts.is_concatenated else "(f p)"
-    fc1_axes, fc2_axes = (f"e h {rows}", "e f h") if experts.is_transposed else (f"e {rows} h", "e h f")
-    parts = 2 if experts.has_gate else 1
-    fc1 = rearrange(getattr(experts, up), f"{fc1_axes} -> e p f h", p=parts)
-    fc2 = rearrange(experts.down_proj, f"{fc2_axes} -> e h f")
-    biases = ()
-    if experts.has_bias:
-        fc1_bias = rearrange(getattr(experts, up + "_bias"), f"e {rows} -> e p f", p=parts)
-        biases = fc1_bias, experts.down_proj_bias
-    plan = kernels.plan_permutation(top_k_index.clamp(max=len(fc1)), len(fc1))
-    x_TH = hidden_states.to(fc1.dtype)
-    y_TH = kernels.expert_mlp(x_TH, top_k_weights, plan, fc1, fc2, *biases, **options)
-    return y_TH.to(hidden_states.dtype)
+# ---- The blocks of a live Hugging Face model ----
 
+def replace_blocks(model: nn.Module, **changes) -> list[str]:
+    """Replaces every MoE block of a live Hugging Face model by this project's layer, in place.
 
-def _same(logits: Tensor) -> Tensor:
-    return logits
+    Returns the names of the blocks, in order. A layer has its block's weights, dtypes, device and
+    requires_grad. It takes [B, S, H] and returns what the block returned.
+
+    changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
+      add to a block is drawn anew.
+
+    All is checked before the first block is touched. Memory holds one block twice at a time. Make
+    the optimizer after the call. state_dict() has the library's names, and this project's names for
+    what changes has added. A model that fully_shard has sharded is not supported.
+
+    ValueError: an unknown model type, no block, a block that the layer cannot express, tensors on
+    the meta device. TypeError: no model of the library, or an unknown field in changes.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not hasattr(model, "config"):
+        raise TypeError(f"model is a {type(model).__name__}; "
+                        f"needs a model of the Hugging Face library")
+    if "params_dtype" in changes:
+        raise ValueError("changes has params_dtype; "
+                         "blocks keep their dtypes: cast the model instead")
+    model_type, _ = _type_of(model.config)
+    prefixes = _prefixes(_tensors(model), _family(model_type).layouts[-1:])
+    if not prefixes:
+        blocks = [name for name, module in model.named_modules()
+                  if isinstance(module, HuggingFaceBlock)]
+        raise ValueError(f"model has no {model_type} block to replace; "
+                         f"replaced already: {_listed(blocks, ', ') or 'none'}")
+    if any(tensor.is_meta for tensor in _tensors(model).values()):
+        raise ValueError("model has tensors on the meta device; needs weights: load it first")
+
+    router_dtype = torch.promote_types(model.dtype, torch.float32)
+    changes = {"router_dtype": router_dtype, **changes, "params_dtype": model.dtype}
+    layers = [_blank_block(model, prefix, changes) for prefix in prefixes]
+    names = [prefix.removesuffix(".") for prefix in prefixes]
+    for name, layer in zip(names, layers):
+        _put_block(model, name, layer)
+    return names
 
 
 class BatchFirstRouter(moe.TopKRouter):
-    """TopKRouter on [B, S, H]. Its logits also go through what is left of the library's router, whose
-    hooks collect them for output_router_logits."""
+    """TopKRouter on [B, S, H].
+
+    Its logits also go through what is left of the library's router. The hooks there collect them
+    for output_router_logits.
+    """
 
     def gating(self, input: Tensor) -> Tensor:
         logits = super().gating(input)
@@ -528,215 +781,244 @@ class BatchFirstRouter(moe.TopKRouter):
 
 
 class HuggingFaceBlock(moe.MoELayer):
-    """MoELayer in the place of a block of the library: [B, S, H] in, what the block returned out.
-    Its state dict has the library's names in memory; it loads those, and the published ones."""
+    """A MoELayer in the place of a block of the library.
+
+    It takes [B, S, H] and returns what the block returned. Its state dict has the library's names
+    in memory. It loads those names, and the published ones.
+    """
 
     def __init__(self, config: moe.MoEConfig, model_type: str):
         super().__init__(config)
-        self.model_type, self.router = model_type, BatchFirstRouter(config)
-        self.register_buffer("hash_table", None)             # [vocabulary, K] of a hash layer
+        self.model_type = model_type
+        self.router = BatchFirstRouter(config)
+        self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
 
     @property
-    def row(self) -> Family:                                 # not kept: its functions cannot be pickled
+    def row(self) -> Family:             # no attribute: functions in it cannot be pickled
         return TYPES[self.model_type]
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None):
-        indices = None if self.hash_table is None else self.hash_table[input_ids]
+        indices = None
+        if self.hash_table is not None:
+            indices = self.hash_table[input_ids]
         y, probs = self.forward_with_probs(hidden_states, topk_indices=indices)
+        if self.row.returns == "probs":
+            return y, probs
         if self.row.returns == "logits":
             logits = moe.Router.gating(self.router, hidden_states)
             return y.flatten(0, 1), logits.flatten(0, 1)
-        return (y, probs) if self.row.returns == "probs" else y
+        return y
 
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:
         tensors = super().state_dict(*args, prefix=prefix, **kwargs)
         for name, place in _places(self, self.row.layouts[-1]).items():
-            tensors.pop(prefix + place.parameter, None)
+            tensors.pop(prefix + place.slot.parameter, None)
             tensors[prefix + name] = place.take()
         return tensors
 
     @torch.no_grad()
-    def _load_from_state_dict(self, tensors, prefix, metadata, strict, missing, unexpected, errors):
-        names, own = [name.removeprefix(prefix) for name in tensors], _tensors(self)
+    def _load_from_state_dict(self, tensors: dict, prefix: str, *others) -> None:
+        metadata, _, missing, _, errors = others
+        names = [name.removeprefix(prefix) for name in tensors]
         layouts = self.row.layouts[::-1]
         places = _nearest(self, layouts, names)
-        if metadata.get("assign_to_params_buffers"):         # into new memory, like what is given
-            for name, place in places.items():
-                if prefix + name in tensors:
-                    old, like = own[place.parameter], tensors[prefix + name]
-                    new = torch.empty_like(old, dtype=like.dtype, device=like.device)
-                    own[place.parameter] = new if old.is_meta else new.copy_(old)
-            places = _nearest(self, layouts, names, own)
+        given = {name: tensors.pop(prefix + name) for name in places if prefix + name in tensors}
+        own = _tensors(self)
+        if metadata.get("assign_to_params_buffers"):         # new memory, like the given tensors
+            for name, tensor in given.items():
+                parameter = places[name].slot.parameter
+                old = own[parameter]
+                own[parameter] = torch.empty_like(old, dtype=tensor.dtype, device=tensor.device)
+                if not old.is_meta:
+                    own[parameter].copy_(old)
+            places = _nearest(self, layouts, names, tensors=own)
+
         for name, place in places.items():
-            tensor = tensors.pop(prefix + name, None)
-            if tensor is None:
+            tensors[prefix + place.slot.parameter] = own[place.slot.parameter]
+            if name not in given:
                 missing.append(prefix + name)
-            elif list(tensor.shape) != place.shape:
-                errors.append(f"{prefix}{name} is {list(tensor.shape)}; needs {place.shape}")
+            elif list(given[name].shape) != place.shape:
+                errors.append(f"{prefix}{name} is {list(given[name].shape)}; needs {place.shape}")
             else:
-                place.put(tensor)
-            tensors[prefix + place.parameter] = own[place.parameter]
-        super()._load_from_state_dict(tensors, prefix, metadata, strict, missing, unexpected, errors)
+                place.put(given[name])
+        super()._load_from_state_dict(tensors, prefix, *others)
 
 
-def replace_blocks(model: nn.Module, **changes) -> list[str]:
-    """In place: every MoE block of a live Hugging Face model becomes this project's layer, with the
-    block's weights, dtypes, device and requires_grad. Returns the names of the blocks, in order.
-
-    changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". All is
-    checked before the first block is touched; memory holds one block twice. Make the optimizer
-    afterwards. state_dict() has the library's names, and its own for what `changes` has added,
-    which is drawn anew. Not for models that fully_shard has sharded. ValueError: unknown model type,
-    no block, a block that the layer cannot express, meta tensors.
-    """
-    model = getattr(model, "_orig_mod", model)
-    if not hasattr(model, "config"):
-        raise TypeError(f"model is a {type(model).__name__}; needs a model of the Hugging Face library")
-    if "params_dtype" in changes:
-        raise ValueError("changes has params_dtype; blocks keep their dtypes: cast the model instead")
+def _blank_block(model: nn.Module, prefix: str, changes: dict) -> HuggingFaceBlock:
+    """Returns the layer on the meta device. It fits the block's tensors and has their dtypes."""
     model_type, _ = _type_of(model.config)
-    row, tensors = _family(model_type), _tensors(model)
-    prefixes = _prefixes(tensors, row.layouts[-1:])
-    if not prefixes:
-        done = [name for name, module in model.named_modules() if isinstance(module, HuggingFaceBlock)]
-        raise ValueError(f"model has no {model_type} block to replace; replaced already: {_listed(done, ', ') or 'none'}")
-    if any(tensor.is_meta for tensor in tensors.values()):
-        raise ValueError("model has tensors on the meta device; needs weights: load it first")
-    router_dtype = torch.promote_types(model.dtype, torch.float32)
-    changes = {"router_dtype": router_dtype, **changes, "params_dtype": model.dtype}
-    layers = [_blank_block(model.config, model_type, tensors, prefix, changes) for prefix in prefixes]
-    del tensors                                              # so that each old block can go
-    names = [prefix.removesuffix(".") for prefix in prefixes]
-    for name, layer in zip(names, layers):
-        _put_block(model, name, layer)
-    return names
-
-
-def _blank_block(hf_config, model_type: str, tensors: dict, prefix: str, changes: dict) -> HuggingFaceBlock:
-    """The layer on the meta device, checked against the block's tensors, with their dtypes."""
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
-    published = config_from_hf(hf_config, layer_idx)
+    published = config_from_hf(model.config, layer_idx)
     config = dataclasses.replace(published, **changes)
     if config.parts != published.parts:
         raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
-                         f"{'' if published.parts == 2 else 'not '}gated, as {published.activation!r}")
+                         f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")
+
     with torch.device("meta"):
         layer = HuggingFaceBlock(config, model_type)
-    if prefix + HASH_TABLE in tensors:
-        layer.hash_table = tensors[prefix + HASH_TABLE].to("meta")
+    source = Source(_tensors(model), prefix)
+    if HASH_TABLE in source.names:
+        layer.hash_table = source.load(HASH_TABLE).to("meta")
     parameters = dict(layer.named_parameters())
-    for name, place in _matched(layer, tensors, model_type, prefix).items():
-        if place.parameter in parameters:
-            parameter, tensor = parameters[place.parameter], tensors[prefix + name]
+    for name, place in _matched(layer, model_type, source).items():
+        if place.slot.parameter in parameters:
+            parameter = parameters[place.slot.parameter]
+            tensor = source.load(name)
             parameter.data = parameter.data.to(tensor.dtype)
             parameter.requires_grad_(tensor.requires_grad)
     return layer
 
 
 def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock) -> None:
+    """Fills the layer with the block's weights, and puts it in the block's place."""
     block = model.get_submodule(name)
-    tensors = _tensors(block)
-    layer.to_empty(device=next(iter(tensors.values())).device).train(block.training)
-    places = _nearest(layer, layer.row.layouts, tensors)
-    filled = {place.parameter for place in places.values()}
+    source = Source(_tensors(block), prefix="")
+    device = next(iter(source.tensors.values())).device
+    layer.to_empty(device=device).train(block.training)
+    places = _nearest(layer, layer.row.layouts, source.names)
+    filled = {place.slot.parameter for place in places.values()}
     for part, module in layer.named_children():
-        added = {f"{part}.{name}" for name, _ in module.named_parameters()} - filled
+        added = {f"{part}.{child}" for child, _ in module.named_parameters()} - filled
         if added or module is layer.router:                  # whose counts and bias start at zero
             module.reset_parameters()
-    _fill(places, tensors, "")
+    _fill(places, source)
+
     # Of the library's router only the hooks stay.
     library_router = block.get_submodule(next(iter(layer.row.layouts[-1])).split(".")[0])
     for held in (library_router._parameters, library_router._buffers, library_router._modules):
         held.update(dict.fromkeys(held))
     library_router.forward = _same
     layer.router.library_router = library_router
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+
+    for path, module in list(model.named_modules(remove_duplicate=False)):
         if module is block:
-            parent, _, child = name.rpartition(".")
+            parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
 
 
-# ---- Parts that rows share ----
+def _same(logits: Tensor) -> Tensor:
+    return logits
 
-def field(*names, default=_ABSENT, among=None):
-    """A knob that is a field of the config, under any of these names."""
+
+# ---- Words of the table: knobs ----
+
+def field(*names: str, default=_ABSENT, among: dict | None = None) -> Callable:
+    """Returns a knob that is a field of the published config, under any of these names."""
     return lambda read: read(*names, default=default, among=among)
 
 
-def flag(*names, default):
+def flag(*names: str, default: bool) -> Callable:
+    """Returns a knob that is True or False; a published None is False."""
     return lambda read: bool(read(*names, default=default))
 
 
-def by_config(norm: bool) -> dict:
-    """Softmax over all experts, normalised over the chosen or not: as the config says, else `norm`."""
-    return dict(pre_softmax=True, norm_topk_prob=flag("norm_topk_prob", default=norm))
+def sizes(
+    F: str = "moe_intermediate_size", E: str = "num_local_experts", K: str = "num_experts_per_tok",
+) -> dict:
+    """Names the fields that hold F, E and K. H and the activation have the same names everywhere.
+
+    E and K are also read under the names that other versions of the library have.
+    """
+    return {
+        "hidden_size": field("hidden_size"),
+        "ffn_hidden_size": field(F),
+        "topk": field(K, "num_experts_per_tok", "num_experts_per_token"),
+        "num_experts": field(E, "num_experts", "num_local_experts"),
+        "activation": field("hidden_act", default="silu", among=GATED),
+    }
 
 
-def knobs(ffn: str, experts: str = "num_local_experts", topk: str = "num_experts_per_tok", **others) -> dict:
-    """Where H, F, E, K and the activation are read, E and K also under other versions' names; and a row's other knobs."""
-    return dict(hidden_size=field("hidden_size"), ffn_hidden_size=field(ffn),
-                topk=field(topk, "num_experts_per_tok", "num_experts_per_token"),
-                num_experts=field(experts, "num_experts", "num_local_experts"),
-                activation=field("hidden_act", default="silu", among=GATED)) | others
+def normed(default: bool) -> dict:
+    """The probs of the chosen experts are normalised if the config says so."""
+    return {"norm_topk_prob": flag("norm_topk_prob", default=default)}
 
 
-def shared(default: int | None, *sizes: str) -> dict:
-    """Several shared experts side by side are one expert. `sizes` names the size of each; without
-    names it is F."""
-    counts = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
-
-    def size(read):
-        count = read(*counts, default=default) or 0
-        return count * (read(*sizes or ["moe_intermediate_size"]) or 0) or None
-    return dict(shared_expert_intermediate_size=size)
+def scaled(default: float) -> dict:
+    """The probs are multiplied by a factor of the config."""
+    return {"scaling_factor": field("routed_scaling_factor", default=default)}
 
 
-def grouped(on: Callable, best: int, groups=None, group_topk=None) -> dict:
-    """Where on(read): n_group groups of experts, of which the topk_group with the best sum of their `best` best stay."""
-    def knob(*names, default):
-        def value(read):
-            got = read(*names, default=default)              # always, so that it is not refused
-            return got if on(read) else None
-        return value
-    return dict(num_groups=knob("n_group", "num_expert_group", default=groups),
-                group_topk=knob("topk_group", default=group_topk),
-                group_score_topk=lambda read: best if on(read) else None)
+def shared(*sizes: str) -> dict:
+    """There is one shared expert. The arguments are the names of the field with its size."""
+    return {"shared_expert_intermediate_size": field(*sizes)}
 
 
-def grouped_by_two(groups: int, group_topk: int) -> dict:
-    """Groups by the sum of their two best, where there are several."""
+def shared_times(*sizes: str, default: int | None = 1) -> dict:
+    """There are several shared experts. Side by side they are one large expert.
+
+    The arguments are the names of the field with the size of each; without arguments it is F.
+    default is the default of their number.
+    """
+    names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
+    size = field(*sizes or ["moe_intermediate_size"])
+
+    def total(read):
+        count = read(*names, default=default) or 0
+        return count * (size(read) or 0) or None
+    return {"shared_expert_intermediate_size": total}
+
+
+def grouped(
+    groups: int | None, kept: int | None, best: int = 2, on: Callable | None = None,
+) -> dict:
+    """There are n_group groups of experts. The topk_group groups with the largest scores are kept.
+
+    groups and kept are the defaults of the two fields. The score of a group is the sum of its best
+    experts; best is their number. on(read) says if groups are used. Without it they are used if
+    there are several.
+    """
+    number = field("n_group", "num_expert_group", default=groups)
+
     def several(read):
-        return read("n_group", "num_expert_group", default=groups) not in (None, 0, 1)
-    return grouped(several, 2, groups, group_topk)
+        return number(read) not in (None, 0, 1)
+
+    def if_used(knob):
+        def value(read):
+            got = knob(read)                                 # always, so that it is not refused
+            return got if used(read) else None
+        return value
+
+    used = on or several
+    return {
+        "num_groups": if_used(number),
+        "group_topk": if_used(field("topk_group", default=kept)),
+        "group_score_topk": if_used(lambda read: best),
+    }
 
 
-def biased(scaling: float, norm: bool) -> dict:
-    """DeepSeek-V3's router without groups: sigmoid, a bias that only chooses, a factor."""
-    return dict(score_function="sigmoid", enable_expert_bias=True,
-                norm_topk_prob=flag("norm_topk_prob", "moe_renormalize", default=norm),
-                scaling_factor=field("routed_scaling_factor", "route_scale", default=scaling))
+def biased(scaling: float, norm: bool = True) -> dict:
+    """The router has sigmoid scores, a bias for the choice alone, and a factor."""
+    return SIGMOID | EXPERT_BIAS | {
+        "norm_topk_prob": flag("norm_topk_prob", "moe_renormalize", default=norm),
+        "scaling_factor": field("routed_scaling_factor", "route_scale", default=scaling),
+    }
 
 
-def noaux(groups: int, group_topk: int, scaling: float, norm: bool) -> dict:
-    """DeepSeek-V3's router (arXiv 2412.19437), with a family's defaults."""
-    return biased(scaling, norm) | grouped_by_two(groups, group_topk)
+def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> dict:
+    """This is DeepSeek-V3's router (arXiv 2412.19437): biased, and with groups."""
+    return biased(scaling, norm) | grouped(groups, kept)
 
 
-def kimi_activation(read) -> str:
-    situ = read("activation_situ_beta", default=None) is not None
-    return read("hidden_act", default="situ" if situ else "silu", among={**GATED, "situ": "situ"})
+def kimi_activation(read: Reader) -> str:
+    """Kimi K3 has the field of SiTU's beta. A config with it need not name the activation."""
+    default = "silu"
+    if read("activation_situ_beta", default=None) is not None:
+        default = "situ"
+    return read("hidden_act", default=default, among={**GATED, "situ": "situ"})
 
 
-def kimi_norm_eps(read) -> float:
-    normed = read("latent_moe_use_norm", default=False)
-    return read("rms_norm_eps", default=1e-5) if normed else 1e-5
+def kimi_norm_eps(read: Reader) -> float:
+    """rms_norm_eps is used by the norm of the latent experts if they have one."""
+    if read("latent_moe_use_norm", default=False):
+        return read("rms_norm_eps", default=1e-5)
+    return 1e-5
 
 
-def chosen_by_score(read) -> bool:
+def chosen_by_score(read: Reader) -> bool:
     """DeepSeek-V4: in a hash layer a table chooses the experts, and there is no bias."""
     kinds = {"moe": True, "hash_moe": False, None: None}
     by_score = read("mlp_layer_types", default=None, among=kinds)
-    hashed = read("num_hash_layers", default=3) or 0         # where types are not given
+    hashed = read("num_hash_layers", default=3) or 0         # used without mlp_layer_types
     if by_score is not None:
         return by_score
     if hashed and read.layer_idx is None:
@@ -744,231 +1026,305 @@ def chosen_by_score(read) -> bool:
     return (read.layer_idx or 0) >= hashed
 
 
-def layout(text: str) -> dict[str, str]:
-    """A line has a name behind the prefix, and where the tensor lies."""
-    return dict(line.split(maxsplit=1) for line in text.splitlines() if line.strip())
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
+
+# A router without one of these two takes the softmax over the chosen experts.
+SOFTMAX_OVER_ALL = {"pre_softmax": True}
+SIGMOID = {"score_function": "sigmoid"}
+
+ALWAYS_NORMED = {"norm_topk_prob": True}
+NEVER_NORMED = {"norm_topk_prob": False}
+EXPERT_BIAS = {"enable_expert_bias": True}
+V3_ROUTER = noaux(2.5, groups=8, kept=4)
+QUICK_GEGLU = {
+    "activation": "quick_geglu",
+    "glu_alpha": field("swiglu_alpha", default=1.702),
+    "glu_linear_offset": 1.0,
+    "activation_clamp_value": field("swiglu_limit", default=7.0),
+}
+V2_GROUPED = field("topk_method", default="greedy",
+                   among={"greedy": False, "group_limited_greedy": True})
+NOAUX = {"topk_method": ("noaux_tc", None)}
+
+
+# ---- Words of the table: layouts ----
+
+def layout(text: str) -> dict[str, Slot]:
+    """Reads lines of three columns: name behind the prefix, parameter or parameter[part], axes."""
+    slots = {}
+    for line in filter(str.strip, text.splitlines()):
+        name, where, axes = line.split(maxsplit=2)
+        parameter, _, part = where.removesuffix("]").partition("[")
+        slots[name] = Slot(parameter, part, axes)
+    return slots
 
 
 def layouts(others: str, experts: str | None = None, held: str | None = None) -> tuple[dict, dict]:
-    """(as published, as held in memory). Published are the others, and one tensor per expert and
-    projection. In memory gate and up of all experts are one tensor, and the others are `held`."""
+    """Returns the layout as published, and the layout as held in memory.
+
+    The published layout has `others`, and one tensor per expert and projection or, if given,
+    `experts`. The layout in memory has `others` or, if given, `held`, and one tensor with gate and
+    up of all experts.
+    """
     return layout(others + (experts or EACH)), layout((held or others) + FUSED)
 
 
 def w132(text: str) -> str:
-    """The text with w1, w3 and w2 for the gate, up and down projections."""
+    """Returns the text with w1, w3 and w2 for the gate, up and down projections."""
     return text.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
 
 
-def qwen2_moe(norm: bool) -> Family:
-    return Family(
-        knobs("moe_intermediate_size", "num_experts", **by_config(norm), shared_expert_gate=True,
-              shared_expert_intermediate_size=field("shared_expert_intermediate_size")),
-        layouts(GATE + SHARED_EXPERT + "shared_expert_gate.weight shared_experts.gate_weight 1 h"))
+def expert_bias(name: str, axes: str = "e") -> str:
+    return f"{name}    router.expert_bias    {axes}\n"
 
 
-def deepseek_v3(*router_defaults, shared_default: int | None = 1) -> Family:
-    return Family(
-        knobs("moe_intermediate_size", "n_routed_experts", **noaux(*router_defaults),
-              **shared(shared_default)),
-        layouts(CORRECTED + SHARED), NOAUX)
+def shared_expert(name: str) -> str:
+    return f"""
+        {name}.gate_proj.weight    shared_experts.fc1[0]    s h
+        {name}.up_proj.weight      shared_experts.fc1[1]    s h
+        {name}.down_proj.weight    shared_experts.fc2       h s
+    """
 
 
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-GATE = "gate.weight    router.weight e h\n"
-ROUTER = "router.weight    router.weight e h\n"
-CORRECTED = GATE + "gate.e_score_correction_bias    router.expert_bias e\n"
+GATE = "gate.weight    router.weight    e h\n"
+ROUTER = "router.weight    router.weight    e h\n"
+CORRECTED = GATE + expert_bias("gate.e_score_correction_bias")
+SHARED = shared_expert("shared_experts")
 EACH = """
-    experts.{e}.gate_proj.weight    experts.fc1[0] f h
-    experts.{e}.up_proj.weight      experts.fc1[1] f h
-    experts.{e}.down_proj.weight    experts.fc2 h f
+    experts.{e}.gate_proj.weight    experts.fc1[0]    f h
+    experts.{e}.up_proj.weight      experts.fc1[1]    f h
+    experts.{e}.down_proj.weight    experts.fc2       h f
 """
 FUSED = """
-    experts.gate_up_proj    experts.fc1 e (p f) h
-    experts.down_proj       experts.fc2 e h f
+    experts.gate_up_proj    experts.fc1    e (p f) h
+    experts.down_proj       experts.fc2    e h f
 """
-SHARED = """
-    shared_experts.gate_proj.weight    shared_experts.fc1[0] s h
-    shared_experts.up_proj.weight      shared_experts.fc1[1] s h
-    shared_experts.down_proj.weight    shared_experts.fc2 h s
+
+QWEN2 = GATE + shared_expert("shared_expert") + """
+    shared_expert_gate.weight    shared_experts.gate_weight    1 h
 """
-SHARED_EXPERT = SHARED.replace("shared_experts.gate", "shared_expert.gate").replace(
-    "shared_experts.up", "shared_expert.up").replace("shared_experts.down", "shared_expert.down")
+GRANITE = """
+    router.layer.weight     router.weight    e h
+    input_linear.weight     experts.fc1      e (p f) h
+    output_linear.weight    experts.fc2      e h f
+"""
+ERNIE_HELD = GATE + SHARED + expert_bias("gate.moe_statics.e_score_correction_bias", axes="1 e")
+LLAMA4 = ROUTER + shared_expert("shared_expert") + """
+    experts.gate_up_proj    experts.fc1    e h (p f)
+    experts.down_proj       experts.fc2    e f h
+"""
+GPT_OSS = ROUTER + """
+    router.bias                  router.bias         e
+    experts.gate_up_proj         experts.fc1         e h (f p)
+    experts.gate_up_proj_bias    experts.fc1_bias    e (f p)
+    experts.down_proj            experts.fc2         e f h
+    experts.down_proj_bias       experts.fc2_bias    e h
+"""
+DBRX = """
+    router.layer.weight    router.weight     e h
+    experts.mlp.w1         experts.fc1[0]    (e f) h
+    experts.mlp.v1         experts.fc1[1]    (e f) h
+    experts.mlp.w2         experts.fc2       (e f) h
+"""
 NEMOTRON = CORRECTED + """
-    shared_experts.up_proj.weight      shared_experts.fc1[0] s h
-    shared_experts.down_proj.weight    shared_experts.fc2 h s
-    fc1_latent_proj.weight             latent.down l h
-    fc2_latent_proj.weight             latent.up h l
+    shared_experts.up_proj.weight      shared_experts.fc1[0]    s h
+    shared_experts.down_proj.weight    shared_experts.fc2       h s
+    fc1_latent_proj.weight             latent.down              l h
+    fc2_latent_proj.weight             latent.up                h l
+"""
+NEMOTRON_EACH = """
+    experts.{e}.up_proj.weight      experts.fc1[0]    f h
+    experts.{e}.down_proj.weight    experts.fc2       h f
+"""
+NEMOTRON_FUSED = """
+    experts.up_proj      experts.fc1[0]    e f h
+    experts.down_proj    experts.fc2       e h f
 """
 LATENT = """
-    routed_expert_down_proj.weight    latent.down l h
-    routed_expert_up_proj.weight      latent.up h l
-    routed_expert_norm.weight         latent.norm l
+    routed_expert_down_proj.weight    latent.down    l h
+    routed_expert_up_proj.weight      latent.up      h l
+    routed_expert_norm.weight         latent.norm    l
 """
-OUTER_BIAS = GATE + "e_score_correction_bias    router.expert_bias e\n"
-GATE_BIAS = GATE + "gate.bias    router.expert_bias e\n"
+INKLING = """
+    experts.w13_weight    experts.fc1    e (f p) h
+    experts.w2_weight     experts.fc2    e h f
+"""
+MINIMAX_M3 = """
+    shared_experts.gate_up_proj.weight    shared_experts.fc1    (p s) h
+    shared_experts.down_proj.weight       shared_experts.fc2    h s
+"""
 HASH_TABLE = "gate.tid2eid"
-TABLE = f"{HASH_TABLE}    hash_table v k\n"
-KIMI = Family(
-    knobs("moe_intermediate_size", "num_experts", **noaux(1, 1, 2.446, True), **shared(1),
-          activation=kimi_activation,
-          situ_beta=lambda read: read("activation_situ_beta", default=None) or 1.0,
-          situ_linear_beta=field("activation_situ_linear_beta", default=None),
-          latent_size=field("routed_expert_hidden_size", default=None),
-          latent_norm=flag("latent_moe_use_norm", default=False), latent_norm_eps=kimi_norm_eps),
-    layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
-    {"topk_method": ("noaux_tc", None), "moe_router_activation_func": ("sigmoid", None)})
-NOAUX = {"topk_method": ("noaux_tc", None)}
-ALWAYS_NORMED = dict(norm_topk_prob=True)
-OAI_GLU = dict(activation="quick_geglu", glu_alpha=field("swiglu_alpha", default=1.702),
-               glu_linear_offset=1.0, activation_clamp_value=field("swiglu_limit", default=7.0))
-OVER_ALL = dict(pre_softmax=True, norm_topk_prob=False)                # softmax over all experts; else over the chosen
+TABLE = f"{HASH_TABLE}    hash_table    v k\n"
 
 
 # ---- The table ----
 
-INEXPRESSIBLE = {"phimoe": "its SparseMixer router takes the second expert from a softmax that masks the first, with a "
-                           "gradient estimator of its own; the layer has no such router",
-                 "hy_v4": "it clamps gate and up of the routed experts alone; the layer's clamp "
-                          "holds for the shared expert too"}
+INEXPRESSIBLE = {
+    "phimoe": "its SparseMixer router takes the second expert from a softmax that masks the first, "
+              "with a gradient estimator of its own; the layer has no such router",
+    "hy_v4": "it clamps gate and up of the routed experts alone; the layer's clamp "
+             "holds for the shared expert too",
+}
 
+
+def qwen2_moe(norm: bool) -> Family:
+    """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
+    return Family(
+        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=norm)
+        | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
+        layouts(QWEN2))
+
+
+def deepseek(router: dict, shared_experts: dict = shared_times()) -> Family:
+    """A model with DeepSeek-V3's names."""
+    return Family(
+        sizes(E="n_routed_experts") | router | shared_experts,
+        layouts(CORRECTED + SHARED),
+        needs=NOAUX)
+
+
+KIMI = Family(
+    sizes(E="num_experts") | noaux(2.446) | shared_times() | {
+        "activation": kimi_activation,
+        "situ_beta": lambda read: read("activation_situ_beta", default=None) or 1.0,
+        "situ_linear_beta": field("activation_situ_linear_beta", default=None),
+        "latent_size": field("routed_expert_hidden_size", default=None),
+        "latent_norm": flag("latent_moe_use_norm", default=False),
+        "latent_norm_eps": kimi_norm_eps,
+    },
+    layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
+    needs=NOAUX | {"moe_router_activation_func": ("sigmoid", None)})
+
+# A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
+# first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
-    "mixtral": Family(knobs("intermediate_size"), layouts(GATE, w132(EACH))),
+    "mixtral": Family(
+        sizes(F="intermediate_size"),
+        layouts(GATE, w132(EACH))),
     "granitemoe": Family(
-        knobs("intermediate_size"),
-        (layout("""
-            router.layer.weight     router.weight e h
-            input_linear.weight     experts.fc1 e (p f) h
-            output_linear.weight    experts.fc2 e h f"""), layout(ROUTER + FUSED))),
-    "jamba": Family(knobs("intermediate_size", "num_experts", **OVER_ALL), layouts(ROUTER)),
-    "olmoe": Family(knobs("intermediate_size", "num_experts", **by_config(False)), layouts(GATE)),
-    "qwen3_moe": Family(knobs("moe_intermediate_size", "num_experts", **by_config(False)), layouts(GATE)),
-    "qwen2_moe": qwen2_moe(False),
-    "qwen3_next": qwen2_moe(True),
+        sizes(F="intermediate_size"),
+        (layout(GRANITE), layout(ROUTER + FUSED))),
+    "jamba": Family(
+        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED,
+        layouts(ROUTER)),
+    "olmoe": Family(
+        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
+        layouts(GATE)),
+    "qwen3_moe": Family(
+        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
+        layouts(GATE)),
+    "qwen2_moe": qwen2_moe(norm=False),
+    "qwen3_next": qwen2_moe(norm=True),
     "deepseek_v2": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", **OVER_ALL, **shared(2),
-              **grouped(field("topk_method", default="greedy", among={"greedy": False, "group_limited_greedy": True}), 1),
-              scaling_factor=field("routed_scaling_factor", default=1.0)),
+        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
+        | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | scaled(1.0),
         layouts(GATE + SHARED)),
-    "deepseek_v3": deepseek_v3(8, 4, 2.5, True),
-    "kimi_k2": deepseek_v3(8, 4, 2.5, True),
-    "glm4_moe": deepseek_v3(1, 1, 1.0, True),
-    "dots1": deepseek_v3(1, 1, 1.0, False, shared_default=None),
+    "deepseek_v3": deepseek(V3_ROUTER),
+    "kimi_k2": deepseek(V3_ROUTER),
+    "glm4_moe": deepseek(noaux(1.0)),
+    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None)),
     "llama4_text": Family(
-        knobs("intermediate_size", score_function="sigmoid", norm_topk_prob=False, apply_probs_on="input",
-              shared_expert_intermediate_size=field("intermediate_size")),
-        (layout(ROUTER + SHARED_EXPERT + """
-            experts.gate_up_proj    experts.fc1 e h (p f)
-            experts.down_proj       experts.fc2 e f h"""),), returns="logits"),
+        sizes(F="intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
+        | shared("intermediate_size"),
+        (layout(LLAMA4),),
+        returns="logits"),
     "gpt_oss": Family(
-        knobs("intermediate_size", **OAI_GLU, add_bias_linear=True, router_bias=True),
-        (layout(ROUTER + """
-            router.bias                  router.bias e
-            experts.gate_up_proj         experts.fc1 e h (f p)
-            experts.gate_up_proj_bias    experts.fc1_bias e (f p)
-            experts.down_proj            experts.fc2 e f h
-            experts.down_proj_bias       experts.fc2_bias e h"""),), returns="probs"),
+        sizes(F="intermediate_size") | QUICK_GEGLU
+        | {"add_bias_linear": True, "router_bias": True},
+        (layout(GPT_OSS),),
+        returns="probs"),
     "ernie4_5_moe": Family(
-        knobs("moe_intermediate_size", "moe_num_experts", "moe_k", **shared(2), pre_softmax=True,
-              norm_topk_prob=True, enable_expert_bias=True),
-        layouts(GATE + SHARED + "moe_statics.e_score_correction_bias router.expert_bias 1 e",
-                held=GATE + SHARED + "gate.moe_statics.e_score_correction_bias router.expert_bias 1 e\n"),
-        {"use_bias": (False, None), "moe_norm_min": (1e-12, 0.0)}),
+        sizes(E="moe_num_experts", K="moe_k") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
+        | shared_times(default=2),
+        layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
+                held=ERNIE_HELD),
+        needs={"use_bias": (False, None), "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
-        knobs("intermediate_size", score_function="sigmoid", norm_topk_prob=True, enable_expert_bias=True),
-        layouts(OUTER_BIAS, w132(EACH)),
-        {"use_routing_bias": (True,), "shared_intermediate_size": (0, None)}),
+        sizes(F="intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
+        layouts(GATE + expert_bias("e_score_correction_bias"), w132(EACH)),
+        needs={"use_routing_bias": (True,), "shared_intermediate_size": (0, None)}),
     "hunyuan_v1_moe": Family(
-        knobs("intermediate_size", "num_experts", "moe_topk",
-              shared_expert_intermediate_size=field("intermediate_size", "moe_intermediate_size")),
-        layouts("gate.wg.weight router.weight e h" + SHARED_EXPERT.replace("shared_expert.", "shared_mlp.")),
-        {"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,), "group_limited_greedy": (False, None)}),
+        sizes(F="intermediate_size", E="num_experts", K="moe_topk")
+        | shared("intermediate_size", "moe_intermediate_size"),
+        layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
+        needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
+               "group_limited_greedy": (False, None)}),
     "lfm2_moe": Family(
-        knobs("moe_intermediate_size", "num_experts", activation="swiglu", score_function="sigmoid", norm_eps=1e-6,
-              norm_topk_prob=flag("norm_topk_prob", default=True),
-              enable_expert_bias=flag("use_expert_bias", default=True),
-              scaling_factor=field("routed_scaling_factor", default=1.0)),
-        layouts(GATE + "expert_bias router.expert_bias e\n", w132(EACH))),
+        sizes(E="num_experts") | SIGMOID | normed(default=True) | scaled(1.0) | {
+            "activation": "swiglu",
+            "norm_eps": 1e-6,
+            "enable_expert_bias": flag("use_expert_bias", default=True),
+        },
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
     "nemotron_h": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", **noaux(1, 1, 1.0, True),
-              shared_expert_intermediate_size=field("moe_shared_expert_intermediate_size"),
-              latent_size=field("moe_latent_size", default=None),
-              activation=field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"})),
-        (layout(NEMOTRON + """
-            experts.{e}.up_proj.weight      experts.fc1[0] f h
-            experts.{e}.down_proj.weight    experts.fc2 h f"""),
-         layout(NEMOTRON + """
-            experts.up_proj      experts.fc1[0] e f h
-            experts.down_proj    experts.fc2 e h f""")),
-        {**NOAUX, "n_shared_experts": (1, None)}),
+        sizes(E="n_routed_experts") | noaux(1.0)
+        | shared("moe_shared_expert_intermediate_size") | {
+            "latent_size": field("moe_latent_size", default=None),
+            "activation": field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"}),
+        },
+        (layout(NEMOTRON + NEMOTRON_EACH), layout(NEMOTRON + NEMOTRON_FUSED)),
+        needs=NOAUX | {"n_shared_experts": (1, None)}),
     "dbrx": Family(
-        knobs("ffn_config.ffn_hidden_size", "ffn_config.moe_num_experts", "ffn_config.moe_top_k", pre_softmax=True,
-              hidden_size=field("d_model", "hidden_size"),
-              activation=field("ffn_config.ffn_act_fn.name", default="silu", among=GATED), norm_topk_prob=field(
-                  "ffn_config.moe_normalize_expert_weights", default=1.0, among={1.0: True, None: False})),
-        (layout("""
-            router.layer.weight    router.weight e h
-            experts.mlp.w1         experts.fc1[0] (e f) h
-            experts.mlp.v1         experts.fc1[1] (e f) h
-            experts.mlp.w2         experts.fc2 (e f) h"""),),
-        {"ffn_config.moe_jitter_eps": (0.0, None)}),
+        sizes(F="ffn_config.ffn_hidden_size", E="ffn_config.moe_num_experts",
+              K="ffn_config.moe_top_k") | SOFTMAX_OVER_ALL | {
+            "hidden_size": field("d_model", "hidden_size"),
+            "activation": field("ffn_config.ffn_act_fn.name", default="silu", among=GATED),
+            "norm_topk_prob": field("ffn_config.moe_normalize_expert_weights", default=1.0,
+                                    among={1.0: True, None: False}),
+        },
+        (layout(DBRX),),
+        needs={"ffn_config.moe_jitter_eps": (0.0, None)}),
     "kimi_linear": KIMI,
     "kimi_k3": KIMI,
     "deepseek_v4": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", norm_topk_prob=True,
-              score_function=field("scoring_func", default="sqrtsoftplus",
-                                   among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
-              scaling_factor=field("routed_scaling_factor", default=1.5),
-              activation_clamp_value=field("swiglu_limit", default=10.0),
-              shared_expert_intermediate_size=field("moe_intermediate_size"),
-              enable_expert_bias=chosen_by_score),
-        layouts(GATE_BIAS + w132(SHARED) + TABLE, w132(EACH),
+        sizes(E="n_routed_experts") | ALWAYS_NORMED | {
+            "score_function": field("scoring_func", default="sqrtsoftplus",
+                                    among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
+            "scaling_factor": field("routed_scaling_factor", default=1.5),
+            "activation_clamp_value": field("swiglu_limit", default=10.0),
+            "shared_expert_intermediate_size": field("moe_intermediate_size"),
+            "enable_expert_bias": chosen_by_score,
+        },
+        layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
-        {**NOAUX, "n_shared_experts": (1, None)}, others=r"gate\.tid2eid"),
+        needs=NOAUX | {"n_shared_experts": (1, None)},
+        others=r"gate\.tid2eid"),
     "inkling2_text": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", **biased(8.0, True) | ALWAYS_NORMED,
-              activation="situ", situ_beta=field("mlp_gate_softcap", default=4.0),
-              situ_linear_beta=field("mlp_up_softcap", default=25.0)),
-        layouts(GATE_BIAS, """
-            experts.w13_weight    experts.fc1 e (f p) h
-            experts.w2_weight     experts.fc2 e h f""", held=CORRECTED)),
+        sizes(E="n_routed_experts") | biased(8.0) | ALWAYS_NORMED | {
+            "activation": "situ",
+            "situ_beta": field("mlp_gate_softcap", default=4.0),
+            "situ_linear_beta": field("mlp_up_softcap", default=25.0),
+        },
+        layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED)),
     "flint": Family(
-        knobs("moe_intermediate_size", "num_experts", score_function="sigmoid",
-              norm_topk_prob=flag("norm_topk_prob", default=True),
-              shared_expert_intermediate_size=field("shared_expert_intermediate_size")),
-        layouts(GATE + SHARED_EXPERT)),
+        sizes(E="num_experts") | SIGMOID | normed(default=True)
+        | shared("shared_expert_intermediate_size"),
+        layouts(GATE + shared_expert("shared_expert"))),
     "mistral_large4_text": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", pre_softmax=True, norm_topk_prob=True,
-              scaling_factor=field("routed_scaling_factor", default=1.0), **grouped_by_two(1, 1),
-              **shared(1)),
+        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
+        | grouped(groups=1, kept=1) | shared_times(),
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
         others=r"(?!gate\.|experts\.|shared_experts\.).*"),
     "minimax_m3_vl_text": Family(
-        knobs("intermediate_size", **biased(2.0, True) | ALWAYS_NORMED, **OAI_GLU,
-              shared_expert_intermediate_size=field("shared_intermediate_size")),
-        layouts(OUTER_BIAS + SHARED, w132(EACH), held=CORRECTED + """
-            shared_experts.gate_up_proj.weight    shared_experts.fc1 (p s) h
-            shared_experts.down_proj.weight       shared_experts.fc2 h s
-        """),
-        {"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": (True, None),
-         "n_shared_experts": (1, None)}),
+        sizes(F="intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
+        | shared("shared_intermediate_size"),
+        layouts(GATE + expert_bias("e_score_correction_bias") + SHARED, w132(EACH),
+                held=CORRECTED + MINIMAX_M3),
+        needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": (True, None),
+               "n_shared_experts": (1, None)}),
     "bailing_hybrid": Family(
-        knobs("moe_intermediate_size", "num_experts", **noaux(8, 4, 2.5, True), **shared(1)),
-        layouts(GATE + SHARED + "gate.expert_bias router.expert_bias e",
-                held=CORRECTED + SHARED),
-        {**NOAUX, "score_function": ("sigmoid", None),
-         "moe_router_enable_expert_bias": (True, None)}),
-    "axk2": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", **biased(2.5, True), **shared(1)),
-        layouts(CORRECTED + SHARED), NOAUX),
-    "dots3_note_text": Family(
-        knobs("moe_intermediate_size", "n_routed_experts", **noaux(1, 1, 1.0, True),
-              **shared(1, "shared_experts_intermediate_size",
-                       "moe_shared_expert_intermediate_size")),
-        layouts(CORRECTED + SHARED), NOAUX),
+        sizes(E="num_experts") | V3_ROUTER | shared_times(),
+        layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
+        needs=NOAUX | {"score_function": ("sigmoid", None),
+                       "moe_router_enable_expert_bias": (True, None)}),
+    "axk2": deepseek(biased(2.5)),
+    "dots3_note_text": deepseek(
+        noaux(1.0),
+        shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(
-        knobs("moe_intermediate_size", "num_experts", **noaux(8, 4, 2.5, True)),
-        layouts(CORRECTED), NOAUX),
-    "qwen4_exp_text": qwen2_moe(True),
+        sizes(E="num_experts") | V3_ROUTER,
+        layouts(CORRECTED),
+        needs=NOAUX),
+    "qwen4_exp_text": qwen2_moe(norm=True),
 }
 TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, **FAMILIES}
