@@ -111,6 +111,11 @@ def grads(output: Tensor, inputs, upstream: Tensor | None = None) -> list[Tensor
     return list(torch.autograd.grad(output, inputs, upstream))
 
 
+def leaf(*shape: int) -> Tensor:
+    """Random fp64 values that require a gradient."""
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
 def compiled(function, backend="aot_eager", **kwargs):
     return torch.compile(function, fullgraph=True, backend=backend, **kwargs)
 
@@ -405,7 +410,7 @@ def test_balance_losses_match_loops(kind):
     c = MoEConfig(4, 4, 6, 2, score_function=kind)
     mask = torch.rand(11) < 0.4
     for padding in (torch.zeros_like(mask), mask, torch.ones_like(mask)):
-        logits = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+        logits = leaf(11, 6)
         valid = (~padding).nonzero().flatten()
         want = switch_loss_loop(logits, c, 0.25, valid) + z_loss_loop(logits, 0.3, valid)
         want_grads = grads(want + 0 * logits.sum(), [logits])
@@ -726,8 +731,8 @@ def test_permute_drop_and_pad_matches_loop(T, E, C):
 def test_permute_gradients(drop_and_pad):
     """By gradcheck, and zeros for the rows that are ignored."""
     routing_map = torch.rand(6, 4) < 0.5
-    tokens = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    probs = torch.rand(6, 4, dtype=torch.float64, requires_grad=True)
+    tokens = leaf(6, 3)
+    probs = leaf(6, 4)
     n = 4 * 7 if drop_and_pad else int(routing_map.sum()) + 3
     back = functools.partial(
         unpermute, restore_shape=(6, 3), probs=probs, routing_map=routing_map,
@@ -766,9 +771,9 @@ def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backe
 
 def test_permute_index_form_gradients():
     plan = plan_permutation(random_indices(7, 4, 3, nowhere=0.3), 4)
-    tokens = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(21, 5, dtype=torch.float64, requires_grad=True)
-    probs = torch.rand(7, 3, dtype=torch.float64, requires_grad=True)
+    tokens = leaf(7, 5)
+    rows = leaf(21, 5)
+    probs = leaf(7, 3)
     check = torch.autograd.gradcheck
     assert check(lambda x: gather_rows(x, plan), (tokens,))
     assert check(lambda r: combine_rows(r, plan), (rows,))
@@ -865,12 +870,12 @@ def test_activation_matches_autograd(fields, weighted):
     c = MoEConfig(4, 4, 4, 2, **fields)
     options = c.activation_options
     del options["fp8_input_store"]
-    y = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    y = leaf(5, 3, 8)
     inputs, w = [y], None
     want = torch.stack([act_loop(row, c) for row in y.flatten(0, 1)]).unflatten(0, (5, 3))
     g = torch.randn_like(want)
     if weighted:
-        w = torch.rand(5, 3, 1, dtype=torch.float64, requires_grad=True)
+        w = leaf(5, 3, 1)
         inputs, want = [y, w], want * w
     got = activation(y, weights=w, **options)
     close(got, want)
@@ -1219,7 +1224,7 @@ def check_layer_against_loop(seed: int, backend: str | None = None) -> None:
     rng = random.Random(seed)
     layer = random_layer(random_config(rng))
     S, B = rng.choice([(3, 2), (5, 1), (2, 4)])
-    x = torch.randn(S, B, 6, dtype=torch.float64, requires_grad=True)
+    x = leaf(S, B, 6)
     mask = torch.rand(S, B) < 0.3 if rng.random() < 0.4 else None
     given = random_indices(S * B, 8, layer.config.topk, nowhere=0.0) if rng.random() < 0.3 else None
     scale = rng.choice([1.0, 0.25])
