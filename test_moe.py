@@ -94,7 +94,7 @@ def error(function, *args, **kwargs) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def check_errors(table: str, **names) -> None:
+def check_error_table(table: str, **names) -> None:
     """Each row is `call => phrase`: the call raises a ValueError whose text holds the phrase. A
     phrase that begins with another type names that."""
     for row in table.strip().splitlines():
@@ -378,7 +378,7 @@ def test_route_masked_groups_lose_to_negative_scores():
 def test_route_errors():
     logits = torch.randn(6, 4)
     indices = torch.zeros(6, 3).long()
-    check_errors("""
+    check_error_table("""
         route(logits[None], 2) => logits has shape [1, 6, 4]
         route(logits, 5) => topk is 5
         route(logits, 0) => topk is 0
@@ -610,7 +610,7 @@ def test_balance_router_by_quantiles(score_function):
 def test_balance_errors():
     logits = torch.randn(6, 4)
     routing_map = torch.rand(6, 4) < 0.5
-    check_errors("""
+    check_error_table("""
         loss(logits[None], bias, 6, 2, 4, 0.1) => probs has shape [1, 6, 4]
         sinkhorn(logits[None]) => cost has shape [1, 6, 4]
         drop(logits, routing_map, 2, 1.0, "random") => drop_policy is 'random'
@@ -829,7 +829,7 @@ def test_permute_pads_the_map():
 
 
 def test_permute_errors():
-    check_errors("""
+    check_error_table("""
         permute(x, ones[:5]) => tokens [6, 8] and routing_map [5, 4]
         permute(x[None], ones) => tokens [1, 6, 8] and routing_map [6, 4]
         permute(x, ones[None]) => routing_map has shape [1, 6, 4]
@@ -951,7 +951,7 @@ def test_activation_keeps_only_its_input():
 
 
 def test_activation_errors():
-    check_errors("""
+    check_error_table("""
         activation(x, "silu") => kind is 'silu'
         activation(x[:, :7]) => y has shape [6, 7]
         activation(x, weights=torch.ones(6)) => weights has shape [6]
@@ -1039,7 +1039,7 @@ def test_experts_errors():
     def mlp(tokens=x, probs=torch.rand(6, 2), plan=plan, fc1=fc1, fc2=fc2, **options):
         return expert_mlp(tokens, probs, plan, fc1, fc2, **options)
 
-    check_errors("""
+    check_error_table("""
         grouped_mm(x, torch.zeros(4, 9, 2), ends) => weights [4, 9, 2]
         grouped_mm(x, weights[0], ends) => weights [8, 2]
         grouped_mm(x[0], weights, ends) => rows [8]
@@ -1084,7 +1084,7 @@ def test_config_errors():
     def sinkhorn(**fields):
         return config(**{"load_balancing_type": "sinkhorn", **fields})
 
-    check_errors("""
+    check_error_table("""
         config(hidden_size=0) => hidden_size = 0: needs a positive int
         config(ffn_hidden_size=-1) => ffn_hidden_size = -1: needs a positive int
         config(num_experts=8.0) => num_experts = 8.0: needs a positive int
@@ -1433,7 +1433,7 @@ def test_layer_on_the_meta_device():
 
 
 def test_layer_errors():
-    check_errors("""
+    check_error_table("""
         layer(torch.randn(6, 9)) => input has shape [6, 9]
         layer(x.bfloat16()) => TypeError: tokens is torch.bfloat16
         layer(x, torch.zeros(5).bool()) => padding_mask is [5] torch.bool
