@@ -1,7 +1,9 @@
-"""What crosses ranks: process groups, the all-to-all over ep in two halves, the tensor-parallel pair,
-weights and state dicts of which each rank holds a part, gradients.
+"""What crosses ranks: process groups, the all-to-all over ep in two halves, the
+tensor-parallel pair, and the weights, state dicts and gradients of which each rank holds a
+part.
 
-Who reads moe.py to understand the layer can leave this file closed. Without groups nothing in it runs.
+To understand the layer you do not need this file: read moe.py. Without process groups
+nothing in here runs.
 """
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,19 +20,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """torch.distributed groups; None is a group of one, without communication and without
-    init_process_group.
+    """torch.distributed groups. None is a group of one rank, without communication.
 
-    tp: ranks that shard the shared expert.
-    ep: ranks that share out the experts, each with tokens of its own.
-    tp_cp: ranks that hold one sequence between them.
-    dp_cp: all ranks with the same tp rank.
-    tp_dp_cp: all ranks.
-    expt_dp: all ranks with the same experts, that is with the same ep rank.
+    tp        ranks that shard the shared expert.
+    ep        ranks that share out the experts, each with tokens of its own.
+    tp_cp     ranks that hold one sequence between them.
+    dp_cp     all ranks with the same tp rank.
+    tp_dp_cp  all ranks.
+    expt_dp   all ranks with the same experts: those with the same ep rank.
 
-    Gradients are partial on each rank and have to be summed: see reduce_gradients. A trainer that
-    averages over R ranks instead gets the global loss R times too weak and has to multiply its
-    coefficient by R. ValueError: ep without tp_dp_cp.
+    Each rank's gradients are partial and have to be summed: see reduce_gradients. A
+    trainer that averages over R ranks instead makes the global loss R times too weak, and
+    has to multiply its coefficient by R. ValueError: ep without tp_dp_cp.
     """
     tp: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
@@ -40,30 +41,37 @@ class ProcessGroups:
     expt_dp: dist.ProcessGroup | None = None
 
     def __deepcopy__(self, memo):
-        return self                                          # a copy of a layer is on the same ranks
+        return self                                  # a copy of a layer is on the same ranks
 
     def __post_init__(self):
         if self.ep is not None and self.tp_dp_cp is None:
             raise ValueError(
-                "ep is given and tp_dp_cp is None; needs tp_dp_cp too, the group of all ranks: the expert "
-                "biases of the ranks would drift apart (ProcessGroups.from_mesh makes all groups)")
+                "ep is given and tp_dp_cp is None; needs tp_dp_cp too, the group of all ranks: the "
+                "expert biases of the ranks would drift apart (ProcessGroups.from_mesh makes all "
+                "groups)")
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """The groups of a mesh with any of the dims "dp", "cp", "tp", "ep"; other names are a
-        ValueError. Collective: every rank of the mesh has to call it."""
+        """The groups of a mesh with any of the dims "dp", "cp", "tp", "ep".
+
+        This is collective: every rank of the mesh has to call it. ValueError: other names.
+        """
         names = mesh.mesh_dim_names or ()
         if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
             raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
 
-        def over(*dims):
-            dims = tuple(name for name in names if name in dims)
+        def over(wanted: str):
+            dims = tuple(name for name in names if name in wanted.split())
             if not dims:
                 return None
-            return (mesh[dims]._flatten() if len(dims) > 1 else mesh[dims]).get_group()
+            part = mesh[dims]
+            if len(dims) > 1:
+                part = part._flatten()
+            return part.get_group()
+
         return cls(
-            tp=over("tp"), ep=over("ep"), tp_cp=over("tp", "cp"), dp_cp=over("dp", "cp", "ep"),
-            tp_dp_cp=over("dp", "cp", "tp", "ep"), expt_dp=over("dp", "cp", "tp"))
+            tp=over("tp"), ep=over("ep"), tp_cp=over("tp cp"), dp_cp=over("dp cp ep"),
+            tp_dp_cp=over("dp cp tp ep"), expt_dp=over("dp cp tp"))
 
 
 def group_size(group) -> int:
@@ -75,7 +83,7 @@ def group_rank(group) -> int:
 
 
 def all_sum(x: Tensor, group) -> Tensor:
-    """x summed over the group, in a new tensor without gradient."""
+    """x summed over the group, in a new tensor without gradient. Without a group, x itself."""
     if group is None:
         return x
     total = x.detach().clone()
@@ -84,17 +92,21 @@ def all_sum(x: Tensor, group) -> Tensor:
 
 
 # ---- Over ep: an all-to-all in two halves, with other work between them ----
-# The first half issues the exchange, the second waits for it. In the backward the second half comes
-# first: it issues the opposite exchange, and the first half waits for that. So what runs between the
-# halves in the forward runs beside the exchange in the backward too, in eager mode and in a graph.
-# The gradient in flight travels to the first half as the gradient of a shadow: an expanded scalar,
-# which has the shape of the rows and no memory.
+# The first half issues the exchange, the second waits for it. In the backward the second
+# half comes first: it issues the opposite exchange, and the first half waits for that. So
+# what runs between the halves in the forward runs beside the exchange in the backward too,
+# in eager mode and in a graph. The gradient in flight travels to the first half as the
+# gradient of a shadow: an expanded scalar, which has the shape of the rows and needs no
+# memory.
 
 def exchange(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
-    """Issues an all-to-all of rows: `send[r]` to rank r, `receive[r]` from it. The result is not
-    valid before `wait` has returned it. No gradient."""
+    """Issues an all-to-all of rows: `send[r]` rows to rank r, `receive[r]` from it.
+
+    The result is valid once `wait` has returned it. There is no gradient.
+    """
     return torch.ops._c10d_functional.all_to_all_single(
-        rows.contiguous(), receive, send, group.group_name)
+        rows.contiguous(), output_split_sizes=receive, input_split_sizes=send,
+        group_name=group.group_name)
 
 
 def wait(buffer: Tensor) -> Tensor:
@@ -103,47 +115,54 @@ def wait(buffer: Tensor) -> Tensor:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, send, receive, group):
+    def forward(ctx, rows, route):
         ctx.set_materialize_grads(False)
-        return exchange(rows, send, receive, group), rows.new_zeros(()).expand(rows.shape)
+        shadow = rows.new_zeros(()).expand(rows.shape)
+        return exchange(rows, **route), shadow
 
     @staticmethod
     def backward(ctx, _, grad_in_flight):
-        return wait(grad_in_flight), None, None, None
+        # rows, route
+        return wait(grad_in_flight), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, buffer, shadow, send, receive, group):
-        ctx.exchange = send, receive, group
+    def forward(ctx, buffer, shadow, route):
+        ctx.route = route
         return wait(buffer)
 
     @staticmethod
     def backward(ctx, grad):
-        send, receive, group = ctx.exchange
-        in_flight = exchange(grad, receive, send, group)
+        there = ctx.route
+        in_flight = exchange(
+            grad, send=there["receive"], receive=there["send"], group=there["group"])
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             wait(in_flight)                                  # detect_anomaly reads it at once
-        # buffer, shadow, send, receive, group
-        return None, in_flight, None, None, None
+        # buffer, shadow, route
+        return None, in_flight, None
 
 
 class AllToAll:
-    """Rows [sum(send), ..] in flight: `send[r]` of them to rank r, `receive[r]` from it. `finish` gives
-    [sum(receive), ..]. Differentiable."""
+    """Rows [sum(send), ..] in flight: `send[r]` of them to rank r, `receive[r]` from it.
+
+    `finish` returns the rows [sum(receive), ..] that arrive. It is differentiable.
+    """
 
     def __init__(self, rows: Tensor, send: list[int], receive: list[int], group):
-        self.route = send, receive, group
-        self.in_flight = _Start.apply(rows, *self.route)
+        self.route = {"send": send, "receive": receive, "group": group}
+        self.buffer, self.shadow = _Start.apply(rows, self.route)
 
     def finish(self) -> Tensor:
-        return _Finish.apply(*self.in_flight, *self.route)
+        return _Finish.apply(self.buffer, self.shadow, self.route)
 
 
 # ---- Over tp: into the sharded product and out of it ----
 
 def _gather(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """With sequence_parallel the ranks' x one after the other along the first axis; else x."""
+    """With sequence_parallel the x of all ranks, one after the other along the first axis;
+    else x.
+    """
     if not sequence_parallel:
         return x.view_as(x)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
@@ -152,7 +171,9 @@ def _gather(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 def _sum(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """x summed over the group; with sequence_parallel this rank's part of it, along the first axis."""
+    """x summed over the group; with sequence_parallel this rank's part of it, along the
+    first axis.
+    """
     if not sequence_parallel:
         return all_sum(x, group)
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
@@ -161,34 +182,46 @@ def _sum(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 class _CrossTP(torch.autograd.Function):
+    """functions = (f, g): f(x, *over), whose gradient is g(grad, *over)."""
+
     @staticmethod
-    def forward(ctx, x, there, back, *over):
-        ctx.back, ctx.over = back, over
-        return there(x, *over)
+    def forward(ctx, x, functions, over):
+        function, ctx.back = functions
+        ctx.over = over
+        return function(x, *over)
 
     @staticmethod
     def backward(ctx, grad):
-        # x, there, back, group, sequence_parallel
-        return ctx.back(grad, *ctx.over), None, None, None, None
+        # x, functions, over
+        return ctx.back(grad, *ctx.over), None, None
 
 
 def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """With sequence_parallel each rank's part of the tokens -> all tokens; else the tokens as they
-    are. The backward sums over the ranks."""
-    return x if group is None else _CrossTP.apply(x, _gather, _sum, group, sequence_parallel)
+    """The tokens of all ranks: with sequence_parallel x is this rank's part of them, else
+    x is all.
+
+    The backward sums over the ranks.
+    """
+    if group is None:
+        return x
+    return _CrossTP.apply(x, (_gather, _sum), (group, sequence_parallel))
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The opposite of enter_tp: partial sums of all tokens -> their sum; with sequence_parallel each
-    rank's part of it."""
-    return x if group is None else _CrossTP.apply(x, _sum, _gather, group, sequence_parallel)
+    """The opposite of enter_tp: partial sums of all tokens -> their sum, with
+    sequence_parallel each rank's part of it.
+    """
+    if group is None:
+        return x
+    return _CrossTP.apply(x, (_sum, _gather), (group, sequence_parallel))
 
 
 # ---- Modules over ranks: weights, sharded state dicts, gradients ----
 
 def copy_rows(parameter: Tensor, rows: Tensor, first: int = 0) -> None:
-    """parameter[first : first + len(rows)] = rows, as far as this rank holds it: of a DTensor its part."""
-    local, starts = parameter, [0] * parameter.ndim
+    """parameter[first : first + len(rows)] = rows. Of a DTensor, this rank's part of that."""
+    local = parameter
+    starts = [0] * parameter.ndim
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
         _, starts = compute_local_shape_and_global_offset(
@@ -197,30 +230,41 @@ def copy_rows(parameter: Tensor, rows: Tensor, first: int = 0) -> None:
     end = min(first + len(rows), starts[0] + len(local))
     if begin < end:
         inner = [slice(start, start + size) for start, size in zip(starts[1:], local.shape[1:])]
-        local[begin - starts[0]:end - starts[0]].copy_(rows[(slice(begin - first, end - first), *inner)])
+        source = rows[(slice(begin - first, end - first), *inner)]
+        local[begin - starts[0]:end - starts[0]].copy_(source)
 
 
 def gathered(parameter: Tensor | None) -> Tensor | None:
-    """The whole parameter. FSDP2 has gathered it already, unless a part of what it has sharded is called by
-    itself; the gradient is then averaged here, as FSDP2 does."""
+    """The whole parameter.
+
+    FSDP2 has gathered it already, unless a part of what it has sharded is called by
+    itself. Then its gradient is averaged here, as FSDP2 does.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+    average = [Partial("avg")] * parameter.device_mesh.ndim
+    return parameter.full_tensor(grad_placements=average)
 
 
 class ParallelModule(nn.Module):
-    """A module of the layer. It says which of its parameters are sharded over which group, and over
-    which ranks their gradients are summed."""
+    """A module of the layer.
+
+    It knows which of its parameters are sharded, over which group, and over which ranks
+    their gradients are summed.
+    """
 
     def __init__(self, config, pg_collection: ProcessGroups | None):
         super().__init__()
-        self.config, self.pg_collection = config, pg_collection or ProcessGroups()
+        self.config = config
+        self.pg_collection = pg_collection or ProcessGroups()
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
 
     def shard(self, name: str) -> tuple:
-        """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
+        """(group, axis): parameter `name` is sharded over group along axis. Axis None: it
+        is replicated.
+        """
         return self.pg_collection.tp, None
 
     def gradient_group(self, name: str):
@@ -230,15 +274,16 @@ class ParallelModule(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
     ) -> dict[str, Tensor]:
-        """prefix + state-dict name -> the module's own tensors, as DTensors where a group shards them.
+        """prefix + state-dict name -> the module's own tensors, as DTensors where a group
+        shards them.
 
-        Pass it to torch.distributed.checkpoint's save or load; no other step is needed. It loads at
-        other sizes of tp and ep, and without any process group. ValueError unless sharded_offsets and
-        metadata are empty.
+        Pass it to torch.distributed.checkpoint's save or load. No other step is needed. It
+        loads at other sizes of tp and ep, and without any process group. ValueError:
+        sharded_offsets or metadata are not empty.
         """
         if sharded_offsets or metadata:
-            raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; both need "
-                             f"to be empty: layers are told apart by their prefix")
+            raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
+                             f"both need to be empty: layers are told apart by their prefix")
         state = {}
         for path, tensor in self.state_dict().items():
             owner, _, name = path.rpartition(".")
@@ -252,11 +297,12 @@ class ParallelModule(nn.Module):
 
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them: the router's
-    and the gate's over tp_dp_cp, the shared expert's over dp_cp, the experts' over expt_dp, never ep.
+    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them.
 
-    Call it before the optimizer step if you train without FSDP and DDP. Collective; a parameter that
-    got no gradient on this rank counts as zero.
+    Those of the router and the gate are summed over tp_dp_cp, of the shared expert over
+    dp_cp, of the experts over expt_dp, never over ep. Call it before the optimizer step if
+    you train without FSDP or DDP. This is collective. A parameter without a gradient on
+    this rank counts as zero.
     """
     for part in module.modules():
         if not isinstance(part, ParallelModule):
@@ -269,43 +315,57 @@ def reduce_gradients(module: nn.Module) -> None:
                 dist.all_reduce(parameter.grad, group=group)
 
 
-def _shards(module_or_parameters, groups: ProcessGroups) -> list[tuple[Tensor, list]]:
-    """(parameter, the groups over which it is cut into shards) of all parameters."""
+def _shards_of_module(module: nn.Module, pg_collection: ProcessGroups) -> list[tuple[Tensor, list]]:
+    """(parameter, the groups over which the layer shards it) of all parameters."""
     found = []
-    if isinstance(module_or_parameters, nn.Module):
-        for path, part in module_or_parameters.named_modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                group, axis = part.shard(name) if isinstance(part, ParallelModule) else (None, None)
-                if axis is not None and group not in (None, groups.ep, groups.tp):
-                    raise ValueError(f"{path}.{name} is sharded over a group that groups lacks; needs the layer's "
-                                     f"own, layer.pg_collection")
-                found.append((parameter, [] if axis is None or group is None else [group]))
-    elif max(group_size(groups.ep), group_size(groups.tp)) > 1:
-        raise ValueError(f"module_or_parameters is no module, with {group_size(groups.ep)} ranks of ep and "
-                         f"{group_size(groups.tp)} of tp; needs the module: parameters do not say which are sharded")
-    else:
-        found = [(parameter, []) for parameter in module_or_parameters]
-    for parameter, over in found:
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            over += [mesh.get_group(dim) for dim, at in enumerate(parameter.placements) if not at.is_replicate()]
+    for path, submodule in module.named_modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
+            group = axis = None
+            if isinstance(submodule, ParallelModule):
+                group, axis = submodule.shard(name)
+            if axis is None or group is None:
+                found.append((parameter, []))
+                continue
+            if group not in (pg_collection.ep, pg_collection.tp):
+                raise ValueError(f"{path}.{name} is sharded over a group that groups lacks; "
+                                 f"needs the layer's own, layer.pg_collection")
+            found.append((parameter, [group]))
     return found
 
 
 @torch.no_grad()
-def gradient_norm(module_or_parameters: nn.Module | Iterable[Tensor], groups: ProcessGroups | None) -> Tensor:
-    """The L2 norm of the gradients over all ranks, 0-d, in fp32 at least: what one process would get.
+def gradient_norm(
+    module_or_parameters: nn.Module | Iterable[Tensor], groups: ProcessGroups | None,
+) -> Tensor:
+    """The L2 norm of the gradients over all ranks, 0-d, in fp32 at least: what one process
+    would get.
 
-    Each expert counts once, and so does each shard over tp or of a DTensor (FSDP2); what several ranks
-    hold alike counts once too. `groups` are the layers' own (None: one process). Collective. Call it
-    after the gradients have been reduced; a parameter without one counts as zero.
-    ValueError: parameters instead of the module, with more than one rank in ep or tp.
+    Each expert counts once, and so does each shard over tp or of a DTensor (FSDP2). What
+    several ranks hold alike counts once too. `groups` are the layer's own,
+    layer.pg_collection; None: one process. Call it after the gradients have been reduced.
+    This is collective. A parameter without a gradient counts as zero. ValueError:
+    parameters instead of the module, with more than one rank in ep or tp.
     """
-    squares: dict[tuple, Tensor] = {}                        # groups -> sum over the parameters sharded so
-    for parameter, over in _shards(module_or_parameters, groups or ProcessGroups()):
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if isinstance(grad, DTensor):
+    groups = groups or ProcessGroups()
+    if isinstance(module_or_parameters, nn.Module):
+        shards = _shards_of_module(module_or_parameters, groups)
+    else:
+        ep, tp = group_size(groups.ep), group_size(groups.tp)
+        if max(ep, tp) > 1:
+            raise ValueError(f"module_or_parameters is no module, with {ep} ranks of ep and {tp} "
+                             f"of tp; needs the module: parameters do not say which are sharded")
+        shards = [(parameter, []) for parameter in module_or_parameters]
+
+    squares: dict[tuple, Tensor] = {}            # groups -> the sum over the parameters sharded so
+    for parameter, over in shards:
+        grad = parameter.grad
+        if grad is None:
+            grad = torch.zeros_like(parameter)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
             grad = grad.redistribute(placements=parameter.placements).to_local()
+            placements = enumerate(parameter.placements)
+            over = over + [mesh.get_group(dim) for dim, at in placements if not at.is_replicate()]
         dtype = torch.promote_types(grad.dtype, torch.float32)
         square = torch.linalg.vector_norm(grad, dtype=dtype).square()
         squares[tuple(over)] = squares.get(tuple(over), 0.0) + square

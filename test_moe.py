@@ -3885,7 +3885,7 @@ def test_ops_pass_opcheck():
     x, w = torch.randn(9, 8), torch.randn(4, 6, 8)
     h, scale = torch.randn(18, 6), torch.rand(18, 1)
     for op, args in [
-        (kernels._plan_permutation, (indices, 4)), (kernels.value_in_backward, (torch.ones(()), x)), (kernels._place_in_column, (x,)), (kernels._scatter_columns, (torch.rand(9, 2), indices, 4)), (kernels._scatter_columns, (indices, indices, 4, 7)), (kernels._sinkhorn, (x, 1e-4, None)),
+        (kernels._plan_permutation, (indices, 4)), (kernels.value_in_backward, (torch.ones(()), x)), (kernels._rank_by_key, (x,)), (kernels._scatter_columns, (torch.rand(9, 2), indices, 4)), (kernels._scatter_columns, (indices, indices, 4, 7)), (kernels._sinkhorn, (x, 1e-4, None)),
         (kernels._rows_times_weights, (x, plan.order // 2, scale, w.transpose(1, 2), torch.randn(4, 6), plan.offsets)),
         (kernels._rows_times_weights, (h, None, None, w, None, plan.offsets)),
         (kernels._rows_times_rows, (x, plan.order // 2, h, None, scale, plan.offsets)),
