@@ -391,8 +391,8 @@ def test_route_errors():
         route(logits, 2, num_groups=2, group_topk=3) => group_topk = 3 of num_groups = 2
         route(logits, 2, num_groups=2, group_topk=2, group_score_topk=3) => score_topk is 3
         route(logits, 2, num_groups=2, group_topk=2, group_score_topk=0) => score_topk is 0
-        route(logits, 2, expert_bias=logits[0, :3]) => expert_bias has shape [3]; needs [4]
-        route(logits, 2, precomputed_indices=indices) => shape [6, 3]; needs [6, 2]
+        route(logits, 2, expert_bias=logits[0, :3]) => expert_bias has shape [3]; needs [E = 4]
+        route(logits, 2, precomputed_indices=indices) => shape [6, 3]; needs [T = 6, K = 2]
         group_limited_topk(logits[None], 2, 6, 4, 2, 1) => scores has shape [1, 6, 4]
         aux(logits[None], 2, "softmax") => logits has shape [1, 6, 4]
         aux(logits, 2, "tanh") => score_function is 'tanh'
@@ -614,14 +614,14 @@ def test_balance_errors():
         loss(logits[None], bias, 6, 2, 4, 0.1) => probs has shape [1, 6, 4]
         sinkhorn(logits[None]) => cost has shape [1, 6, 4]
         drop(logits, routing_map, 2, 1.0, "random") => drop_policy is 'random'
-        drop(logits, routing_map[:5], 2, 1.0) => [6, 4] and routing_map [5, 4]
+        drop(logits, routing_map[:5], 2, 1.0) => routing_probs has shape [6, 4]; needs [T = 5
         drop(logits[None], routing_map[None], 2, 1.0) => routing_map has shape [1, 6, 4]
         required_bias_histogram(logits, bias, 4) => topk is 4 and num_bins 1000
         required_bias_histogram(logits, bias, 0) => topk is 0 and num_bins 1000
         required_bias_histogram(logits, bias, 2, 0) => topk is 2 and num_bins 0
         required_bias_histogram(logits, bias[:3], 2) => expert_bias has shape [3]
         required_bias_histogram(logits[None], bias, 2) => scores has shape [1, 6, 4]
-        quantile_expert_bias(logits, bias, 2) => expert_bias has shape [4]; needs [6]
+        quantile_expert_bias(logits, bias, 2) => expert_bias has shape [4]; needs [E = 6]
         quantile_expert_bias(bias, bias, 2) => histogram has shape [4]
         """, loss=switch_load_balancing_loss_func, drop=apply_router_token_dropping,
         logits=logits, routing_map=routing_map, bias=logits[0])
@@ -830,8 +830,8 @@ def test_permute_pads_the_map():
 
 def test_permute_errors():
     check_error_table("""
-        permute(x, ones[:5]) => tokens [6, 8] and routing_map [5, 4]
-        permute(x[None], ones) => tokens [1, 6, 8] and routing_map [6, 4]
+        permute(x, ones[:5]) => routing_map has shape [5, 4]; needs [T = 6
+        permute(x[None], ones) => tokens has shape [1, 6, 8]
         permute(x, ones[None]) => routing_map has shape [1, 6, 4]
         permute(x, ones.float()) => TypeError: routing_map is torch.float32
         permute(x, ones.cfloat()) => TypeError: routing_map is torch.complex64
@@ -839,20 +839,20 @@ def test_permute_errors():
         permute(x, ones, fused=True) => num_out_tokens is None, which gives
         permute(x, ones, None, 7, drop_and_pad=True) => num_out_tokens is 7
         permute(x, ones, drop_and_pad=True) => is None; with drop_and_pad
-        unpermute(x, index, (6, 8), probs) => probs without routing_map
-        unpermute(x, index[:5], (6, 8)) => [6, 8] and sorted_indices [5]
-        unpermute(x, index, (6, 7)) => need shapes [rows, 7]
-        unpermute(x[None], index, (6, 8)) => permuted_tokens [1, 6, 8]
-        unpermute(x, index, (6, 8), probs[:5], ones[:5]) => need shape [6, E]
-        unpermute(x, index, (6, 8), probs[:5], ones) => probs [5, 4]
+        unpermute(x, index, (6, 8), probs) => probs is given without routing_map
+        unpermute(x, index[:5], (6, 8)) => sorted_indices has shape [5]
+        unpermute(x, index, (6, 7)) => permuted_tokens has shape [6, 8]; needs [rows, H = 7]
+        unpermute(x[None], index, (6, 8)) => permuted_tokens has shape [1, 6, 8]
+        unpermute(x, index, (6, 8), probs[:5], ones[:5]) => routing_map has shape [5, 4]; needs [T = 6
+        unpermute(x, index, (6, 8), probs[:5], ones) => probs has shape [5, 4]
         plan_permutation(torch.zeros(6, 2), 4) => TypeError: indices is [6, 2] torch.float32
         plan_permutation(index, 4) => TypeError: indices is [6] torch.int64
         gather_rows(x[:5], plan) => tokens has shape [5, 8]
         gather_rows(x[None], plan) => tokens has shape [1, 6, 8]
         combine_rows(x, plan) => rows has shape [6, 8]
         combine_rows(torch.zeros(12, 8), plan, probs) => probs has shape [6, 4]
-        sort_chunks_by_idxs(x, sizes, sizes[:2]) => split_sizes [3] and sorted_idxs [2]
-        sort_chunks_by_idxs(x, sizes[None], sizes[None]) => split_sizes [1, 3]
+        sort_chunks_by_idxs(x, sizes, sizes[:2]) => sorted_idxs has shape [2]
+        sort_chunks_by_idxs(x, sizes[None], sizes[None]) => split_sizes has shape [1, 3]
         sort_chunks_by_idxs(x, sizes, sizes, probs[:5]) => probs has 5 rows and input 6
         pad_routing_map(ones, 0) => pad_multiple is 0
         pad_routing_map(ones[None], 2) => routing_map has shape [1, 6, 4]
@@ -1040,30 +1040,30 @@ def test_experts_errors():
         return expert_mlp(tokens, probs, plan, fc1, fc2, **options)
 
     check_error_table("""
-        grouped_mm(x, torch.zeros(4, 9, 2), ends) => weights [4, 9, 2]
-        grouped_mm(x, weights[0], ends) => weights [8, 2]
-        grouped_mm(x[0], weights, ends) => rows [8]
-        grouped_mm(x, weights, ends[:, None]) => offsets [4, 1]
+        grouped_mm(x, torch.zeros(4, 9, 2), ends) => weights has shape [4, 9, 2]; needs [E, H = 8
+        grouped_mm(x, weights[0], ends) => weights has shape [8, 2]
+        grouped_mm(x[0], weights, ends) => rows has shape [8]
+        grouped_mm(x, weights, ends[:, None]) => offsets has shape [4, 1]
         grouped_mm(x, weights.double(), ends) => TypeError: rows is torch.float32
-        grouped_mm(x, weights, ends.long()) => TypeError: rows is torch.float32
-        mlp(fc1=fc1[:, :1]) => fc1 [4, 1, 4, 8]
-        mlp(fc1=fc1[0]) => fc1 [2, 4, 8] need shapes
-        mlp(fc2=fc2[:, :7]) => fc2 [4, 7, 4]
-        mlp(x[None]) => tokens [1, 6, 8]
-        mlp(x[:, :7]) => tokens [6, 7]
-        mlp(x[:5]) => tokens [5, 8] and probs [6, 2]
-        mlp(probs=x[:, :1]) => probs [6, 1]
-        mlp(plan=plan._replace(counts=x[0, :5])) => a plan of 5 experts
+        grouped_mm(x, weights, ends.long()) => TypeError: offsets is torch.int64
+        mlp(fc1=fc1[:, :1]) => fc1 has shape [4, 1, 4, 8]; needs [E = 4, P = 2
+        mlp(fc1=fc1[0]) => fc1 has shape [2, 4, 8]
+        mlp(fc2=fc2[:, :7]) => fc2 has shape [4, 7, 4]
+        mlp(x[None]) => tokens has shape [1, 6, 8]
+        mlp(x[:, :7]) => F, H = 7]
+        mlp(x[:5]) => tokens has shape [5, 8]; needs [T = 6
+        mlp(probs=x[:, :1]) => probs has shape [6, 1]; needs [T = 6, K = 2]
+        mlp(plan=plan._replace(counts=x[0, :5])) => fc1 has shape [4, 2, 4, 8]; needs [E = 5
         mlp(fc1_bias=torch.zeros(4, 4, 2)) => fc1_bias has shape [4, 4, 2]
         mlp(fc2_bias=torch.zeros(4, 1)) => fc2_bias has shape [4, 1]
-        mlp(fc1_bias=torch.zeros(4, 2, 4).double()) => TypeError: fc1_bias is torch.float64
-        mlp(down=torch.zeros(5, 8)) => tokens [6, 8], fc1 [4, 2, 4, 8]
+        mlp(fc1_bias=torch.zeros(4, 2, 4).double()) => TypeError: tokens is torch.float32
+        mlp(down=torch.zeros(5, 8)) => needs [E = 4, P = 2, F, ℓ = 5]
         mlp(down=torch.zeros(8, 5)) => down has shape [8, 5]
         mlp(down=torch.zeros(8)) => down has shape [8]
         mlp(x.double()) => TypeError: tokens is torch.float64
         mlp(fc2=fc2.double()) => TypeError: tokens is torch.float32
         mlp(kind="silu") => kind is 'silu'
-        mlp(kind="relu2") => [E, 1, F, H]
+        mlp(kind="relu2") => needs [E = 4, P = 1
         mlp(kind="relu2", linear_offset=1.0) => relu2 has no such constant
         mlp(probs_on="x") => probs_on is 'x'
         """, mlp=mlp, x=x, fc1=fc1, fc2=fc2, plan=plan, ends=plan.offsets,
