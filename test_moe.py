@@ -843,7 +843,7 @@ def test_permute_errors():
         unpermute(x, index[:5], (6, 8)) => sorted_indices has shape [5]
         unpermute(x, index, (6, 7)) => permuted_tokens has shape [6, 8]; needs [rows, H = 7]
         unpermute(x[None], index, (6, 8)) => permuted_tokens has shape [1, 6, 8]
-        unpermute(x, index, (6, 8), probs[:5], ones[:5]) => routing_map has shape [5, 4]; needs [T = 6
+        unpermute(x, index, (6, 8), probs[:5], ones[:5]) => shape [5, 4]; needs [T = 6, E]
         unpermute(x, index, (6, 8), probs[:5], ones) => probs has shape [5, 4]
         plan_permutation(torch.zeros(6, 2), 4) => TypeError: indices is [6, 2] torch.float32
         plan_permutation(index, 4) => TypeError: indices is [6] torch.int64
@@ -1057,6 +1057,7 @@ def test_experts_errors():
         mlp(fc1_bias=torch.zeros(4, 4, 2)) => fc1_bias has shape [4, 4, 2]
         mlp(fc2_bias=torch.zeros(4, 1)) => fc2_bias has shape [4, 1]
         mlp(fc1_bias=torch.zeros(4, 2, 4).double()) => TypeError: tokens is torch.float32
+        mlp(fc2_bias=torch.zeros(4, 8).double()) => TypeError: tokens is torch.float32
         mlp(down=torch.zeros(5, 8)) => needs [E = 4, P = 2, F, ℓ = 5]
         mlp(down=torch.zeros(8, 5)) => down has shape [8, 5]
         mlp(down=torch.zeros(8)) => down has shape [8]
@@ -1254,7 +1255,7 @@ def test_layer_matches_loop():
 
 @pytest.mark.parametrize("backend, seeds", [
     ("aot_eager", range(2)),
-    pytest.param("aot_eager", range(2, 30), marks=slow),
+    pytest.param("aot_eager", range(2, 20), marks=slow),
     pytest.param("inductor", range(3), marks=slow)])
 def test_layer_in_one_graph_matches_loop(backend, seeds):
     for seed in seeds:
