@@ -2134,10 +2134,10 @@ def test_shared_overlap_under_checkpoint(reentrant):
     leaves = [x, *layer.parameters()]
     want = grads(layer(x).sin().sum(), leaves)
     for _ in range(2):
-        for leaf in leaves:
-            leaf.grad = None
+        for tensor in leaves:
+            tensor.grad = None
         checkpointed(layer, x, reentrant).sin().sum().backward()
-        same([leaf.grad for leaf in leaves], want)
+        same([tensor.grad for tensor in leaves], want)
 
 
 class Recorder:
@@ -2493,12 +2493,12 @@ ONE_GRAPH = {
 def everything_of(model, call, inputs, upstreams) -> list:
     """Of forwards that are all in flight before their backwards: outputs, gradients and counts."""
     leaves = [*model.parameters(), *(x for x, *_ in inputs)]
-    for leaf in leaves:
-        leaf.grad = None
+    for tensor in leaves:
+        tensor.grad = None
     outputs = [call(*args) for args in inputs]
     for y, upstream in zip(outputs, upstreams):
         y.backward(upstream)
-    return [*outputs, *[leaf.grad for leaf in leaves], *model.buffers(), *counts_of(model)]
+    return [*outputs, *[tensor.grad for tensor in leaves], *model.buffers(), *counts_of(model)]
 
 
 def graphs_over_T(layer, options: dict, sizes, mask: bool = False, given: bool = False) -> int:
