@@ -1885,7 +1885,7 @@ def one_rank_fails(rank, ranks, how):
     if rank == 1:
         raise ZeroDivisionError
     if how == "hangs":
-        time.sleep(60)
+        time.sleep(600)
     torch.distributed.all_reduce(torch.ones(1))
 
 
@@ -1899,7 +1899,7 @@ def test_groups_report_a_rank_that_fails():
         assert not torch.multiprocessing.active_children()
     with pytest.raises(AssertionError, match="ranks hang"):
         spawn_gloo(one_rank_fails, 1, "hangs", seconds=2)
-    assert time.monotonic() - start < 55
+    assert time.monotonic() - start < 300
 
 
 def groups_of_meshes(rank, ranks):
@@ -2301,40 +2301,28 @@ def test_shared_sequence_number_without_a_graph():
 
 
 def shared_over_tp(rank, ranks):
-    """tp ranks against the whole module: outputs and all gradients, in one go, compiled, in steps.
-
-    cut: each rank has its part of the sequence, else all of it.
-    """
+    """tp ranks that all hold the whole sequence, against one process."""
     groups = ProcessGroups(tp=torch.distributed.group.WORLD)
-    for cut, how in [
-            (True, "in one go"), (True, "in steps"),
-            (False, "in one go"), (False, "in steps"), (False, "compiled")]:
-        config = shared_config(sequence_parallel=cut, init_std=0.5)
+    for how in ("in one go", "in steps", "compiled"):
+        config = shared_config(init_std=0.5, shared_expert_overlap=how == "in steps")
         torch.manual_seed(0)
         whole = SharedExpertMLP(config, gate=True)
         torch.manual_seed(0)
-        config = dataclasses.replace(config, shared_expert_overlap=how == "in steps")
         mine = SharedExpertMLP(config, gate=True, pg_collection=groups)
         function = mine
-        if how == "compiled":
-            function = compiled(mine)
         if how == "in steps":
             function = functools.partial(in_steps, mine)
+        if how == "compiled":
+            function = compiled(mine)
 
-        def part(tensor):
-            return tensor.chunk(ranks)[rank].contiguous() if cut else tensor
         x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
+        x_r = x.detach().clone().requires_grad_()
         upstream = torch.randn_like(x)
-        want = whole(x)
-        want.backward(upstream)
-        x_r = part(x).detach().clone().requires_grad_()
-        got = function(x_r)
-        close(got, part(want))
-        got.backward(part(upstream))
+        want, got = whole(x), function(x_r)
+        close(got, want)
+        want.backward(upstream), got.backward(upstream)
         reduce_gradients(mine)                               # dp_cp is None: nothing to sum
-        if cut:                                              # the gate saw its part of the tokens
-            torch.distributed.all_reduce(mine.gate_weight.grad)
-        close(x_r.grad, part(x.grad))
+        close(x_r.grad, x.grad)
         close(mine.gate_weight.grad, whole.gate_weight.grad)
         for a, b in ((mine.fc1, whole.fc1), (mine.fc2, whole.fc2)):
             same(a, b.chunk(ranks, 1)[rank])
@@ -3426,12 +3414,13 @@ def test_trainer_replay_refuses_what_does_not_fit():
             ("(Linear) has no TopKRouter", record_routing(torch.nn.Linear(2, 2)).__enter__)]:
         text = error(call, *args)
         assert text.startswith("ValueError: ") and phrase in text, text
+    needed = "needs [5, 2] or [5, 2] torch.int64"
     for bad, found in [
             (good[1][:4], "[4, 2] torch.int64"), (good[1][:, :1], "[5, 1] torch.int64"),
             (good[1].float(), "[5, 2] torch.float32")]:
         update_expert_bias(model)
         text = error(replayed, good[0], bad)
-        assert text.startswith(f"ValueError: indices of 2.router is {found}; needs [5, 2]"), text
+        assert text == f"ValueError: indices of 2.router is {found}; {needed}"
         counted = [model[i].router.local_tokens_per_expert.sum().item() for i in (0, 2)]
         assert counted == [10, 0]            # the router that refuses has changed nothing
     with pytest.raises(ZeroDivisionError):
@@ -3468,67 +3457,37 @@ def test_activation_slopes_by_differences(kind):
     for w in (None, weights):
         function = functools.partial(activation, kind=kind, **constants)
         torch.autograd.gradcheck(lambda y, w: function(y, weights=w), (y, w))
-
-
-def test_activation_is_one_entry(monkeypatch):
-    """A new one, in the table, is known to the config, the experts and the shared expert."""
-    assert "known: 'swiglu'" in error(activation, torch.randn(3, 4), "tanh")
-    monkeypatch.setitem(kernels.ACTIVATIONS, "tanh", kernels.Activation(
-        lambda a, c: a.tanh(), lambda g, a, c: g * (1 - a.tanh().square()), gated=False))
-    layer = MoELayer(shared_config(activation="tanh", init_std=1.0))
-    assert layer.experts.fc1.shape == (4, 1, 5, 6) and layer.shared_experts.fc1.shape == (1, 8, 6)
-    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-    leaves = [x, *layer.parameters()]
-    probs, indices = layer.router.route(x)
-
-    def expert(x_H, e):
-        return layer.experts.fc2[e] @ (layer.experts.fc1[e, 0] @ x_H).tanh()
-    routed = [sum(probs[t, k] * expert(x[t], indices[t, k]) for k in range(2)) for t in range(5)]
-    shared = (x @ layer.shared_experts.fc1[0].T).tanh() @ layer.shared_experts.fc2.T
-    want = torch.stack(routed) + shared
-    want_grads = grads(want.sin(), leaves)
-    for function in (layer, compiled(layer)):
-        got = function(x)
-        close(got, want)
-        for a, b in zip(grads(got.sin(), leaves), want_grads, strict=True):
-            close(a, b)
+    assert "known: 'swiglu'" in error(activation, y, "tanh")
 
 
 def test_router_loss_scale_whatever_is_on_at_import(tmp_path):
     """What is on where moe.py is imported does not reach the scale: fp32, on the CPU, outside of
-    inference mode. Each case is imported in a process of its own, forked where torch is there."""
+    inference mode. Each case imports it in a process of its own, forked where torch is there."""
     (tmp_path / "script.py").write_text("""
 import os, einops, torch, torch.distributed.tensor
-
-def check():
+for on in (lambda: torch.set_default_dtype(torch.float16), lambda: torch.set_default_device("meta"),
+           lambda: torch.inference_mode().__enter__(), lambda: torch.set_grad_enabled(False)):
+    if os.fork():
+        os.wait()
+        continue
+    kept = on()
     import moe
-    for device, scale in moe._LOSS_SCALE.items():
-        print(device, scale.dtype, scale.device, scale.is_inference(), end=" ")
+    scale = moe._loss_scale(torch.device("cpu"))
     torch.set_default_dtype(torch.float32), torch.set_default_device("cpu")
     with torch.inference_mode(False), torch.enable_grad():
         moe.set_aux_loss_scale(2.0 ** 18)
         layer = moe.MoELayer(moe.MoEConfig(8, 4, 4, 2, z_loss_coeff=0.1))
         logits = torch.ones(3, 4, requires_grad=True)
         layer.router.routing(logits)[0].mul(0).sum().backward()
-        print(logits.grad.sum(1).unique().tolist(), flush=True)
-
-for on in (lambda: torch.set_default_dtype(torch.float16), lambda: torch.set_default_device("meta"),
-           lambda: torch.inference_mode().__enter__(), lambda: torch.set_grad_enabled(False)):
-    child = os.fork()
-    if child == 0:
-        kept = on()
-        check()
-        os._exit(0)
-    os.waitpid(child, 0)
+    print(scale.dtype, scale.device, scale.is_inference(), logits.grad.sum(1)[0].item(), flush=True)
+    os._exit(0)
 """)
     lines = run("script.py", cwd=tmp_path, PYTHONPATH=str(HERE)).stdout.splitlines()
-    assert len(lines) == 4
     lse = 1 + math.log(4)                    # the slope of 0.1·lse² is 0.1·2·lse
-    want = torch.tensor([2.0 ** 18 * 0.1 * 2 * lse / 3])
-    for line in lines:
-        scale, _, gradient = line.partition("[")
-        assert scale == "cpu torch.float32 cpu False "
-        close(torch.tensor(json.loads("[" + gradient)), want, 1.0)
+    assert len(lines) == 4
+    for *scale, gradient in map(str.split, lines):
+        assert scale == ["torch.float32", "cpu", "False"]
+        assert float(gradient) == pytest.approx(2.0 ** 18 * 0.1 * 2 * lse / 3, abs=1.0)
 
 
 def test_router_loss_scale_leaves_no_graph():
@@ -3626,30 +3585,28 @@ def test_permute_rows_beyond_two_to_the_31_elements_on_cuda():
         same(how(combine_rows)(rows, plan)[-3:, -1].cpu(), (tokens[-3:, -1] * K).cpu())
 
 
-def test_permute_integer_routing_maps():
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_permute_integer_routing_maps(dtype):
     """0 and 1 in any integer dtype are the boolean map; what comes back is boolean."""
     routing_map, probs, x = torch.rand(9, 4) < 0.4, torch.rand(9, 4), torch.randn(9, 6)
-    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        numbers = routing_map.to(dtype)
-        padded = dict(num_out_tokens=12, drop_and_pad=True)
-        for options in (dict(), dict(num_out_tokens=20), padded):
-            want, got = [permute(x, which, probs, **options) for which in (routing_map, numbers)]
-            same(got, want)
-            back = functools.partial(
-                unpermute, *got[::2], x.shape, probs, drop_and_pad="drop_and_pad" in options)
-            same(back(numbers), back(routing_map))
-        same(pad_routing_map(numbers, 4), pad_routing_map(routing_map, 4))
-        for policy, pad in itertools.product(("probs", "position"), (False, True)):
-            want, got = [
-                apply_router_token_dropping(
-                    probs, which, 2, capacity_factor=0.7, drop_policy=policy, pad_to_capacity=pad)
-                for which in (routing_map, numbers)]
-            same(got, want)
-            assert got[1].dtype == torch.bool
+
+    def all_of_it(routing_map):
+        for pad in (False, True):
+            rows, _, order = permute(x, routing_map, probs, num_out_tokens=12, drop_and_pad=pad)
+            yield rows, order
+            yield unpermute(
+                rows, order, x.shape, probs=probs, routing_map=routing_map, drop_and_pad=pad)
+            for policy in ("probs", "position"):
+                yield apply_router_token_dropping(
+                    probs, routing_map, 2, capacity_factor=0.7, drop_policy=policy, pad_to_capacity=pad)
+        yield permute(x, routing_map)[0]
+        yield pad_routing_map(routing_map, 4)
         config = MoEConfig(6, 4, 4, 2, enable_expert_bias=True, score_function="sigmoid")
         router = TopKRouter(config)
-        router._apply_expert_bias(numbers)
-        same(router.local_tokens_per_expert, routing_map.sum(0).float())
+        router._apply_expert_bias(routing_map)
+        yield router.local_tokens_per_expert
+    for got, want in zip(all_of_it(routing_map.to(dtype)), all_of_it(routing_map), strict=True):
+        same(got, want)
     assert "routing_map is torch.float32" in error(permute, x, routing_map.float())
 
 
@@ -3776,8 +3733,8 @@ def test_experts_index_nowhere_gives_the_routers_gradient():
     """transformers #48687: an index that computes a real expert leaves the loss right and the
     router's gradient wrong."""
     for options in [
-            dict(), dict(apply_probs_on="input"), dict(apply_probs_on="output", add_bias_linear=True),
-            dict(score_function="sigmoid"), dict(pre_softmax=True)]:
+            dict(), dict(apply_probs_on="input"), dict(score_function="sigmoid"),
+            dict(apply_probs_on="output", add_bias_linear=True), dict(pre_softmax=True)]:
         layer = random_layer(MoEConfig(
             6, 5, 4, 3, params_dtype=torch.float64, router_dtype=torch.float64, **options))
         x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
