@@ -1797,12 +1797,18 @@ def free_port() -> int:
 def rank_server():
     """Ranks are forked from one server, which has imported torch and this file once for all tests.
 
-    The server starts with the first rank and ends with this process.
+    It starts with the first rank and ends with this process. It sees no CUDA device: a process that
+    has asked for one cannot be forked.
     """
+    from multiprocessing import forkserver
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([
         __name__, "torch._inductor.compile_fx", "torch.distributed.checkpoint",
         "torch.distributed.fsdp"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
     return context
 
 
@@ -1862,8 +1868,6 @@ def _rank_main(rank, ranks, port, function, args, errors):
 def gloo_group(rank: int, ranks: int, port: int):
     """The group of all ranks. A rank that waits for another one gives up after 60 s."""
     from datetime import timedelta
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=60))
@@ -3598,7 +3602,7 @@ def test_permute_integer_routing_maps(dtype):
                 rows, order, x.shape, probs=probs, routing_map=routing_map, drop_and_pad=pad)
             for policy in ("probs", "position"):
                 yield apply_router_token_dropping(
-                    probs, routing_map, 2, capacity_factor=0.7, drop_policy=policy, pad_to_capacity=pad)
+                    probs, routing_map, 2, 0.7, drop_policy=policy, pad_to_capacity=pad)
         yield permute(x, routing_map)[0]
         yield pad_routing_map(routing_map, 4)
         config = MoEConfig(6, 4, 4, 2, enable_expert_bias=True, score_function="sigmoid")
