@@ -1952,12 +1952,14 @@ def balanced_over_ranks(rank, ranks):
             return tensor.chunk(ranks, axis)[rank].contiguous()
         for _ in range(3):
             for _ in range(2):
-                x, mask = torch.randn(8, 4, 8, dtype=torch.float64), torch.rand(8, 4) < 0.3
+                x = torch.randn(8, 4, 8, dtype=torch.float64)
+                mask = torch.rand(8, 4) < 0.3
                 upstream = torch.randn(8, 4, 2, dtype=torch.float64)
                 whole.router.route(x, mask)[0].backward(upstream.flatten(0, 1))
                 route(part(x), part(mask))[0].backward(part(upstream).flatten(0, 1))
             close(parallel.all_sum(mine.router.weight.grad, world), whole.router.weight.grad)
-            got, want = load_balancing_metrics(mine, reduce=True), load_balancing_metrics(whole)
+            got = load_balancing_metrics(mine, reduce=True)
+            want = load_balancing_metrics(whole)
             for name in want:
                 exact = name in ("tokens_per_expert", "max_violation")
                 close(got[name].double(), want[name].double(), 0 if exact else 1e-5)
@@ -2705,7 +2707,8 @@ def check_parallel_layer(rank, ranks, groups, case, overlap, how) -> None:
     if how != "eager":
         mine.compile(backend=how, fullgraph=True)
     x = torch.randn(4, 2 * ranks // tp, 6, dtype=torch.float64, requires_grad=True)
-    mask, upstream = torch.rand(x.shape[:2]) < 0.2, torch.randn_like(x)
+    mask = torch.rand(x.shape[:2]) < 0.2
+    upstream = torch.randn_like(x)
 
     def part(tensor, r=rank):
         first = r // tp * 2                  # the batch over dp and ep, the sequence over tp
@@ -2732,7 +2735,8 @@ def check_parallel_layer(rank, ranks, groups, case, overlap, how) -> None:
     close(x_r.grad, part(x.grad))
     check_gradients(mine, whole)
     if at_once:
-        a, b = load_balancing_metrics(mine, reduce=True), load_balancing_metrics(whole)
+        a = load_balancing_metrics(mine, reduce=True)
+        b = load_balancing_metrics(whole)
         same(a["tokens_per_expert"], b["tokens_per_expert"])
         close(a["global_load_balancing_loss"], b["global_load_balancing_loss"], 1e-6)
         update_expert_bias(mine), update_expert_bias(whole)
@@ -2875,7 +2879,8 @@ def order_and_memory(rank, ranks, folder):
 def test_parallel_order_and_memory(tmp_path):
     """The order of launches, the host syncs, and what is kept for the backward."""
     spawn_gloo(order_and_memory, 4, str(tmp_path))
-    dropless, padded = (tmp_path / "dropless").read_text(), (tmp_path / "padded").read_text()
+    dropless = (tmp_path / "dropless").read_text()
+    padded = (tmp_path / "padded").read_text()
     assert_expected_inline(dropless, """\
 counts issued
 waited
@@ -3212,7 +3217,8 @@ def sharded_from_meta(rank, ranks):
 
         router = copy.deepcopy(plain.router)                 # without the layer's call
         layer.zero_grad(), router.zero_grad()
-        (probs, indices), (want_probs, want_indices) = layer.router.route(x), router.route(x)
+        probs, indices = layer.router.route(x)
+        want_probs, want_indices = router.route(x)
         same(indices, want_indices)
         probs[:, 0].sum().backward(), want_probs[:, 0].sum().backward()
         for a, b in zip(layer.router.parameters(), router.parameters(), strict=True):
@@ -3355,7 +3361,8 @@ def test_trainer_record_and_replay(way):
     takes effect, in each router with its own record, and a recomputation replays the same."""
     model = two_layers(enable_expert_bias=True, score_function="sigmoid")
     x = torch.randn(9, 8, requires_grad=True)
-    function, (first, dense, second) = WAYS[way](model), model
+    function = WAYS[way](model)
+    first, dense, second = model
     with torch.no_grad():
         y = dense(first(x))
         chosen = [first.router.route(x)[1], second.router.route(y)[1]]
@@ -3364,7 +3371,8 @@ def test_trainer_record_and_replay(way):
         want.sum().backward()
     same(record.indices, chosen)
 
-    others, leaves = random_choices(9), [x, *model.parameters()]
+    others = random_choices(9)
+    leaves = [x, *model.parameters()]
     y = second(dense(first(x, topk_indices=others[0])), topk_indices=others[1])
     expected = [y, *grads(y, leaves)]
     for indices in (others, torch.stack(others)):
@@ -3405,7 +3413,8 @@ def test_trainer_record_holds_the_choice_before_dropping():
 
 
 def test_trainer_replay_refuses_what_does_not_fit():
-    model, x = two_layers(enable_expert_bias=True, score_function="sigmoid"), torch.randn(5, 8)
+    model = two_layers(enable_expert_bias=True, score_function="sigmoid")
+    x = torch.randn(5, 8)
     good = random_choices(5)
 
     def replayed(*indices):
@@ -3528,7 +3537,8 @@ def test_layer_on_the_meta_device():
         shared_expert_intermediate_size=64, score_function="sigmoid",
         load_balancing_type="aux_loss", aux_loss_coeff=0.1)
     with torch.device("meta"):
-        layer, x = MoELayer(config), torch.randn(1 << 20, 4096, requires_grad=True)
+        layer = MoELayer(config)
+        x = torch.randn(1 << 20, 4096, requires_grad=True)
         y = layer(x)
         y.sum().backward()
     assert y.shape == x.shape and y.is_meta
@@ -3563,14 +3573,16 @@ class IndexArithmetic(torch.utils._python_dispatch.TorchDispatchMode):
 def test_permute_index_times_width_is_int64():
     """torchtitan #2430: beyond 2^31 elements an int32 product of an index and a row's width
     overflows."""
-    mode, x = IndexArithmetic(), torch.randn(6, 8, requires_grad=True)
+    mode = IndexArithmetic()
+    x = torch.randn(6, 8, requires_grad=True)
     config = MoEConfig(8, 4, 4, 2, capacity_factor=1.0, pad_to_capacity=True, add_bias_linear=True)
     with mode:
         MoELayer(config)(x).sum().backward()
         plan = plan_permutation(random_indices(6, 4, 2), 4)
         padded = kernels.pad_plan(plan, 6)
         combine_rows(gather_rows(x, padded), padded, torch.rand(6, 2)).sum().backward()
-        routing_map, probs = torch.rand(6, 4) < 0.5, torch.rand(6, 4)
+        routing_map = torch.rand(6, 4) < 0.5
+        probs = torch.rand(6, 4)
         for pad in (False, True):
             rows, _, order = permute(x, routing_map, probs, num_out_tokens=12, drop_and_pad=pad)
             unpermute(rows, order, x.shape, probs=probs, routing_map=routing_map, drop_and_pad=pad)
@@ -3597,7 +3609,9 @@ def test_permute_rows_beyond_two_to_the_31_elements_on_cuda():
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_permute_integer_routing_maps(dtype):
     """0 and 1 in any integer dtype are the boolean map; what comes back is boolean."""
-    routing_map, probs, x = torch.rand(9, 4) < 0.4, torch.rand(9, 4), torch.randn(9, 6)
+    routing_map = torch.rand(9, 4) < 0.4
+    probs = torch.rand(9, 4)
+    x = torch.randn(9, 6)
 
     def all_of_it(routing_map):
         for pad in (False, True):
@@ -3644,7 +3658,8 @@ def test_experts_native_product_where_it_fits(monkeypatch):
 
     def native(rows, weights):
         return kernels._native(on_cuda(rows), on_cuda(weights))
-    rows, weights = torch.empty(10, 16).bfloat16(), torch.empty(4, 16, 24).bfloat16()
+    rows = torch.empty(10, 16).bfloat16()
+    weights = torch.empty(4, 16, 24).bfloat16()
     assert native(rows, weights)
     assert native(rows, weights.transpose(1, 2))
     assert not native(rows, weights.float())
@@ -3667,11 +3682,14 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
     """The loop in C++ and the one in Python give the same bits: an expert without rows, rows of
     none, a scale."""
     monkeypatch.setattr(kernels, "_slow_on_cpu", lambda dtype: False)
-    x, grad = torch.randn(9, 16).to(dtype), torch.randn(18, 24).to(dtype)
+    x = torch.randn(9, 16).to(dtype)
+    grad = torch.randn(18, 24).to(dtype)
     weights = torch.randn(4, 24, 16).to(dtype)
     plan = plan_permutation(torch.tensor(
         [[0, 4], [3, 0], [1, 3], [0, 1], [3, 4], [0, 3], [1, 0], [3, 1], [4, 0]]), 4)
-    token_N, offsets, scale = plan.order // 2, plan.offsets, torch.rand(18, 1)
+    token_N = plan.order // 2
+    offsets = plan.offsets
+    scale = torch.rand(18, 1)
     results = {}
     for in_torch in (True, False):
         called = []
@@ -3680,7 +3698,8 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
             called.append(args)
             return in_torch
         monkeypatch.setattr(kernels, "_loops_in_torch", loops_in_torch)
-        forward, back = kernels._rows_times_weights, kernels._rows_times_rows
+        forward = kernels._rows_times_weights
+        back = kernels._rows_times_rows
         results[in_torch] = [
             forward(x, token_N, scale, weights.transpose(1, 2), None, offsets),
             forward(grad, None, None, weights, None, offsets),
@@ -3693,7 +3712,8 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
     same(results[True], results[False])
     monkeypatch.undo()
 
-    few, many = torch.empty(40, 16), torch.empty(2 ** 14, 256)
+    few = torch.empty(40, 16)
+    many = torch.empty(2 ** 14, 256)
     for x, tokens, loops in [
             (few, None, True), (many, None, False), (few, 2 ** 14, False), (many, 40, True),
             (few.double(), None, False), (few[:, :6].contiguous(), None, False)]:
@@ -3747,7 +3767,8 @@ def test_experts_index_nowhere_gives_the_routers_gradient():
         layer = random_layer(MoEConfig(
             6, 5, 4, 3, params_dtype=torch.float64, router_dtype=torch.float64, **options))
         x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
-        given, leaves = random_indices(7, 4, 3, nowhere=0.5), [x, *layer.parameters()]
+        given = random_indices(7, 4, 3, nowhere=0.5)
+        leaves = [x, *layer.parameters()]
         want = layer_loop(layer, x, given=given)[0]
         want_grads = grads(want.sin(), leaves)
         for function in (layer, compiled(layer)) if not options else (layer,):
@@ -3760,7 +3781,8 @@ def test_experts_index_nowhere_gives_the_routers_gradient():
 def test_experts_index_nowhere_gives_its_prob_no_gradient():
     """Whatever the prob there is, and with every bias."""
     indices = torch.tensor([[0, 3], [3, 1], [2, 0]])         # of three experts: 3 is nowhere
-    plan, probs = plan_permutation(indices, 3), torch.rand(3, 2, requires_grad=True)
+    plan = plan_permutation(indices, 3)
+    probs = torch.rand(3, 2, requires_grad=True)
     weights = [torch.randn(shape) for shape in ((3, 2, 5, 6), (3, 6, 5), (3, 2, 5), (3, 6))]
     for probs_on in ("input", "activation", "output"):
         y = expert_mlp(torch.randn(3, 6), probs, plan, *weights, probs_on=probs_on)
