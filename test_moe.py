@@ -4564,28 +4564,60 @@ def test_families_config_dtype():
         assert read(text | {"torch_dtype": "float16"}) == bf16
 
 
-@pytest.mark.parametrize("name, given, want", [
-    ("deepseek_v3", {}, dict(
-        num_groups=8, group_topk=4, group_score_topk=2, scaling_factor=2.5, norm_topk_prob=True,
-        shared_expert_intermediate_size=16)),
-    ("deepseek_v3", {"n_shared_experts": None}, dict(shared_expert_intermediate_size=None)),
-    ("gpt_oss", {}, dict(activation="quick_geglu", glu_alpha=1.702, glu_linear_offset=1.0,
-                         activation_clamp_value=7.0)),
-    ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, dict(activation="geglu")),
-    ("lfm2_moe", {"use_expert_bias": False}, dict(enable_expert_bias=False)),
-    ("deepseek_v2", {"topk_method": "greedy", "n_group": 8, "topk_group": 3}, dict(
-        num_groups=None, group_topk=None, group_score_topk=None)),
-    ("dots1", {"n_group": None, "topk_group": None}, dict(num_groups=None, group_topk=None)),
-    ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}, dict(norm_topk_prob=False))])
-def test_families_config_values(name, given, want):
-    """Published defaults fill what is left out; some fields are read by no small config."""
+# family, fields, what is published where the config leaves it out
+DEFAULTS = """
+olmoe                -                     norm_topk_prob=False
+qwen3_moe            -                     norm_topk_prob=False
+qwen2_moe            -                     norm_topk_prob=False
+qwen3_next           -                     norm_topk_prob=True
+deepseek_v2          -                     num_groups=None scaling_factor=1.0 norm_topk_prob=False
+deepseek_v2          topk_method='greedy'  num_groups=None group_topk=None group_score_topk=None
+deepseek_v3          -                     num_groups=8 group_topk=4 group_score_topk=2
+deepseek_v3          -                     scaling_factor=2.5 norm_topk_prob=True
+deepseek_v3          -                     shared_expert_intermediate_size=16
+deepseek_v3          n_shared_experts=None shared_expert_intermediate_size=None
+kimi_k2              -                     num_groups=8 group_topk=4 scaling_factor=2.5
+glm4_moe             -                     num_groups=None scaling_factor=1.0 norm_topk_prob=True
+dots1                -                     num_groups=None scaling_factor=1.0 norm_topk_prob=False
+dots1                n_group=None          num_groups=None group_topk=None
+gpt_oss              -                     activation='quick_geglu' glu_alpha=1.702
+gpt_oss              -                     glu_linear_offset=1.0 activation_clamp_value=7.0
+mixtral              hidden_act='swish'    activation='swiglu'
+mixtral              hidden_act='gelu_pytorch_tanh'  activation='geglu'
+ernie4_5_moe         -                     shared_expert_intermediate_size=32
+lfm2_moe             -                     norm_topk_prob=True enable_expert_bias=True
+lfm2_moe             use_expert_bias=False enable_expert_bias=False
+kimi_linear          -                     scaling_factor=2.446 norm_topk_prob=True situ_beta=1.0
+kimi_linear          -                     latent_size=None latent_norm=False num_groups=None
+deepseek_v4          num_hash_layers=0     scaling_factor=1.5 activation_clamp_value=10.0
+deepseek_v4          num_hash_layers=0     score_function='sqrtsoftplus' enable_expert_bias=True
+inkling2_text        -                     situ_beta=4.0 situ_linear_beta=25.0 scaling_factor=8.0
+flint                shared_expert_intermediate_size=4  norm_topk_prob=True
+mistral_large4_text  -                     scaling_factor=1.0 num_groups=None
+minimax_m3_vl_text   shared_intermediate_size=4  scaling_factor=2.0 glu_alpha=1.702
+minimax_m3_vl_text   shared_intermediate_size=4  activation_clamp_value=7.0
+bailing_hybrid       -                     num_groups=8 group_topk=4 scaling_factor=2.5
+axk2                 -                     scaling_factor=2.5 shared_expert_intermediate_size=16
+dots3_note_text      shared_experts_intermediate_size=4  num_groups=None scaling_factor=1.0
+beam                 -                     num_groups=8 group_topk=4 scaling_factor=2.5
+"""
+
+
+def test_families_config_values():
+    """Published defaults, and fields that no small config above has."""
     sizes = dict(hidden_size=64, num_experts=32, num_experts_per_tok=4)
-    base = {"model_type": name} | sizes | dict(intermediate_size=16, moe_intermediate_size=16)
-    if name == "dbrx":
-        base = fam_fields(name)
-        given = {"ffn_config": base["ffn_config"] | given["ffn_config"]}
-    config = families.config_from_hf(base | given)
-    assert {field: getattr(config, field) for field in want} == want
+    sizes |= dict(intermediate_size=16, moe_intermediate_size=16)
+    sizes |= dict(shared_expert_intermediate_size=4)
+    for line in DEFAULTS.strip().split("\n"):
+        name, given, *want = line.split()
+        fields = {"model_type": name} | sizes
+        if given != "-":
+            fields |= eval(f"dict({given})")
+        config = families.config_from_hf(fields)
+        for field, value in eval(f"dict({','.join(want)})").items():
+            assert getattr(config, field) == value, line
+    dbrx = PUBLISHED["dbrx"].config["ffn_config"] | dict(moe_normalize_expert_weights=None)
+    assert not fam_config("dbrx", ffn_config=dbrx).norm_topk_prob
 
 
 @pytest.mark.parametrize("outer, text", [
@@ -4835,9 +4867,9 @@ def test_families_misfits():
 def test_families_lists_are_cut_at_ten():
     """A prefix that fits nothing is one line; long lists have ten entries and their number."""
     layer, name, prefix, t = fam_layer("qwen3_moe"), "qwen3_moe", "model.layers.3.mlp.", {}
-    for i in range(12):
+    for i in range(11):
         t |= fam_tensors(name, prefix=f"model.layers.{i}.mlp.")
-    t["model.layers.12.mlp.gate.weight"] = gate = torch.zeros(E8, H6)
+    t["model.layers.11.mlp.gate.weight"] = gate = torch.zeros(E8, H6)
     meta, read = MoELayer(layer.config).to("meta"), families.from_hf
     fitting = ", ".join(f"model.layers.{i}.mlp." for i in range(10))
     missing = [f"experts.{e}.gate_proj.weight [5, 6] is missing" for e in range(8)]
@@ -4846,7 +4878,7 @@ def test_families_lists_are_cut_at_ten():
     for wrong in ("", "model.layers.3.mlp", "model.layers.3.", "layers.3.mlp."):
         assert error(read, layer, t, name, wrong) == (
             f"ValueError: no tensor of a qwen3_moe block is at prefix {wrong!r}; "
-            f"prefixes that fit: {fitting}, .. 12 in all")
+            f"prefixes that fit: {fitting}, .. 11 in all")
     check_errors([
         (lambda: read(layer, {"lm_head.weight": gate}, name), "prefix ''; prefixes that fit: none"),
         (lambda: read(layer, {"gate.weight": gate}, name), f"nothing was changed:\n  {more}"),
@@ -5191,6 +5223,14 @@ def test_live_changes_are_drawn():
     assert block.shared_experts.gate_weight.abs().max() < 0.1
     old = StandInModel("mixtral").state_dict()
     same({name: model.state_dict()[name] for name in old}, old)
+
+
+def test_live_block_chooses_by_its_table():
+    block, table = replaced("deepseek_v4").block(), torch.rand(9, E8).topk(3).indices
+    block.hash_table, ids, x = table, torch.randint(9, (3, T7)), double(3, T7, H6)
+    chosen = table[ids].flatten(0, 1).tolist()
+    want = published_loop("deepseek_v4", x, fam_tensors("deepseek_v4"), chosen)
+    close(block(x, ids), want, 1e-8)
 
 
 def test_live_block_at_two_places_is_replaced_at_both():
