@@ -5,7 +5,7 @@ Python standard library.
     python train.py --out out2 --baseline dense    # then a dense model of the same active parameters
     python train.py --out out3 --data my_texts/    # a file or a folder of your own
     python train.py --resume --steps 2000          # goes on from the last checkpoint in out/
-    python train.py --out out4 --compare           # three balances and a dense model in one picture
+    python train.py --out out4 --baseline none quantile dense     # balances in one picture
     torchrun --nproc-per-node 2 train.py --ep 2    # the experts spread over two processes
 
 Letters are those of kernels.py (S context, B batch, H hidden size, E experts, K experts per token,
@@ -28,8 +28,8 @@ import signal
 import sys
 import sysconfig
 import time
+import warnings
 import zlib
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -68,18 +68,6 @@ def fail(message):
     sys.exit(2)
 
 
-@contextmanager
-def or_fail(what):
-    """What the file system refuses is one line too."""
-    try:
-        yield
-    except OSError as error:
-        fail(f"{what}: {error}")
-    except dcp.CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        fail(f"{what}: {cause!r}")
-
-
 # ---- Settings ----
 
 def parse_args(argv=None):
@@ -101,9 +89,9 @@ def parse_args(argv=None):
     add("--resume", nargs="?", type=Path, const=Path(), help="go on from this checkpoint (alone: "
         "from the last one in OUT) with the same settings; with more --steps the run gets longer. "
         "Resume only what you trust: a checkpoint can run code")
-    add("--baseline", choices=["dense"], help="after the MoE also train a dense model with the same "
-        "active parameters, data and steps, and print both")
-    switch("--compare", "train a MoE for each balance of none, bias and quantile, and a dense model")
+    add("--baseline", nargs="+", default=[], choices=["dense", *BALANCE], help="after the MoE also "
+        "train these with the same data and steps: a dense model of the same active parameters, or "
+        "the MoE with another balance")
     switch("--no-compile", "run without torch.compile")
     setting("--steps", 500, "steps of the optimizer")
     setting("--batch", 8, "sequences a step")
@@ -135,8 +123,6 @@ def parse_args(argv=None):
             fail(f"--{name.replace('_', '-')} is {value}; needs 1 or more")
     if not 0 < run.lr < math.inf:
         fail(f"--lr is {run.lr}; needs a positive number")
-    if not 0 <= run.seed < 2**32:
-        fail(f"--seed is {run.seed}; needs 0 to 2**32 - 1")
     if run.topk > run.experts:
         fail(f"--topk is {run.topk}; a byte cannot go to more experts than "
              f"--experts = {run.experts}")
@@ -154,16 +140,14 @@ def parse_args(argv=None):
 
 
 def planned_runs(run):
-    """Name -> run of every model to train, in this order. All but "moe" have a folder in OUT."""
-    changes = {"moe": {}}
-    if run.compare:
-        changes = {name: dict(balance=name) for name in ("none", "bias", "quantile")}
-    if run.compare or run.baseline:
-        changes["dense"] = dict(kind="dense")
-    for name, change in changes.items():
-        if name != "moe":
-            change.update(out=run.out / name, resume=run.resume and Path())
-    return {name: argparse.Namespace(**vars(run) | change) for name, change in changes.items()}
+    """Name -> run, in the order of training. Each baseline has a folder of its own in OUT."""
+    runs = {"moe": run}
+    for name in run.baseline:
+        change = dict(out=run.out / name, resume=run.resume and Path(), balance=name)
+        if name == "dense":
+            change.update(kind="dense", balance="none")
+        runs[name] = argparse.Namespace(**vars(run) | change)
+    return runs
 
 
 # ---- Data: bytes; whole files are held out ----
@@ -187,8 +171,7 @@ def corpus_files(run):
 def load_data(run):
     """Gives the run its train_bytes [n] uint8, its held_out blocks [8, 16, S + 1] uint8, evenly spread
     over the bytes that are held out, and a digest of all."""
-    with or_fail("--data"):
-        texts = [path.read_bytes() for path in corpus_files(run)]
+    texts = [path.read_bytes() for path in corpus_files(run)]
     if len(texts) < 10:
         text = b"".join(texts)
         texts = [text[len(text) * i // 10:len(text) * (i + 1) // 10] for i in range(10)]
@@ -201,9 +184,10 @@ def load_data(run):
              f"more than --context = {run.context}")
 
     run.digest = hashlib.sha256(train_bytes + held_out).hexdigest()[:16]
-    run.train_bytes = torch.frombuffer(bytearray(train_bytes), dtype=torch.uint8)
-    starts = torch.linspace(0, len(held_out) - run.context - 1, 128).long()
-    blocks = cut_blocks(torch.frombuffer(bytearray(held_out), dtype=torch.uint8), starts, run)
+    corpus = torch.frombuffer(bytearray(train_bytes + held_out), dtype=torch.uint8)
+    run.train_bytes, scored = corpus.split([len(train_bytes), len(held_out)])
+    starts = torch.linspace(0, len(scored) - run.context - 1, 128).long()
+    blocks = cut_blocks(scored, starts, run)
     run.held_out = rearrange(blocks, "(chunks b) s -> chunks b s", b=16)
 
 
@@ -430,13 +414,15 @@ def start_run(run):
     torch.manual_seed(run.seed)
     run.model = ByteModel(run).to(run.device)
     run.step, run.history = 0, []
-    sizes = {name: p.numel() for name, p in run.model.named_parameters()}
-    experts = run.ep * sum(size for name, size in sizes.items() if is_expert(name))
-    others = sum(size for name, size in sizes.items() if not is_expert(name))
-    print(f"\n{run.kind}: {run.layers} layers of width {run.hidden}, {run.topk} of {run.experts} "
-          f"experts of {run.ffn} (dense: {run.topk * run.ffn}), balance {run.balance}; "
-          f"{(others + experts) / 1e6:.2f} M parameters, "
-          f"{(others + experts * run.topk / run.experts) / 1e6:.2f} M active for a byte")
+    held = sum(p.numel() for p in run.model.parameters())
+    experts = sum(p.numel() for name, p in run.model.named_parameters() if is_expert(name))
+    total = held + experts * (run.ep - 1)
+    active = held - experts + experts * run.ep * run.topk // run.experts
+    shape = f"{run.topk} of {run.experts} experts of {run.ffn}, balance {run.balance}"
+    if run.kind == "dense":
+        shape = f"FFN of {run.topk * run.ffn}"
+    print(f"\n{run.kind}: {run.layers} layers of width {run.hidden}, {shape}; "
+          f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active for a byte")
 
     if run.fsdp:
         for part in (*run.model.blocks, run.model):
@@ -444,20 +430,15 @@ def start_run(run):
     run.optimizer = make_optimizer(run)
     checkpoint = run.resume
     if checkpoint == Path():
-        checkpoint = max(checkpoints(run), key=step_of, default=None)
+        *_, checkpoint = [None, *checkpoints(run)]
     if checkpoint is not None:
         load_checkpoint(run, checkpoint)
-    with or_fail("--out"):
-        run.out.mkdir(parents=True, exist_ok=True)
+    run.out.mkdir(parents=True, exist_ok=True)
     write_log(run)
 
 
 def checkpoints(run):
-    return list(run.out.glob("checkpoint-*"))
-
-
-def step_of(checkpoint):
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+    return sorted(run.out.glob("checkpoint-*"))
 
 
 def settings_of(run):
@@ -486,21 +467,20 @@ def sharded_state(run):
 
 def save_checkpoint(run):
     """Written beside the last one, then renamed: at any moment one of the two is whole."""
-    path, beside = run.out / f"checkpoint-{run.step}", run.out / "unfinished"
-    with or_fail(f"could not write {path} (the checkpoint before is untouched)"):
-        if run.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir()
-            with open(beside / "run.json", "w") as file:
-                json.dump([settings_of(run), run.step, run.history], file)
-                file.flush()
-                os.fsync(file.fileno())
-        dcp.save(sharded_state(run), checkpoint_id=beside, no_dist=run.world == 1)
-        if run.rank == 0:
-            older = checkpoints(run)
-            beside.rename(path)
-            for folder in older:
-                shutil.rmtree(folder)
+    path, beside = run.out / f"checkpoint-{run.step:07}", run.out / "unfinished"
+    if run.rank == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        with open(beside / "run.json", "w") as file:
+            json.dump([settings_of(run), run.step, run.history], file)
+            file.flush()
+            os.fsync(file.fileno())
+    dcp.save(sharded_state(run), checkpoint_id=beside)
+    if run.rank == 0:
+        older = checkpoints(run)
+        beside.rename(path)
+        for folder in older:
+            shutil.rmtree(folder)
     return path
 
 
@@ -508,23 +488,21 @@ def load_checkpoint(run, path):
     """At any number of processes. What does not fit is one clear line and exit code 2."""
     try:
         saved, run.step, run.history = json.loads((path / "run.json").read_text())
-        saved["steps"] = int(saved["steps"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        fail(f"--resume: {path} is no checkpoint of train.py ({type(error).__name__})")
-    if saved["steps"] < run.steps:
-        print(f"{saved['steps']} steps become {run.steps}: so does the schedule of the learning rate")
-        saved["steps"] = run.steps
-    differing = [f"{name} (checkpoint {saved.get(name)}, now {value})"
-                 for name, value in settings_of(run).items() if saved.get(name) != value]
-    if differing:
-        fail(f"--resume: {path} was made with other settings: {', '.join(differing)}")
+        if saved["steps"] < run.steps:
+            print(f"{run.steps} steps, not {saved['steps']}: the learning rate falls more slowly")
+            saved["steps"] = run.steps
+        differing = [f"{name} (checkpoint {saved.get(name)}, now {value})"
+                     for name, value in settings_of(run).items() if saved.get(name) != value]
+        if differing:
+            fail(f"--resume: {path} was made with other settings: {', '.join(differing)}")
 
-    for p in run.model.parameters():
-        p.grad = torch.zeros_like(p)
-    run.optimizer.step()                                 # makes the state that is loaded into
-    run.optimizer.zero_grad()
-    with or_fail(f"--resume: {path} is damaged"):
-        dcp.load(sharded_state(run), checkpoint_id=path, no_dist=run.world == 1)
+        for p in run.model.parameters():
+            p.grad = torch.zeros_like(p)
+        run.optimizer.step()                             # makes the state that is loaded into
+        run.optimizer.zero_grad()
+        dcp.load(sharded_state(run), checkpoint_id=path)
+    except (OSError, ValueError, LookupError, TypeError, dcp.CheckpointException) as error:
+        fail(f"--resume: {path} is damaged or no checkpoint of train.py ({type(error).__name__})")
     print(f"resumed {path} at step {run.step}")
 
 
@@ -532,9 +510,8 @@ def load_checkpoint(run, path):
 
 def write_log(run):
     if run.rank == 0:
-        with or_fail("the log"):
-            lines = [json.dumps(record) + "\n" for record in run.history]
-            (run.out / "log.jsonl").write_text("".join(lines))
+        lines = [json.dumps(record) + "\n" for record in run.history]
+        (run.out / "log.jsonl").write_text("".join(lines))
 
 
 def load_picture(record):
@@ -546,48 +523,36 @@ def load_picture(record):
         print(f"    layer {i}  |{bars}|  max violation {record['max_violation'][i]:.2f}")
 
 
-def draw_curves(path, histories, zlib_bpb):
+def draw_curves(path, runs, zlib_bpb):
     """The losses, and for every MoE the load of every expert over the steps."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print(f"matplotlib is not installed: {path} left out")
         return
-    moes = [name for name in histories if name != "dense"]
+    moes = [each for each in runs.values() if each.kind == "moe"]
     figure = Figure(figsize=(5 + 3 * len(moes), 4), layout="constrained")
     left, *others = figure.subplots(1, 1 + len(moes))
-    for i, (name, history) in enumerate(histories.items()):
+    for i, (name, each) in enumerate(runs.items()):
         for key, style in (("loss", ":"), ("held_out", "o-")):
-            points = [(record["step"], record[key]) for record in history if key in record]
+            points = [(record["step"], record[key]) for record in each.history if key in record]
             left.plot(*zip(*points), f"C{i}{style}", label=f"{name}, {key}")
     left.set(title="bits per byte", xlabel="step", ylim=(None, zlib_bpb))
     left.legend()
 
-    for axes, name in zip(others, moes):
-        history = histories[name]
-        load_TLE = torch.tensor([record["tokens_per_expert"] for record in history]).double()
+    for axes, each in zip(others, moes):
+        load_TLE = torch.tensor([record["tokens_per_expert"] for record in each.history]).double()
         share_TLE = load_TLE / load_TLE.mean(2, keepdim=True)
         image = axes.imshow(
             rearrange(share_TLE, "t l e -> (l e) t"), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r",
-            interpolation="nearest", extent=(0, history[-1]["step"], len(load_TLE[0]), 0))
-        axes.set(title=f"load, balance {name}", xlabel="step", ylabel="layer, and in it expert")
+            interpolation="nearest", extent=(0, each.step, each.layers, 0))
+        axes.set(title=f"load, balance {each.balance}", xlabel="step", ylabel="layer: its experts")
     figure.colorbar(image, label="1 = an even share")
-    with or_fail("curves"):
-        figure.savefig(path)
+    figure.savefig(path)
     print(f"curves: {path}")
 
 
 # ---- Train, evaluate, sample ----
-
-class Interrupt:
-    """Ctrl-C asks the loop to stop after its step. A second one ends the program at once."""
-    asked = False
-
-    def __call__(self, *_):
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"stopping after this step ..\n")    # the signal may have come inside of a print
-
 
 def train_step(run, forward):
     """One step of the optimizer and of the routers' balance -> the loss of this process's part."""
@@ -638,8 +603,15 @@ def train(run):
     """Leaves the last record of the history with the final "held_out". Ctrl-C ends the program: behind
     a checkpoint, or before the first step without one."""
     start_run(run)
-    forward, interrupt = compile_model(run), Interrupt()
-    first, losses = run.step + 1, []
+    forward = compile_model(run)
+    first, losses, asked = run.step + 1, [], []
+
+    def ask(*_):
+        """The first Ctrl-C stops the loop after its step, a second one the program at once."""
+        asked.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"stopping after this step ..\n")    # print itself may be interrupted here
+
     mark = began = time.perf_counter()
     if run.history:
         began -= run.history[-1]["seconds"]
@@ -650,7 +622,7 @@ def train(run):
         run.step += 1
         losses.append(train_step(run, forward))
         if run.step == first:
-            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGINT, ask)
 
         last = run.step == run.steps
         test = last or run.step % max(1, run.steps // 5) == 0
@@ -661,8 +633,8 @@ def train(run):
             report(run, loss, held_out, began=began, rate=rate)
             losses, mark = [], time.perf_counter()
 
-        asked = torch.tensor(float(interrupt.asked), device=run.device)
-        stop = mean_over_processes(asked, run) > 0       # on any process
+        counts = torch.tensor(float(len(asked)), device=run.device)
+        stop = mean_over_processes(counts, run) > 0      # on any process
         if last or stop or run.step % run.save_every == 0:
             path = save_checkpoint(run)
         if stop and not last:
@@ -709,8 +681,8 @@ def sample(run, prompt, length=400):
 
 
 def printable(text):
-    text = text.decode(errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+    """Without the control characters, which a terminal would obey."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text.decode(errors="replace"))
 
 
 def zlib_bits_per_byte(blocks):
@@ -730,6 +702,7 @@ def check_out(run):
 
 def main():
     run = parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")       # one process saves alone
     sys.stdout.reconfigure(errors="replace")             # a terminal's encoding may lack characters
     check_out(run)
     start_machine(run)
@@ -747,11 +720,10 @@ def main():
         print(f"    {name:<8}  {end['held_out']:.3f}   {end['step']} steps, {end['seconds']:.0f} s")
     print(f"    zlib -9   {zlib_bpb:.3f}   on blocks of {run.context} bytes\n")
     if run.rank == 0:
-        histories = {name: each.history for name, each in runs.items()}
-        draw_curves(run.out / "curves.png", histories, zlib_bpb)
+        draw_curves(run.out / "curves.png", runs, zlib_bpb)
 
     prompt = bytes(run.held_out[4, 0, :64].tolist())
-    text = sample(next(iter(runs.values())), prompt)
+    text = sample(run, prompt)
     print(f"\nsample, after 64 held-out bytes:\n{printable(prompt)}⟫{printable(text)}")
     if run.world > 1:
         dist.destroy_process_group()
@@ -760,6 +732,9 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except OSError as error:                             # what the file system refuses
+        fail(error)
+    except dcp.CheckpointException as error:
+        fail(f"could not write a checkpoint, the last one is untouched: {error.failures[0][0]}")
     except KeyboardInterrupt:
-        print("\nstopped")
-        sys.exit(130)
+        sys.exit("stopped")
