@@ -17,7 +17,6 @@ depends on the order of threads. So a resumed run has the losses of an uninterru
 load_data and start_run the device, the data, the model, the optimizer, the step and the history.
 """
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -170,7 +169,7 @@ def corpus_files(run):
 
 def load_data(run):
     """Gives the run its train_bytes [n] uint8, its held_out blocks [8, 16, S + 1] uint8, evenly spread
-    over the bytes that are held out, and a digest of all."""
+    over the bytes that are held out, and a checksum of all."""
     texts = [path.read_bytes() for path in corpus_files(run)]
     if len(texts) < 10:
         text = b"".join(texts)
@@ -183,7 +182,7 @@ def load_data(run):
         fail(f"--data: {len(train_bytes)} bytes to train on and {len(held_out)} held out; both need "
              f"more than --context = {run.context}")
 
-    run.digest = hashlib.sha256(train_bytes + held_out).hexdigest()[:16]
+    run.checksum = zlib.crc32(train_bytes + held_out)
     corpus = torch.frombuffer(bytearray(train_bytes + held_out), dtype=torch.uint8)
     run.train_bytes, scored = corpus.split([len(train_bytes), len(held_out)])
     starts = torch.linspace(0, len(scored) - run.context - 1, 128).long()
@@ -228,8 +227,8 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         q, k, v = rearrange(
             self.qkv(x_BSH), "b s (three n d) -> three b n s d", three=3, d=self.head_dim)
-        y_BNSD = F.scaled_dot_product_attention(
-            self.rotate(q), self.rotate(k), v, is_causal=True)
+        q, k = self.rotate(q), self.rotate(k)
+        y_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(rearrange(y_BNSD, "b n s d -> b s (n d)"))
 
 
@@ -323,11 +322,12 @@ def make_optimizer(run):
     return torch.optim.AdamW(groups, lr=run.lr, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate(run):
+def set_learning_rate(run):
     """Up in the first twentieth of the run, then in a line to 0."""
     warmup = max(1, run.steps // 20)
     fall = (run.steps - run.step + 1) / max(1, run.steps - warmup)
-    return run.lr * min(run.step / warmup, fall, 1.0)
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["scale"] * run.lr * min(run.step / warmup, fall, 1.0)
 
 
 # ---- Machine: the device, and processes over which gradients are averaged ----
@@ -444,7 +444,7 @@ def checkpoints(run):
 def settings_of(run):
     """All that the numbers depend on. A checkpoint goes on with the same; only steps may grow."""
     names = ("steps batch context lr seed layers hidden experts topk ffn shared overlap balance "
-             "compile kind digest dtype")
+             "compile kind checksum dtype")
     return {"device": run.device.type} | {name: getattr(run, name) for name in names.split()}
 
 
@@ -556,12 +556,8 @@ def draw_curves(path, runs, zlib_bpb):
 
 def train_step(run, forward):
     """One step of the optimizer and of the routers' balance -> the loss of this process's part."""
-    for group in run.optimizer.param_groups:
-        group["lr"] = group["scale"] * learning_rate(run)
-    block = get_batch(run).to(run.device, torch.int64)
-
-    with autocast(run):
-        loss = forward(block[:, :-1], block[:, 1:])
+    set_learning_rate(run)
+    loss = loss_of(run, forward, get_batch(run))
     loss.backward()
     if run.world > 1:
         average_gradients(run.model, run.world)
@@ -604,7 +600,8 @@ def train(run):
     a checkpoint, or before the first step without one."""
     start_run(run)
     forward = compile_model(run)
-    first, losses, asked = run.step + 1, [], []
+    first, every = run.step + 1, max(1, run.steps // 25)
+    losses, asked = [], []
 
     def ask(*_):
         """The first Ctrl-C stops the loop after its step, a second one the program at once."""
@@ -625,8 +622,8 @@ def train(run):
             signal.signal(signal.SIGINT, ask)
 
         last = run.step == run.steps
-        test = last or run.step % max(1, run.steps // 5) == 0
-        if test or run.step == first or run.step % max(1, run.steps // 25) == 0:
+        test = last or run.step % (5 * every) == 0
+        if test or run.step == first or run.step % every == 0:
             loss = mean_over_processes(torch.stack(losses).mean(), run) / math.log(2)
             rate = len(losses) * run.batch * run.context / (time.perf_counter() - mark)
             held_out = evaluate(run, forward) if test else None
@@ -654,13 +651,18 @@ def command_to_go_on(run):
     return shlex.join(command) + " --resume" * (run.resume != Path())
 
 
+def loss_of(run, forward, block):
+    """In nats, of [B, S + 1] bytes."""
+    block = block.to(run.device, torch.int64)
+    with autocast(run):
+        return forward(block[:, :-1], block[:, 1:])
+
+
 @torch.no_grad()
 def evaluate(run, forward):
     """Bits per byte of the held-out blocks."""
     run.model.eval()
-    with autocast(run):
-        blocks = run.held_out.to(run.device, torch.int64)
-        losses = [forward(block[:, :-1], block[:, 1:]) for block in blocks]
+    losses = [loss_of(run, forward, block) for block in run.held_out]
     run.model.train()
     return torch.stack(losses).double().mean().item() / math.log(2)
 
@@ -737,4 +739,5 @@ if __name__ == "__main__":
     except dcp.CheckpointException as error:
         fail(f"could not write a checkpoint, the last one is untouched: {error.failures[0][0]}")
     except KeyboardInterrupt:
-        sys.exit("stopped")
+        print("\nstopped")
+        sys.exit(130)
