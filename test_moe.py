@@ -3962,16 +3962,16 @@ def test_train_says_what_it_does_not_do(tmp_path, small_texts, capsys):
     train.check_out(train.parse_args(args))                          # there is no such folder yet
     with pytest.raises(SystemExit, match="2"):
         train.check_out(train.parse_args([*args, "--resume"]))
-    (out / "dense").mkdir(parents=True)
+    out.mkdir()
     (out / "log.jsonl").touch()                                      # of a run that made no step
     train.check_out(train.parse_args(args))
-    (out / "dense" / "log.jsonl").write_text("{}")
+    (out / "log.jsonl").write_text("{}")
     with pytest.raises(SystemExit, match="2"):
         train.check_out(train.parse_args(args))
     said = capsys.readouterr().err.replace(str(out), "OUT")
     assert_expected_inline(said, """\
 train.py: error: --resume: no checkpoint in OUT
-train.py: error: --out OUT is not empty; --resume goes on there, or name another folder
+train.py: error: --out OUT holds a run; --resume goes on with it, or name another folder
 """)
 
     train.start_machine(train.parse_args(["--no-compile", "--fsdp"]))
@@ -4000,7 +4000,7 @@ def interrupted_train(line: str, *command) -> tuple[int, str]:
                 time.sleep(2 if "compiling" in line else 0)
                 os.killpg(process.pid, signal.SIGINT)
                 break
-        said += process.communicate(timeout=60)[0]
+        said += process.communicate(timeout=120)[0]
         return process.returncode, said
     finally:
         process.kill()
@@ -4014,36 +4014,35 @@ def test_train_stops_and_goes_on_as_it_says(tmp_path, small_texts, ranks):
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", free_port()]
-    command += ["train.py", *TINY, "--steps", 200, "--data", small_texts]
+    command += ["train.py", *TINY, "--steps", 100, "--save-every", 1000, "--data", small_texts]
     compiled = [word for word in command if word != "--no-compile"]
-    code, said = interrupted_train("compiling, about a minute", *compiled, "--out", tmp_path / "none")
-    assert code and "\nstopped" in said, said
     if ranks == 1:
-        assert code == 130 and "Traceback" not in said, said
+        code, said = interrupted_train("compiling, about a minute", *compiled, "--out", tmp_path / "none")
+        assert code == 130 and said.endswith("\nstopped\n") and "Traceback" not in said, said
 
     code, said = interrupted_train("step   8", *command, "--out", tmp_path / "out")
     assert code and "stopping after this step" in said, said
     saved, again = re.search(r"saved (\S+); to go on: (.*)\n", said).groups()
     assert Path(saved).is_dir() and again.endswith("--resume") and ("torch.distributed.run" in again) == (ranks > 1)
-    for line in (again, f"{again} --steps 220"):
-        done = subprocess.run(shlex.split(line), cwd=HERE, capture_output=True, text=True, timeout=120)
+    for line in (again, f"{again} --steps 120"):
+        done = subprocess.run(shlex.split(line), cwd=HERE, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-    whole = subprocess.run([str(word) for word in (*command, "--out", tmp_path / "whole")], cwd=HERE, timeout=120)
+    whole = subprocess.run([str(word) for word in (*command, "--out", tmp_path / "whole")], cwd=HERE, timeout=300)
     assert whole.returncode == 0
     logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
             for name in ("whole", "out")]
-    assert logs[1][-1]["step"] == 220 and "held_out" in logs[1][-1]
-    assert [record["loss"] for record in logs[0]] == [record["loss"] for record in logs[1] if record["step"] <= 200]
+    assert logs[1][-1]["step"] == 120 and "held_out" in logs[1][-1]
+    assert [record["loss"] for record in logs[0]] == [record["loss"] for record in logs[1] if record["step"] <= 100]
 
 
 @slow
 def test_train_draws_its_baselines(tmp_path, small_texts):
     pytest.importorskip("matplotlib")
-    done = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path, "--baseline", "none", "quantile", "dense")
+    done = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path / "out", "--baseline", "none", "quantile", "dense")
     assert done.returncode == 0, done.stderr
     scores = done.stdout.split("held-out bits per byte\n")[-1]
     assert re.findall(r"^    (\w+)", scores, re.M)[:5] == ["moe", "none", "quantile", "dense", "zlib"]
-    assert (tmp_path / "curves.png").stat().st_size < 150_000
+    assert (tmp_path / "out" / "curves.png").stat().st_size < 150_000
 
 
 def start_train(ranks: int, *args) -> list[subprocess.Popen]:

@@ -2,7 +2,7 @@
 Python standard library.
 
     python train.py                                # minutes on two CPU cores; a GPU if there is one
-    python train.py --out out2 --baseline dense    # then a dense model of the same active parameters
+    python train.py --out out2 --baseline dense    # then a dense model, as many active parameters
     python train.py --out out3 --data my_texts/    # a file or a folder of your own
     python train.py --resume --steps 2000          # goes on from the last checkpoint in out/
     python train.py --out out4 --baseline none quantile dense     # balances in one picture
@@ -12,9 +12,11 @@ Letters are those of kernels.py (S context, B batch, H hidden size, E experts, K
 F expert FFN size). V is 256 byte values, N the attention heads, D the size of one.
 
 A run is a function of its settings: the batch of a step depends on (seed, step) alone, and no sum
-depends on the order of threads. So a resumed run has the losses of an uninterrupted one. One object,
-`run`, goes through all functions. It has the settings of the command line, and from start_machine,
-load_data and start_run the device, the data, the model, the optimizer, the step and the history.
+depends on the order of threads. So a resumed run has the losses of an uninterrupted one.
+
+One object, `run`, goes through all functions. It has the settings of the command line. Then
+start_machine adds the device and the process groups, load_data the data, and start_run the model,
+the optimizer, the step and the history.
 """
 import argparse
 import json
@@ -88,15 +90,15 @@ def parse_args(argv=None):
     add("--resume", nargs="?", type=Path, const=Path(), help="go on from this checkpoint (alone: "
         "from the last one in OUT) with the same settings; with more --steps the run gets longer. "
         "Resume only what you trust: a checkpoint can run code")
-    add("--baseline", nargs="+", default=[], choices=["dense", *BALANCE], help="after the MoE also "
+    add("--baseline", nargs="+", default=[], choices=["dense", *BALANCE], help="after the MoE "
         "train these with the same data and steps: a dense model of the same active parameters, or "
         "the MoE with another balance")
     switch("--no-compile", "run without torch.compile")
     setting("--steps", 500, "steps of the optimizer")
     setting("--batch", 8, "sequences a step")
     setting("--context", 256, "bytes a sequence")
-    setting("--lr", 1e-2, "the embedding's, at the peak of the schedule (a warmup, then linear to 0 "
-            "at --steps); make_optimizer says what the matrices get")
+    setting("--lr", 1e-2, "of the embedding, at the peak of the schedule (a warmup, then linear to "
+            "0 at --steps); make_optimizer says what the matrices get")
     setting("--seed", 0, "of the weights and of the order of the data, not of what is held out")
     setting("--layers", 4, "blocks of attention and feed-forward")
     setting("--hidden", 128, "H, width of the model")
@@ -168,8 +170,8 @@ def corpus_files(run):
 
 
 def load_data(run):
-    """Gives the run its train_bytes [n] uint8, its held_out blocks [8, 16, S + 1] uint8, evenly spread
-    over the bytes that are held out, and a checksum of all."""
+    """Gives the run its train_bytes [n] uint8 and its held_out blocks [8, 16, S + 1] uint8. The blocks
+    are spread evenly over all held-out bytes. The checksum is of all bytes."""
     texts = [path.read_bytes() for path in corpus_files(run)]
     if len(texts) < 10:
         text = b"".join(texts)
@@ -179,8 +181,8 @@ def load_data(run):
     train_bytes = b"".join(texts)
     shorter = min(len(train_bytes), len(held_out))
     if shorter <= run.context:
-        fail(f"--data: {len(train_bytes)} bytes to train on and {len(held_out)} held out; both need "
-             f"more than --context = {run.context}")
+        fail(f"--data: {len(train_bytes)} bytes to train on and {len(held_out)} held out; both have "
+             f"to be more than --context = {run.context}")
 
     run.checksum = zlib.crc32(train_bytes + held_out)
     corpus = torch.frombuffer(bytearray(train_bytes + held_out), dtype=torch.uint8)
@@ -233,13 +235,16 @@ class Attention(nn.Module):
 
 
 def make_ffn(run):
-    """A MoELayer, or for "dense" one MLP of width K·F: the weights that a byte meets in the layer."""
+    """A MoELayer, or for "dense" an MLP of width K·F: as many weights as a byte meets in the layer."""
+    shared = run.topk * run.ffn
+    if run.kind == "moe":
+        shared = run.shared
     config = MoEConfig(
         hidden_size=run.hidden,
         ffn_hidden_size=run.ffn,
         num_experts=run.experts,
         topk=run.topk,
-        shared_expert_intermediate_size=run.shared if run.kind == "moe" else run.topk * run.ffn,
+        shared_expert_intermediate_size=shared,
         shared_expert_overlap=run.overlap,
         # Normalised after the choice, the one prob of K = 1 would be 1: the router would not learn.
         pre_softmax=run.topk == 1 and run.balance != "sinkhorn",
@@ -284,7 +289,7 @@ class ByteModel(nn.Module):
             drawn.normal_(std=weight.shape[-1] ** -0.5)
             weight.data = drawn.chunk(ranks)[run.rank % ranks]
             if name.endswith(("out.weight", "fc2")):
-                weight.data /= (2 * run.layers) ** 0.5   # two terms a layer join the residual stream
+                weight.data /= (2 * run.layers) ** 0.5   # two terms a layer join the residual
         nn.init.normal_(self.embedding.weight, std=LAST ** -0.5)
         nn.init.zeros_(self.head.weight)                 # the first prediction is 8 bits a byte
 
@@ -362,7 +367,7 @@ def autocast(run):
 
 
 def compiler_works(device):
-    """Compiles x + 1. Only what fails here is forgiven: a missing compiler, never a model's error."""
+    """Compiles x + 1. Only a failure here is forgiven: a missing compiler, never a model's error."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
         return True
@@ -515,8 +520,8 @@ def write_log(run):
 
 
 def load_picture(record):
-    """A row a layer, a column an expert: a half block is an even share, a full one twice that or
-    more."""
+    """A row for each layer, a column for each expert. A half block is an even share, a full block is
+    twice that or more."""
     for i, counts in enumerate(record["tokens_per_expert"]):
         mean = sum(counts) / len(counts)
         bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, math.ceil(4 * n / mean))] for n in counts)
@@ -596,8 +601,8 @@ def report(run, loss, held_out, began, rate):
 
 
 def train(run):
-    """Leaves the last record of the history with the final "held_out". Ctrl-C ends the program: behind
-    a checkpoint, or before the first step without one."""
+    """The last record of the history has the final "held_out". Ctrl-C ends the program: after a
+    checkpoint, or before the first step without one."""
     start_run(run)
     forward = compile_model(run)
     first, every = run.step + 1, max(1, run.steps // 25)
@@ -689,22 +694,24 @@ def printable(text):
 
 def zlib_bits_per_byte(blocks):
     """Level 9, each block alone, of the bytes that the model predicts: all but a block's first."""
-    sizes = [len(zlib.compress(bytes(block), 9)) for block in blocks[..., 1:].flatten(0, 1).tolist()]
-    return 8 * sum(sizes) / blocks[..., 1:].numel()
+    blocks = blocks[..., 1:].flatten(0, 1)
+    sizes = [len(zlib.compress(bytes(block), 9)) for block in blocks.tolist()]
+    return 8 * sum(sizes) / blocks.numel()
 
 
 def check_out(run):
     """A run without --resume must not write over another. --resume alone needs a checkpoint."""
+    log = run.out / "log.jsonl"
     if run.resume == Path():
-        if not list(run.out.rglob("checkpoint-*")):
+        if not checkpoints(run):
             fail(f"--resume: no checkpoint in {run.out}")
-    elif any(path.is_file() and path.stat().st_size for path in run.out.rglob("*")):
-        fail(f"--out {run.out} is not empty; --resume goes on there, or name another folder")
+    elif log.is_file() and log.stat().st_size > 0:
+        fail(f"--out {run.out} holds a run; --resume goes on with it, or name another folder")
 
 
 def main():
     run = parse_args()
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")       # one process saves alone
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")       # in one process
     sys.stdout.reconfigure(errors="replace")             # a terminal's encoding may lack characters
     check_out(run)
     start_machine(run)
