@@ -170,8 +170,8 @@ def corpus_files(run):
 
 
 def load_data(run):
-    """Gives the run its train_bytes [n] uint8 and its held_out blocks [8, 16, S + 1] uint8. The blocks
-    are spread evenly over all held-out bytes. The checksum is of all bytes."""
+    """Gives the run train_bytes [n] uint8, held_out blocks [8, 16, S + 1] uint8, spread evenly over
+    all held-out bytes, and a checksum of all bytes."""
     texts = [path.read_bytes() for path in corpus_files(run)]
     if len(texts) < 10:
         text = b"".join(texts)
@@ -181,8 +181,8 @@ def load_data(run):
     train_bytes = b"".join(texts)
     shorter = min(len(train_bytes), len(held_out))
     if shorter <= run.context:
-        fail(f"--data: {len(train_bytes)} bytes to train on and {len(held_out)} held out; both have "
-             f"to be more than --context = {run.context}")
+        fail(f"--data: {len(train_bytes)} bytes to train on and {len(held_out)} held out; both "
+             f"have to be more than --context = {run.context}")
 
     run.checksum = zlib.crc32(train_bytes + held_out)
     corpus = torch.frombuffer(bytearray(train_bytes + held_out), dtype=torch.uint8)
@@ -235,7 +235,7 @@ class Attention(nn.Module):
 
 
 def make_ffn(run):
-    """A MoELayer, or for "dense" an MLP of width K·F: as many weights as a byte meets in the layer."""
+    """A MoELayer; for "dense" an MLP of width K·F, the weights that a byte meets in the layer."""
     shared = run.topk * run.ffn
     if run.kind == "moe":
         shared = run.shared
@@ -272,7 +272,7 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """bytes [B, S] int64 -> logits [B, S, V]; with targets [B, S] the mean cross-entropy in nats."""
+    """bytes [B, S] int64 -> logits [B, S, V]; with targets [B, S] the mean loss in nats, 0-d."""
 
     def __init__(self, run):
         super().__init__()
@@ -367,7 +367,7 @@ def autocast(run):
 
 
 def compiler_works(device):
-    """Compiles x + 1. Only a failure here is forgiven: a missing compiler, never a model's error."""
+    """Compiles x + 1. Only this failure is forgiven: a missing compiler, never a model's error."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
         return True
@@ -520,8 +520,8 @@ def write_log(run):
 
 
 def load_picture(record):
-    """A row for each layer, a column for each expert. A half block is an even share, a full block is
-    twice that or more."""
+    """A row for each layer, a column for each expert. A half block is an even share, a full block
+    is twice that or more."""
     for i, counts in enumerate(record["tokens_per_expert"]):
         mean = sum(counts) / len(counts)
         bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, math.ceil(4 * n / mean))] for n in counts)
@@ -535,24 +535,26 @@ def draw_curves(path, runs, zlib_bpb):
     except ImportError:
         print(f"matplotlib is not installed: {path} left out")
         return
-    moes = [each for each in runs.values() if each.kind == "moe"]
+    moes = [name for name, each in runs.items() if each.kind == "moe"]
     figure = Figure(figsize=(5 + 3 * len(moes), 4), layout="constrained")
-    left, *others = figure.subplots(1, 1 + len(moes))
+    left, *others = figure.subplots(1, 1 + len(moes), width_ratios=[5] + [3] * len(moes))
     for i, (name, each) in enumerate(runs.items()):
         for key, style in (("loss", ":"), ("held_out", "o-")):
             points = [(record["step"], record[key]) for record in each.history if key in record]
             left.plot(*zip(*points), f"C{i}{style}", label=f"{name}, {key}")
-    left.set(title="bits per byte", xlabel="step", ylim=(None, zlib_bpb))
-    left.legend()
+    left.set(title="loss in bits per byte", xlabel="step", ylim=(None, zlib_bpb))
+    left.legend(ncols=2)
 
-    for axes, each in zip(others, moes):
-        load_TLE = torch.tensor([record["tokens_per_expert"] for record in each.history]).double()
+    for axes, name in zip(others, moes):
+        history, layers = runs[name].history, runs[name].layers
+        load_TLE = torch.tensor([record["tokens_per_expert"] for record in history]).double()
         share_TLE = load_TLE / load_TLE.mean(2, keepdim=True)
         image = axes.imshow(
             rearrange(share_TLE, "t l e -> (l e) t"), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r",
-            interpolation="nearest", extent=(0, each.step, each.layers, 0))
-        axes.set(title=f"load, balance {each.balance}", xlabel="step", ylabel="layer: its experts")
-    figure.colorbar(image, label="1 = an even share")
+            interpolation="nearest", extent=(0, history[-1]["step"], layers, 0))
+        axes.set(title=f"{name}: load, balance {runs[name].balance}", xlabel="step",
+                 ylabel="layer, its experts", yticks=range(layers + 1))
+    figure.colorbar(image, label="share of an expert, 1 = even")
     figure.savefig(path)
     print(f"curves: {path}")
 
