@@ -5,7 +5,7 @@ Python standard library.
     python train.py --out out2 --baseline dense    # then a dense model, as many active parameters
     python train.py --out out3 --data my_texts/    # a file or a folder of your own
     python train.py --resume --steps 2000          # goes on from the last checkpoint in out/
-    python train.py --out out4 --baseline none quantile dense     # balances in one picture
+    python train.py --out out4 --baseline none quantile dense --layers 2 --experts 16 --steps 250
     torchrun --nproc-per-node 2 train.py --ep 2    # the experts spread over two processes
 
 Letters are those of kernels.py (S context, B batch, H hidden size, E experts, K experts per token,
@@ -552,7 +552,7 @@ def draw_curves(path, runs, zlib_bpb):
         image = axes.imshow(
             rearrange(share_TLE, "t l e -> (l e) t"), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r",
             interpolation="nearest", extent=(0, history[-1]["step"], layers, 0))
-        axes.set(title=f"{name}: load, balance {runs[name].balance}", xlabel="step",
+        axes.set(title=f"load, balance {runs[name].balance}", xlabel="step",
                  ylabel="layer, its experts", yticks=range(layers + 1))
     figure.colorbar(image, label="share of an expert, 1 = even")
     figure.savefig(path)
