@@ -348,7 +348,6 @@ def start_machine(run):
         # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
         fast = gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         run.dtype = "bfloat16" if fast else "float32"
-    run.compile = run.compile and compiler_works(run.device)
 
     if run.world > 1:
         if run.rank:
@@ -359,6 +358,7 @@ def start_machine(run):
     elif run.fsdp:
         print("--fsdp does nothing in one process; torchrun starts more")
         run.fsdp = False
+    run.compile = run.compile and compiler_works(run.device)
 
 
 def autocast(run):
@@ -463,8 +463,9 @@ def sharded_state(run):
     for name, p in run.model.named_parameters():
         like = state[name]
         for key, tensor in run.optimizer.state[p].items():
-            # The moments of this process's experts are plain tensors, like the parameter.
-            if isinstance(like, DTensor) and tensor.shape == like.to_local().shape:
+            # Like their parameters, the moments of this process's experts are plain tensors.
+            plain = tensor.ndim > 0 and not isinstance(tensor, DTensor)
+            if plain and isinstance(like, DTensor):
                 tensor = DTensor.from_local(tensor, like.device_mesh, like.placements)
             state[f"optimizer.{name}.{key}"] = tensor
     return state
@@ -746,7 +747,8 @@ if __name__ == "__main__":
     except OSError as error:                             # what the file system refuses
         fail(error)
     except dcp.CheckpointException as error:
-        fail(f"could not write a checkpoint, the last one is untouched: {error.failures[0][0]}")
+        *_, (cause, _) = error.failures.values()
+        fail(f"could not write a checkpoint, the last one is untouched: {cause}")
     except KeyboardInterrupt:
         print("\nstopped")
         sys.exit(130)
