@@ -4056,12 +4056,12 @@ def start_train(ranks: int, *args) -> list[subprocess.Popen]:
 def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
     """Exit codes; with a path, the last process is killed as soon as that file is there."""
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while kill_last_at is not None and not kill_last_at.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         if kill_last_at is not None:
             processes[-1].kill()
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
         assert kill_last_at is not None or not any(p.returncode for p in processes), outputs
         return [process.returncode for process in processes]
     finally:
