@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -220,13 +220,13 @@ class Attention(nn.Module):
         turn = torch.stack((angle_SD2.cos(), angle_SD2.sin()))
         self.register_buffer("turn", turn, persistent=False)
 
-    def rotate(self, x_BNSD: Tensor) -> Tensor:
+    def rotate(self, x_BNSD):
         """The pairs (d, d + D/2) are turned by an angle that grows with s."""
         a, b = F.rms_norm(x_BNSD, (self.head_dim,)).chunk(2, dim=-1)
         cos, sin = self.turn[:, :x_BNSD.shape[2]].to(x_BNSD.dtype)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x_BSH):
         q, k, v = rearrange(
             self.qkv(x_BSH), "b s (three n d) -> three b n s d", three=3, d=self.head_dim)
         q, k = self.rotate(q), self.rotate(k)
@@ -263,7 +263,7 @@ class Block(nn.Module):
         self.ffn = make_ffn(run)
         self.sequence_first = run.balance == "seq"
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x_BSH):
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
         if not self.sequence_first:
             return x_BSH + self.ffn(self.ffn_norm(x_BSH))
@@ -293,7 +293,7 @@ class ByteModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=LAST ** -0.5)
         nn.init.zeros_(self.head.weight)                 # the first prediction is 8 bits a byte
 
-    def forward(self, bytes_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+    def forward(self, bytes_BS, targets_BS=None):
         # A product with one-hot rows: a lookup's backward would add rows in the order of threads.
         each_BSJH = self.embedding(F.one_hot(bytes_BS, V).float()).float().unflatten(-1, (LAST, -1))
         # A position starts as the sum over its last bytes, each by its distance j. So pairs of
@@ -656,7 +656,9 @@ def command_to_go_on(run):
         parent = Path(f"/proc/{os.getppid()}/cmdline")   # on Linux: with all of torchrun's options
         if parent.exists():
             command = parent.read_text().split("\0")[:-1]
-    return shlex.join(command) + " --resume" * (run.resume != Path())
+    if run.resume != Path():
+        command = [*command, "--resume"]
+    return shlex.join(command)
 
 
 def loss_of(run, forward, block):
