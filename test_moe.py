@@ -23,7 +23,9 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -59,9 +61,9 @@ from moe import (
 
 HERE = Path(__file__).resolve().parent
 INF, NAN = math.inf, math.nan
-
-
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="slow: runs with SLOW=1")
+
+
 
 
 @pytest.fixture(autouse=True)
@@ -1704,7 +1706,7 @@ def test_router_train_balances_each_sequence():
     import train
     words = "--balance seq --layers 1 --hidden 16 --experts 4 --context 12 --batch 3 --no-compile"
     args = train.parse_args(words.split())
-    block = train.ByteModel(args, "moe").blocks[0]
+    block = train.ByteModel(args).blocks[0]
     seen = []
     block.ffn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     block(torch.randn(3, 12, 16))                                     # [B, S, H]
@@ -4184,42 +4186,169 @@ def test_sources_import_torch_and_einops_alone():
         assert found <= {"torch", "einops"} | standard | local, found
 
 
-TINY = "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 --no-compile --dtype float32".split()
+TINY = ("--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 "
+        "--no-compile --dtype float32").split()
 
 
-def test_train_resumes_bit_for_bit(tmp_path, capsys):
-    """Stopped at step 3 by an exception in step 4, resumed: the same weights and optimizer state as in one go."""
-    data = tmp_path / "data"
-    data.mkdir()
+@pytest.fixture
+def small_texts(tmp_path):
+    """A folder of ten files."""
+    folder = tmp_path / "data"
+    folder.mkdir()
     for i in range(10):
-        (data / f"{i}.txt").write_text(f"file {i}: " + "all work and no play " * 60)
-    whole = run(HERE / "train.py", *TINY, "--data", data, "--out", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
-    stop = ("import sys, train\nreal = train.get_batch\n"
-            "def get_batch(data, args, step, device):\n"
-            "    if step == 4: raise SystemExit(7)\n"
-            "    return real(data, args, step, device)\n"
+        (folder / f"{i}.txt").write_text(f"file {i}: " + "all work and no play " * 60)
+    return folder
+
+
+def saved_tensors(folder: Path) -> dict:
+    """Of the last checkpoint of a run."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    *_, checkpoint = sorted(folder.glob("checkpoint-*"))
+    dcp_to_torch_save(checkpoint, folder / "all.pt")
+    return torch.load(folder / "all.pt", weights_only=True)
+
+
+def test_train_resumes_bit_for_bit(tmp_path, small_texts, capsys):
+    """Stopped behind step 3 by an exception in step 4, resumed: the same weights and optimizer state as in one go."""
+    whole = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path / "whole")
+    assert whole.returncode == 0 and "Warning" not in whole.stderr, whole.stderr
+    stop = ("import train\nreal = train.get_batch\n"
+            "def get_batch(run):\n"
+            "    if run.step == 4: raise SystemExit(7)\n"
+            "    return real(run)\n"
             "train.get_batch = get_batch\ntrain.main()")
-    cut = run("-c", stop, *TINY, "--data", data, "--out", tmp_path / "cut", PYTHONPATH=str(HERE))
+    cut = run("-c", stop, *TINY, "--data", small_texts, "--out", tmp_path / "cut", PYTHONPATH=str(HERE))
     assert cut.returncode == 7, cut.stderr
-    resumed = run(HERE / "train.py", *TINY, "--data", data, "--out", tmp_path / "cut", "--resume")
+    (tmp_path / "cut" / "unfinished").mkdir()                      # as a kill while saving leaves it
+    (tmp_path / "cut" / "unfinished" / "run.json").write_text("[")
+    resumed = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path / "cut", "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    files = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "cut")]
-    same(files[0]["model"], files[1]["model"])
-    same(files[0]["optimizer"]["state"], files[1]["optimizer"]["state"])
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-0000006"]
+    files = [saved_tensors(tmp_path / name) for name in ("whole", "cut")]
+    assert {"head.weight", "optimizer.head.weight.exp_avg_sq", "blocks.0.ffn.router.expert_bias"} <= files[0].keys()
+    same(files[0], files[1])
+    logs = [[json.loads(line)["loss"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+            for name in ("whole", "cut")]
+    assert len(logs[0]) == 6 and logs[0] == logs[1]
 
     import train
-    path, settings = tmp_path / "cut" / "checkpoint.pt", files[1]["settings"]
-    good = path.read_bytes()
-    assert train.load_checkpoint(path, settings)["step"] == 6
-    for content in (good[:len(good) // 2], b"not a checkpoint", b""):
-        (tmp_path / "bad.pt").write_bytes(content)
+
+    def resume(path, *changes):
+        again = train.parse_args([*TINY, "--data", str(small_texts), "--out", str(tmp_path / "again"), *changes])
+        again.resume = path
+        train.start_machine(again)
+        train.load_data(again)
+        train.start_run(again)
+        return again
+    good = tmp_path / "cut" / "checkpoint-0000006"
+    assert resume(good).step == 6
+    for name in ("run.json", ".metadata", "__0_0.distcp"):
+        content = (good / name).read_bytes()
+        for damaged in (content[:len(content) // 2], b"not a checkpoint", b""):
+            bad = shutil.copytree(good, tmp_path / "bad", dirs_exist_ok=True)
+            (bad / name).write_bytes(damaged)
+            with pytest.raises(SystemExit, match="2"):
+                resume(bad)
+            message = capsys.readouterr().err
+            assert message.startswith(f"train.py: error: --resume: {bad} is damaged") and message.count("\n") == 1
+    for change, message in (("--topk 1", "topk (checkpoint 2, now 1)"), ("--steps 5", "steps (checkpoint 6, now 5)")):
         with pytest.raises(SystemExit, match="2"):
-            train.load_checkpoint(tmp_path / "bad.pt", settings)
-        assert "train.py: error: --resume: " in capsys.readouterr().err
+            resume(good, *change.split())
+        assert message in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        train.load_checkpoint(path, {**settings, "experts": 8})
-    assert "experts (checkpoint 4, now 8)" in capsys.readouterr().err and path.read_bytes() == good
+        resume(tmp_path / "nowhere")
+    assert "no checkpoint of train.py (FileNotFoundError)" in capsys.readouterr().err
+
+
+def test_train_says_what_it_does_not_do(tmp_path, small_texts, capsys):
+    """An occupied folder, a log that cannot be written, --fsdp in one process; --help."""
+    import train
+    out = tmp_path / "out"
+    args = [*TINY, "--data", str(small_texts), "--out", str(out)]
+    train.check_out(train.parse_args(args))                          # there is no such folder yet
+    with pytest.raises(SystemExit, match="2"):
+        train.check_out(train.parse_args([*args, "--resume"]))
+    out.mkdir()
+    (out / "log.jsonl").touch()                                      # of a run that made no step
+    train.check_out(train.parse_args(args))
+    (out / "log.jsonl").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        train.check_out(train.parse_args(args))
+    said = capsys.readouterr().err.replace(str(out), "OUT")
+    assert_expected_inline(said, """\
+train.py: error: --resume: no checkpoint in OUT
+train.py: error: --out OUT holds a run; --resume goes on with it, or name another folder
+""")
+
+    train.start_machine(train.parse_args(["--no-compile", "--fsdp"]))
+    assert "--fsdp does nothing in one process" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        train.parse_args(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--no-compile run without torch.compile (default: off)" in said and "None" not in said
+
+    shutil.rmtree(out)
+    (out / "log.jsonl").mkdir(parents=True)
+    done = run(HERE / "train.py", *args)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "log.jsonl" in done.stderr, done.stderr
+
+
+def interrupted_train(line: str, *command) -> tuple[int, str]:
+    """The exit code and the output of a run that gets a Ctrl-C after it has printed `line`. The signal goes to the
+    whole process group, as a terminal sends it."""
+    process = subprocess.Popen([str(word) for word in command], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        said = ""
+        for text in process.stdout:
+            said += text
+            if text.startswith(line):
+                time.sleep(2 if "compiling" in line else 0)
+                os.killpg(process.pid, signal.SIGINT)
+                break
+        said += process.communicate(timeout=120)[0]
+        return process.returncode, said
+    finally:
+        process.kill()
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_stops_and_goes_on_as_it_says(tmp_path, small_texts, ranks):
+    """Ctrl-C in the first step leaves nothing; later it leaves a checkpoint, and a command that goes on from there,
+    with the losses of an uninterrupted run. More steps make the run longer; a picture at the end."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", free_port()]
+    command += ["train.py", *TINY, "--steps", 100, "--save-every", 1000, "--data", small_texts]
+    compiled = [word for word in command if word != "--no-compile"]
+    if ranks == 1:
+        code, said = interrupted_train("compiling, about a minute", *compiled, "--out", tmp_path / "none")
+        assert code == 130 and said.endswith("\nstopped\n") and "Traceback" not in said, said
+
+    code, said = interrupted_train("step   8", *command, "--out", tmp_path / "out")
+    assert code and "stopping after this step" in said, said
+    saved, again = re.search(r"saved (\S+); to go on: (.*)\n", said).groups()
+    assert Path(saved).is_dir() and again.endswith("--resume") and ("torch.distributed.run" in again) == (ranks > 1)
+    def finish(line):
+        done = subprocess.run(line, cwd=HERE, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    finish([str(word) for word in (*command, "--out", tmp_path / "whole")])
+    finish(shlex.split(again))
+    same(saved_tensors(tmp_path / "out"), saved_tensors(tmp_path / "whole"))
+    finish(shlex.split(f"{again} --steps 120"))
+    last = json.loads((tmp_path / "out" / "log.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 120 and "held_out" in last
+
+
+@slow
+def test_train_draws_its_baselines(tmp_path, small_texts):
+    pytest.importorskip("matplotlib")
+    done = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path / "out", "--baseline", "none", "quantile", "dense")
+    assert done.returncode == 0, done.stderr
+    scores = done.stdout.split("held-out bits per byte\n")[-1]
+    assert re.findall(r"^    (\w+)", scores, re.M)[:5] == ["moe", "none", "quantile", "dense", "zlib"]
+    assert (tmp_path / "out" / "curves.png").stat().st_size < 150_000
 
 
 def start_train(ranks: int, *args) -> list[subprocess.Popen]:
@@ -4233,12 +4362,12 @@ def start_train(ranks: int, *args) -> list[subprocess.Popen]:
 def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
     """Exit codes; with a path, the last process is killed as soon as that file is there."""
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while kill_last_at is not None and not kill_last_at.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         if kill_last_at is not None:
             processes[-1].kill()
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
         assert kill_last_at is not None or not any(p.returncode for p in processes), outputs
         return [process.returncode for process in processes]
     finally:
@@ -4246,6 +4375,7 @@ def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
             process.kill()
 
 
+@slow
 def test_parallel_train_with_a_killed_rank(tmp_path):
     """Two ranks follow one process's curve; one is killed, the other ends with an error, --resume goes on bit for bit;
     a checkpoint of ep 2 goes on at ep 1, and one of ep 1 at ep 2; with FSDP too."""
@@ -4263,7 +4393,7 @@ def test_parallel_train_with_a_killed_rank(tmp_path):
         finish_train(processes)
     close(losses("two"), losses("one"), 1e-5)
 
-    killed, alone = (tmp_path / name / "checkpoint.pt" for name in ("killed", "alone"))
+    killed, alone = (tmp_path / name / "checkpoint-0000008" for name in ("killed", "alone"))
     runs = [start_train(2, *common, "--ep", 2, "--overlap", "--out", tmp_path / "killed"),
             start_train(1, *common, "--overlap", "--out", tmp_path / "alone")]
     codes = [finish_train(processes, kill_last_at=path) for processes, path in zip(runs, (killed, alone))]

@@ -1,59 +1,69 @@
-"""A byte-level language model with Mixture-of-Experts feed-forwards, trained on the Python standard library's source.
+"""A byte-level language model with Mixture-of-Experts feed-forwards, trained on the source of the
+Python standard library.
 
-    python train.py                                   # a few minutes on two CPU cores; a GPU is used when there is one
-    python train.py --baseline dense                  # then also a dense model of the same active parameters
-    python train.py --data my_texts/ --steps 2000     # a file or folder of one's own
-    python train.py --resume                          # go on from out/checkpoint.pt, bit for bit
-    torchrun --nproc-per-node 2 train.py --ep 2       # the experts spread over two processes; the same loss curve
+    python train.py                                # minutes on two CPU cores; a GPU if there is one
+    python train.py --out out2 --baseline dense    # then a dense model, as many active parameters
+    python train.py --out out3 --data my_texts/    # a file or a folder of your own
+    python train.py --resume --steps 2000          # goes on from the last checkpoint in out/
+    python train.py --out out4 --baseline none quantile dense --layers 2 --experts 16 --steps 250
+    torchrun --nproc-per-node 2 train.py --ep 2    # the experts spread over two processes
 
-Letters as in kernels.py (S context, B batch, H hidden size, E experts, K experts per token, F expert FFN size), and
-V = 256 byte values, N attention heads of size D. Runs are functions of their settings: the batch of a step is drawn from
-(seed, step) alone, and no sum in here depends on the order in which threads arrive.
+Letters are those of kernels.py (S context, B batch, H hidden size, E experts, K experts per token,
+F expert FFN size). V is 256 byte values, N the attention heads, D the size of one.
+
+A run is a function of its settings: the batch of a step depends on (seed, step) alone, and no sum
+depends on the order of threads. So a resumed run has the losses of an uninterrupted one.
+
+One object, `run`, goes through all functions. It has the settings of the command line. Then
+start_machine adds the device and the process groups, load_data the data, and start_run the model,
+the optimizer, the step and the history.
 """
 import argparse
-import hashlib
 import json
 import math
 import os
+import re
 import shlex
+import shutil
 import signal
 import sys
 import sysconfig
 import time
+import warnings
 import zlib
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import Tensor, nn
+from einops import rearrange
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from moe import (
-    MoEConfig, MoELayer, ProcessGroups, TopKRouter, gradient_norm, load_balancing_metrics, reduce_gradients,
-    update_expert_bias)
+    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, TopKRouter, gradient_norm,
+    load_balancing_metrics, reduce_gradients, update_expert_bias)
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
-BALANCE = {                                    # --balance: what the router's config gets
-    "aux": lambda args: dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
-    "seq": lambda args: dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
-    # times the processes, over which gradients are averaged: see ProcessGroups
-    "global": lambda args: dict(load_balancing_type="global_aux_loss", aux_loss_coeff=0.01 * args.world),
-    # a step is 0.8 % of the mean score, which is 1 / E
-    "bias": lambda args: dict(enable_expert_bias=True, bias_update_rate=0.008 / args.experts),
-    "quantile": lambda args: dict(enable_expert_bias=True, bias_update="quantile"),
-    "sinkhorn": lambda args: dict(load_balancing_type="sinkhorn"),
-    "none": lambda args: dict(),
+BALANCE = {                                    # --balance -> fields of the router's config
+    "aux": lambda run: dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
+    "seq": lambda run: dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
+    # Gradients are averaged over the processes: see ProcessGroups.
+    "global": lambda run: dict(
+        load_balancing_type="global_aux_loss", aux_loss_coeff=0.01 * run.world),
+    # A step is 0.8 % of the mean score, which is 1 / E.
+    "bias": lambda run: dict(enable_expert_bias=True, bias_update_rate=0.008 / run.experts),
+    "quantile": lambda run: dict(enable_expert_bias=True, bias_update="quantile"),
+    "sinkhorn": lambda run: dict(load_balancing_type="sinkhorn"),
+    "none": lambda run: {},
 }
-FORMAT = "moe train.py checkpoint 1"
-CONTENT = {"settings", "step", "model", "optimizer", "history"}
 
 
-def fail(message: str):
+def fail(message):
     """The one way out for a user's mistake: one line, exit code 2."""
     print(f"train.py: error: {message}", file=sys.stderr)
     sys.exit(2)
@@ -61,118 +71,138 @@ def fail(message: str):
 
 # ---- Settings ----
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        fail(message)
-
-
-def parse_args(argv=None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.error = fail
     add = parser.add_argument
-    add("--data", type=Path, metavar="PATH", help="a file or folder to train on (default: the standard library's .py "
-        "files without its tests); of ten or more files every tenth is held out, else the last tenth of the bytes")
-    add("--out", type=Path, default=Path("out"), metavar="DIR", help="checkpoint.pt, log.jsonl and curves.png go there")
-    add("--resume", nargs="?", type=Path, const=Path(), metavar="PT", help="go on from this checkpoint (alone: from "
-        "OUT/checkpoint.pt), with the same settings")
-    add("--baseline", choices=["dense"], help="after the MoE train a dense model with the same active parameters, data "
-        "and steps, and print both")
-    add("--no-compile", dest="compile", action="store_false", help="run without torch.compile")
-    add("--steps", type=int, default=500)
-    add("--batch", type=int, default=8, help="sequences a step")
-    add("--context", type=int, default=256, help="bytes a sequence")
-    add("--lr", type=float, default=1e-2, help="the embedding's, at the peak of the "
-        "schedule (a warmup, then linear to 0 at --steps); make_optimizer says what the matrices get")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data; what is held out stays")
-    add("--layers", type=int, default=4)
-    add("--hidden", type=int, default=128, help="H, width of the model")
-    add("--experts", type=int, default=8, help="E, experts a layer")
-    add("--topk", type=int, default=2, help="K, experts a byte goes to")
-    add("--ffn", type=int, help="F, width of one expert (default: 4 H / K, rounded up to a multiple of 8)")
-    add("--shared", type=int, metavar="SIZE", help="a shared expert of this width in every layer")
-    add("--overlap", action="store_true", help="the shared expert beside the routed path, on a stream of its own")
-    add("--ep", type=int, default=1, metavar="RANKS", help="spread the experts over so many processes (under torchrun)")
-    add("--fsdp", action="store_true", help="shard all that is not a MoE layer over the processes (under torchrun)")
-    add("--balance", choices=list(BALANCE), default="bias", help="what keeps the experts evenly used")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the products; auto is bfloat16 on a GPU "
-        "and on a CPU with bf16 instructions, else float32")
-    add("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
-    args = parser.parse_args(argv)
-    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    def setting(name, default, help, choices=None):
+        help += f" (default: {default})"
+        add(name, type=type(default), default=default, choices=choices, help=help)
+
+    def switch(name, help):
+        add(name, action="store_true", help=f"{help} (default: off)")
+
+    add("--data", type=Path, help="a file or a folder to train on (default: the standard library's "
+        ".py files without its tests). Of ten or more files every tenth is held out, else the last "
+        "tenth of the bytes")
+    setting("--out", Path("out"), "folder for checkpoint-STEP/, log.jsonl and curves.png")
+    add("--resume", nargs="?", type=Path, const=Path(), help="go on from this checkpoint (alone: "
+        "from the last one in OUT) with the same settings; with more --steps the run gets longer. "
+        "Resume only what you trust: a checkpoint can run code")
+    add("--baseline", nargs="+", default=[], choices=["dense", *BALANCE], help="after the MoE "
+        "train these with the same data and steps: a dense model of the same active parameters, or "
+        "the MoE with another balance")
+    switch("--no-compile", "run without torch.compile")
+    setting("--steps", 500, "steps of the optimizer")
+    setting("--batch", 8, "sequences a step")
+    setting("--context", 256, "bytes a sequence")
+    setting("--lr", 1e-2, "of the embedding, at the peak of the schedule (a warmup, then linear to "
+            "0 at --steps); make_optimizer says what the matrices get")
+    setting("--seed", 0, "of the weights and of the order of the data, not of what is held out")
+    setting("--layers", 4, "blocks of attention and feed-forward")
+    setting("--hidden", 128, "H, width of the model")
+    setting("--experts", 8, "E, experts a layer")
+    setting("--topk", 2, "K, experts a byte goes to")
+    add("--ffn", type=int, help="F, width of one expert (default: 4 H / K, up to a multiple of 8)")
+    add("--shared", type=int, help="width of a shared expert in every layer (default: none)")
+    switch("--overlap", "the shared expert runs beside the routed path, on a stream of its own")
+    setting("--ep", 1, "processes over which the experts are spread (under torchrun)")
+    switch("--fsdp", "shard all that is not a MoE layer over the processes (under torchrun)")
+    setting("--balance", "bias", "what keeps the experts evenly used", list(BALANCE))
+    setting("--dtype", "auto", "of the products; auto is bfloat16 on a GPU and on a CPU with bf16 "
+            "instructions, else float32", ["auto", "float32", "bfloat16"])
+    setting("--save-every", 100, "steps between checkpoints")
+    run = parser.parse_args(argv)
+    run.kind, run.compile, run.groups = "moe", not run.no_compile, ProcessGroups()
+    run.rank = int(os.environ.get("RANK", 0))
+    run.world = int(os.environ.get("WORLD_SIZE", 1))
 
     for name in "steps batch context layers hidden experts topk ffn shared ep save_every".split():
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; needs 1 or more")
-    if not 0 < args.lr < math.inf:
-        parser.error(f"--lr is {args.lr}; needs a positive number")
-    if not 0 <= args.seed < 2**32:
-        parser.error(f"--seed is {args.seed}; needs 0 to 2**32 - 1")
-    if args.topk > args.experts:
-        parser.error(f"--topk is {args.topk}; a byte cannot go to more experts than --experts = {args.experts}")
-    if args.hidden % 2:
-        parser.error(f"--hidden is {args.hidden}; needs an even number, rotary embeddings turn pairs")
-    if args.overlap and args.shared is None:
-        parser.error("--overlap needs a shared expert: set --shared SIZE")
-    if args.world % args.ep or args.experts % args.ep:
-        parser.error(f"--ep is {args.ep}; needs to divide the {args.world} processes (torchrun --nproc-per-node {args.ep} "
-                     f"train.py ..) and --experts = {args.experts}")
-    if args.batch % args.world:
-        parser.error(f"--batch is {args.batch}; needs a multiple of the {args.world} processes")
-    if args.ffn is None:
-        args.ffn = math.ceil(4 * args.hidden / args.topk / 8) * 8
-    return args
+        value = getattr(run, name)
+        if value is not None and value < 1:
+            fail(f"--{name.replace('_', '-')} is {value}; needs 1 or more")
+    if not 0 < run.lr < math.inf:
+        fail(f"--lr is {run.lr}; needs a positive number")
+    if run.topk > run.experts:
+        fail(f"--topk is {run.topk}; a byte cannot go to more experts than "
+             f"--experts = {run.experts}")
+    if run.hidden % 2:
+        fail(f"--hidden is {run.hidden}; needs an even number, rotary embeddings turn pairs")
+    if run.overlap and run.shared is None:
+        fail("--overlap needs a shared expert: set --shared SIZE")
+    if run.world % run.ep or run.experts % run.ep:
+        fail(f"--ep is {run.ep}; needs to divide the {run.world} processes (torchrun "
+             f"--nproc-per-node {run.ep} train.py ..) and --experts = {run.experts}")
+    if run.batch % run.world:
+        fail(f"--batch is {run.batch}; needs a multiple of the {run.world} processes")
+    run.ffn = run.ffn or math.ceil(4 * run.hidden / run.topk / 8) * 8
+    return run
+
+
+def planned_runs(run):
+    """Name -> run, in the order of training. Each baseline has a folder of its own in OUT."""
+    runs = {"moe": run}
+    for name in run.baseline:
+        change = dict(out=run.out / name, resume=run.resume and Path(), balance=name)
+        if name == "dense":
+            change.update(kind="dense", balance="none")
+        runs[name] = argparse.Namespace(**vars(run) | change)
+    return runs
 
 
 # ---- Data: bytes; whole files are held out ----
 
-def as_bytes(tensor: Tensor) -> bytes:
-    """Of uint8, without numpy, which torch does not install."""
-    return bytes(tensor.flatten().tolist())
-
-
-def corpus_files(path: Path | None, out: Path) -> list[Path]:
+def corpus_files(run):
     """Files in an order that does not depend on the machine."""
-    if path is not None and path.is_file():
-        return [path]
-    root = path or Path(sysconfig.get_paths()["stdlib"])
-    if not root.is_dir():
+    root, pattern, skipped = run.data, "*", r"/(\.|__pycache__/)"
+    if root is None:
+        root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+        skipped = r"/(\.|(site-packages|dist-packages|tests?|idle_test)/)"
+    if not root.exists():
         fail(f"--data {root}: no such file or folder")
-    skipped = {"__pycache__"} if path else {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    found = [(p.relative_to(root).as_posix(), p) for p in root.rglob("*" if path else "*.py") if p.is_file()]
-    return [p for name, p in sorted(found)
-            if not any(part in skipped or part.startswith(".") for part in name.split("/"))
-            and out.resolve() not in p.resolve().parents]                    # a run must not read what it writes
+    found = [root] if root.is_file() else sorted(root.rglob(pattern), key=Path.as_posix)
+    for path in found:
+        own = run.out.resolve() in path.resolve().parents      # a run must not read what it writes
+        if path.is_file() and not own:
+            if not re.search(skipped, path.as_posix().removeprefix(root.as_posix())):
+                yield path
 
 
-def load_data(path: Path | None, context: int, out: Path) -> tuple[Tensor, Tensor]:
-    """(train bytes [n] uint8, held-out blocks [chunks, B, S + 1] uint8, evenly spread over the held-out bytes)."""
-    try:
-        texts = [p.read_bytes() for p in corpus_files(path, out)]
-    except OSError as error:
-        fail(f"--data: cannot read {error.filename}: {error.strerror}")
-    if len(texts) >= 10:
-        train = b"".join(text for i, text in enumerate(texts) if i % 10 != 9)
-        held_out = b"".join(texts[9::10])
-    else:
-        joined = b"".join(texts)
-        train, held_out = joined[:len(joined) * 9 // 10], joined[len(joined) * 9 // 10:]
-    for name, part in (("training", train), ("held-out", held_out)):
-        if len(part) <= context:
-            fail(f"--data {path or 'standard library'}: {len(part)} {name} bytes; needs more than --context = {context}")
-    held_out = torch.frombuffer(bytearray(held_out), dtype=torch.uint8)
-    n = min(128, (len(held_out) - 1) // context)
-    chunk = min(16, n)                                   # every chunk has one shape: one graph for all of them
-    n -= n % chunk
-    starts = torch.linspace(0, len(held_out) - context - 1, n).long()
-    blocks = held_out[starts[:, None] + torch.arange(context + 1)]
-    return torch.frombuffer(bytearray(train), dtype=torch.uint8), blocks.view(n // chunk, chunk, context + 1)
+def load_data(run):
+    """Gives the run train_bytes [n] uint8, held_out blocks [8, 16, S + 1] uint8, spread evenly over
+    all held-out bytes, and a checksum of all bytes."""
+    texts = [path.read_bytes() for path in corpus_files(run)]
+    if len(texts) < 10:
+        text = b"".join(texts)
+        texts = [text[len(text) * i // 10:len(text) * (i + 1) // 10] for i in range(10)]
+    held_out = b"".join(texts[9::10])
+    del texts[9::10]
+    train_bytes = b"".join(texts)
+    shorter = min(len(train_bytes), len(held_out))
+    if shorter <= run.context:
+        fail(f"--data: {len(train_bytes)} bytes to train on and {len(held_out)} held out; both "
+             f"have to be more than --context = {run.context}")
+
+    run.checksum = zlib.crc32(train_bytes + held_out)
+    corpus = torch.frombuffer(bytearray(train_bytes + held_out), dtype=torch.uint8)
+    run.train_bytes, scored = corpus.split([len(train_bytes), len(held_out)])
+    starts = torch.linspace(0, len(scored) - run.context - 1, 128).long()
+    blocks = cut_blocks(scored, starts, run)
+    run.held_out = rearrange(blocks, "(chunks b) s -> chunks b s", b=16)
 
 
-def get_batch(data: Tensor, args, step: int, device) -> tuple[Tensor, Tensor]:
-    """(inputs, targets), both [B, S] int64: a function of (seed, step), so that a resumed run needs no other state."""
-    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    starts = torch.randint(len(data) - args.context, (args.batch,), generator=generator)
-    block = data[starts[:, None] + torch.arange(args.context + 1)].to(device, torch.int64)
-    return block[:, :-1], block[:, 1:]
+def cut_blocks(data, starts, run):
+    """[.., S + 1]: the inputs and, one byte later, the targets."""
+    return data[starts[:, None] + torch.arange(run.context + 1)]
+
+
+def get_batch(run):
+    """This process's part of the batch, [B / processes, S + 1]."""
+    generator = torch.Generator().manual_seed(run.seed * 1_000_003 + run.step)
+    starts = torch.randint(
+        len(run.train_bytes) - run.context, (run.batch,), generator=generator)
+    return cut_blocks(run.train_bytes, starts.chunk(run.world)[run.rank], run)
 
 
 # ---- Model ----
@@ -180,89 +210,94 @@ def get_batch(data: Tensor, args, step: int, device) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     """Causal, with rotary positions (arXiv 2104.09864) and normed queries and keys (2010.04245)."""
 
-    def __init__(self, args):
+    def __init__(self, run):
         super().__init__()
-        self.head_dim = math.gcd(args.hidden, 32)
-        self.qkv = nn.Linear(args.hidden, 3 * args.hidden, bias=False)
-        self.out = nn.Linear(args.hidden, args.hidden, bias=False)
+        self.head_dim = math.gcd(run.hidden, 32)
+        self.qkv = nn.Linear(run.hidden, 3 * run.hidden, bias=False)
+        self.out = nn.Linear(run.hidden, run.hidden, bias=False)
         frequency_D2 = 10_000.0 ** -torch.linspace(0, 1, self.head_dim // 2)
-        angle_SD2 = torch.arange(args.context)[:, None] * frequency_D2
-        self.register_buffer("cos", angle_SD2.cos(), persistent=False)
-        self.register_buffer("sin", angle_SD2.sin(), persistent=False)
+        angle_SD2 = torch.arange(run.context)[:, None] * frequency_D2
+        turn = torch.stack((angle_SD2.cos(), angle_SD2.sin()))
+        self.register_buffer("turn", turn, persistent=False)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [B, N, S, D]: pairs (d, d + D/2) are turned by an angle that grows with s."""
-        a, b = F.rms_norm(x, (self.head_dim,)).chunk(2, dim=-1)
-        cos, sin = self.cos[:x.shape[2]].to(x.dtype), self.sin[:x.shape[2]].to(x.dtype)
+    def rotate(self, x_BNSD):
+        """The pairs (d, d + D/2) are turned by an angle that grows with s."""
+        a, b = F.rms_norm(x_BNSD, (self.head_dim,)).chunk(2, dim=-1)
+        cos, sin = self.turn[:, :x_BNSD.shape[2]].to(x_BNSD.dtype)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))              # [B, S, 3, N, D]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                 # each [B, N, S, D]
-        y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+    def forward(self, x_BSH):
+        q, k, v = rearrange(
+            self.qkv(x_BSH), "b s (three n d) -> three b n s d", three=3, d=self.head_dim)
+        q, k = self.rotate(q), self.rotate(k)
+        y_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(rearrange(y_BNSD, "b n s d -> b s (n d)"))
 
 
-class DenseFFN(nn.Module):
-    """SwiGLU of width K·F: the weights that a byte meets in an MoELayer, router apart."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.fc1 = nn.Linear(args.hidden, 2 * args.topk * args.ffn, bias=False)
-        self.fc2 = nn.Linear(args.topk * args.ffn, args.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(F.silu(gate) * up)
-
-
-def make_ffn(args, kind: str, groups: ProcessGroups) -> nn.Module:
-    if kind == "dense":
-        return DenseFFN(args)
-    return MoELayer(MoEConfig(
-        hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_experts=args.experts, topk=args.topk,
-        shared_expert_intermediate_size=args.shared, shared_expert_overlap=args.overlap,
-        # one expert's softmax, normalised, is always 1: the router would learn nothing
-        pre_softmax=args.topk == 1 and args.balance != "sinkhorn", **BALANCE[args.balance](args)), groups)
+def make_ffn(run):
+    """A MoELayer; for "dense" an MLP of width K·F, the weights that a byte meets in the layer."""
+    shared = run.topk * run.ffn
+    if run.kind == "moe":
+        shared = run.shared
+    config = MoEConfig(
+        hidden_size=run.hidden,
+        ffn_hidden_size=run.ffn,
+        num_experts=run.experts,
+        topk=run.topk,
+        shared_expert_intermediate_size=shared,
+        shared_expert_overlap=run.overlap,
+        # Normalised after the choice, the one prob of K = 1 would be 1: the router would not learn.
+        pre_softmax=run.topk == 1 and run.balance != "sinkhorn",
+        **BALANCE[run.balance](run))
+    if run.kind == "moe":
+        return MoELayer(config, run.groups)
+    return SharedExpertMLP(config, gate=False, pg_collection=run.groups)
 
 
 class Block(nn.Module):
-    def __init__(self, args, kind: str, groups: ProcessGroups):
+    def __init__(self, run):
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(args.hidden), Attention(args)
-        self.ffn_norm, self.ffn = nn.RMSNorm(args.hidden), make_ffn(args, kind, groups)
-        self.sequence_first = kind == "moe" and args.balance == "seq"
+        self.attention_norm = nn.RMSNorm(run.hidden)
+        self.attention = Attention(run)
+        self.ffn_norm = nn.RMSNorm(run.hidden)
+        self.ffn = make_ffn(run)
+        self.sequence_first = run.balance == "seq"
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        if self.sequence_first:                              # the one loss that asks which tokens are a sequence: [S, B, H]
-            return x + self.ffn(self.ffn_norm(x).transpose(0, 1)).transpose(0, 1)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(self, x_BSH):
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
+        if not self.sequence_first:
+            return x_BSH + self.ffn(self.ffn_norm(x_BSH))
+        # Only this loss asks which tokens are a sequence. The layer takes [S, B, H].
+        return x_BSH + self.ffn(self.ffn_norm(x_BSH).transpose(0, 1)).transpose(0, 1)
 
 
 class ByteModel(nn.Module):
-    """bytes [B, S] int64 -> logits [B, S, V], or with targets [B, S] the mean cross-entropy in nats, 0-d."""
+    """bytes [B, S] int64 -> logits [B, S, V]; with targets [B, S] the mean loss in nats, 0-d."""
 
-    def __init__(self, args, kind: str, groups: ProcessGroups = ProcessGroups()):
+    def __init__(self, run):
         super().__init__()
-        self.embedding = nn.Linear(V, LAST * args.hidden, bias=False)
-        self.blocks = nn.ModuleList(Block(args, kind, groups) for _ in range(args.layers))
-        self.norm = nn.RMSNorm(args.hidden)
-        self.head = nn.Linear(args.hidden, V, bias=False)
+        self.embedding = nn.Linear(V, LAST * run.hidden, bias=False)
+        self.blocks = nn.ModuleList(Block(run) for _ in range(run.layers))
+        self.norm = nn.RMSNorm(run.hidden)
+        self.head = nn.Linear(run.hidden, V, bias=False)
         for name, weight in self.named_parameters():
-            if weight.ndim > 1:                              # all experts are drawn, those of this process kept
-                drawn = torch.empty(args.experts if is_expert(name) else len(weight), *weight.shape[1:])
-                drawn.normal_(std=weight.shape[-1] ** -0.5)
-                weight.data = drawn.chunk(args.ep)[groups.ep.rank()] if is_expert(name) and groups.ep else drawn
-            if name.endswith(("out.weight", "fc2.weight", "experts.fc2")):
-                weight.data /= (2 * args.layers) ** 0.5      # what is added to the residual stream: 2 terms a layer
+            if weight.ndim == 1:
+                continue
+            # Every process draws all experts and keeps its own: one model at any --ep.
+            ranks = run.ep if is_expert(name) else 1
+            drawn = torch.empty(ranks * len(weight), *weight.shape[1:])
+            drawn.normal_(std=weight.shape[-1] ** -0.5)
+            weight.data = drawn.chunk(ranks)[run.rank % ranks]
+            if name.endswith(("out.weight", "fc2")):
+                weight.data /= (2 * run.layers) ** 0.5   # two terms a layer join the residual
         nn.init.normal_(self.embedding.weight, std=LAST ** -0.5)
-        nn.init.zeros_(self.head.weight)                     # the first prediction is uniform: 8 bits a byte
+        nn.init.zeros_(self.head.weight)                 # the first prediction is 8 bits a byte
 
-    def forward(self, bytes_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        # a product with one-hot rows: the backward of a lookup adds rows in whatever order the threads come
+    def forward(self, bytes_BS, targets_BS=None):
+        # A product with one-hot rows: a lookup's backward would add rows in the order of threads.
         each_BSJH = self.embedding(F.one_hot(bytes_BS, V).float()).float().unflatten(-1, (LAST, -1))
-        # a position starts as the sum over its last bytes, each by its distance j: byte pairs need no attention to form
+        # A position starts as the sum over its last bytes, each by its distance j. So pairs of
+        # bytes form without attention.
         S = bytes_BS.shape[1]
         x_BSH = sum(F.pad(each_BSJH[:, :, j], (0, 0, j, 0))[:, :S] for j in range(LAST))
         for block in self.blocks:
@@ -273,437 +308,449 @@ class ByteModel(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
-def is_expert(name: str) -> bool:
+def is_expert(name):
     return ".experts." in name
 
 
-def parameter_counts(model: nn.Module, args) -> tuple[int, int]:
-    """(all, those that one byte meets)."""
-    experts = args.ep * sum(p.numel() for name, p in model.named_parameters() if is_expert(name))
-    others = sum(p.numel() for name, p in model.named_parameters() if not is_expert(name))
-    return others + experts, others + experts * args.topk // args.experts
-
-
-def make_optimizer(model: nn.Module, args) -> torch.optim.Optimizer:
-    """Adam's steps are as long for a weight with one active input as for one with 512, so their effect on the output
-    grows with the fan-in. Hence lr for the embedding, whose rows are looked up, 0.4 lr for the head, and
-    lr · 20 / fan-in for matrices (arXiv 2203.03466): one --lr then suits the wide dense FFN and the narrow experts."""
+def make_optimizer(run):
+    """Adam's steps are as long for a weight with one active input as for one with 512, so their
+    effect on the output grows with the fan-in. Hence lr for the embedding, whose rows are looked
+    up, 0.4 lr for the head, and lr · 20 / fan-in for matrices (arXiv 2203.03466). Then one --lr
+    suits the wide dense FFN and the narrow experts."""
+    scales = {"embedding.weight": 1.0, "head.weight": 0.4}
     groups = []
-    for name, p in model.named_parameters():
-        if p.ndim == 1:
-            scale = 0.15
-        else:
-            scale = {"embedding.weight": 1.0, "head.weight": 0.4}.get(name, 20 / p.shape[-1])
-        groups.append(dict(params=[p], lr=args.lr * scale, scale=scale, weight_decay=0.1 if p.ndim > 1 else 0.0))
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    for name, p in run.model.named_parameters():
+        scale, decay = 0.15, 0.0
+        if p.ndim > 1:
+            scale, decay = scales.get(name, 20 / p.shape[-1]), 0.1
+        groups.append(dict(params=[p], scale=scale, weight_decay=decay))
+    return torch.optim.AdamW(groups, lr=run.lr, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate(step: int, args) -> float:
-    """Of step 0 .. steps - 1: up in the first twentieth of the run, then in a line to 0."""
-    warmup = max(1, args.steps // 20)
-    return args.lr * min((step + 1) / warmup, (args.steps - step) / max(1, args.steps - warmup), 1.0)
+def set_learning_rate(run):
+    """Up in the first twentieth of the run, then in a line to 0."""
+    warmup = max(1, run.steps // 20)
+    fall = (run.steps - run.step + 1) / max(1, run.steps - warmup)
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["scale"] * run.lr * min(run.step / warmup, fall, 1.0)
 
 
-# ---- Machine ----
+# ---- Machine: the device, and processes over which gradients are averaged ----
 
-def pick_device(wanted: str) -> tuple[torch.device, torch.dtype]:
-    """The device, and the dtype of the products: `wanted` is --dtype."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
+def start_machine(run):
+    run.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = run.device.type == "cuda"
+    if gpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)             # attention's backward, among others
+        torch.use_deterministic_algorithms(True, warn_only=True)     # attention's backward too
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if wanted == "auto":
-        # without bf16 matrix instructions a bf16 product is many times slower than an fp32 one
-        fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        wanted = "bfloat16" if fast else "float32"
-    return device, getattr(torch, wanted)
+    if run.dtype == "auto":
+        # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
+        fast = gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        run.dtype = "bfloat16" if fast else "float32"
+
+    if run.world > 1:
+        if run.rank:
+            sys.stdout = open(os.devnull, "w")           # the first process speaks
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=5))
+        run.groups = ProcessGroups.from_mesh(dist.init_device_mesh(
+            run.device.type, (run.world // run.ep, run.ep), mesh_dim_names=("dp", "ep")))
+    elif run.fsdp:
+        print("--fsdp does nothing in one process; torchrun starts more")
+        run.fsdp = False
+    run.compile = run.compile and compiler_works(run.device)
 
 
-def autocast(device: torch.device, dtype: torch.dtype):
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+def autocast(run):
+    bf16 = run.dtype == "bfloat16"
+    return torch.autocast(run.device.type, torch.bfloat16, enabled=bf16)
 
 
-def compiler_works(device: torch.device) -> bool:
-    """Compiles x + 1. Only what goes wrong here is forgiven: no compiler or no headers, never an error of the model."""
+def compiler_works(device):
+    """Compiles x + 1. Only this failure is forgiven: a missing compiler, never a model's error."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
         return True
     except torch._dynamo.exc.BackendCompilerFailed as error:
         reason = str(error).strip().splitlines()[0]
-        print(f"torch.compile does not work on this machine, so this run goes without it ({reason})")
+        print(f"torch.compile does not work on this machine; this run goes without it ({reason})")
         return False
 
 
-# ---- Processes: gradients are averaged over them, checkpoints hold whole tensors ----
+def compile_model(run):
+    """One graph. FSDP's hooks gather weights between the parts: there it is one graph a part."""
+    torch.compiler.reset()                               # the graphs of the model before
+    if run.compile and run.fsdp:
+        for block in run.model.blocks:
+            block.attention.compile(fullgraph=True)
+            block.ffn.compile(fullgraph=True)
+    elif run.compile:
+        return torch.compile(run.model, fullgraph=True, dynamic=False)
+    return run.model
 
-def start_processes(args, device: torch.device) -> ProcessGroups:
-    if args.world == 1:
-        return ProcessGroups()
-    if args.rank:
-        sys.stdout = open(os.devnull, "w")                   # the first process speaks
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    return ProcessGroups.from_mesh(dist.init_device_mesh(device.type, (args.world // args.ep, args.ep), mesh_dim_names=("dp", "ep")))
 
-
-def mean_over_processes(x: Tensor, args) -> Tensor:
-    if args.world > 1:
+def mean_over_processes(x, run):
+    if run.world > 1:
         dist.all_reduce(x)
-    return x / args.world
+    return x.item() / run.world
 
 
-def moe_parameters(model: nn.Module) -> set[nn.Parameter]:
-    return {p for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.parameters()}
+def layer_parameters(model):
+    """Those that ep may spread, and that reduce_gradients reduces."""
+    layers = [m for m in model.modules() if isinstance(m, (MoELayer, SharedExpertMLP))]
+    return {p for layer in layers for p in layer.parameters()}
 
 
-def shard(model: nn.Module) -> None:
-    """FSDP2 for all but the MoE layers, which ep spreads."""
-    ignored = moe_parameters(model)
-    for part in (*model.blocks, model):
-        fully_shard(part, ignored_params=ignored)
-
-
-def average_gradients(model: nn.Module, args) -> None:
-    if args.world == 1:
-        return
+def average_gradients(model, world):
     reduce_gradients(model)
-    reduced = moe_parameters(model)
+    reduced = layer_parameters(model)
     for p in model.parameters():
-        if isinstance(p, DTensor):                           # FSDP2 has averaged already
+        if isinstance(p, DTensor):                       # FSDP2 has averaged it already
             continue
         if p not in reduced:
             dist.all_reduce(p.grad)
-        p.grad /= args.world
+        p.grad /= world
 
 
-def clip_gradients(model: nn.Module, args, groups: ProcessGroups) -> None:
-    """To a norm of 1, over all experts wherever they are."""
-    if args.world == 1:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return
-    factor = (1.0 / (gradient_norm(model, groups) + 1e-6)).clamp(max=1.0)
-    for p in model.parameters():
-        p.grad *= factor
+# ---- Runs and their checkpoints ----
+
+def start_run(run):
+    """A new model, or that of a checkpoint."""
+    torch.manual_seed(run.seed)
+    run.model = ByteModel(run).to(run.device)
+    run.step, run.history = 0, []
+    held = sum(p.numel() for p in run.model.parameters())
+    experts = sum(p.numel() for name, p in run.model.named_parameters() if is_expert(name))
+    total = held + experts * (run.ep - 1)
+    active = held - experts + experts * run.ep * run.topk // run.experts
+    shape = f"{run.topk} of {run.experts} experts of {run.ffn}, balance {run.balance}"
+    if run.kind == "dense":
+        shape = f"FFN of {run.topk * run.ffn}"
+    print(f"\n{run.kind}: {run.layers} layers of width {run.hidden}, {shape}; "
+          f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active for a byte")
+
+    if run.fsdp:
+        for part in (*run.model.blocks, run.model):
+            fully_shard(part, ignored_params=layer_parameters(run.model))
+    run.optimizer = make_optimizer(run)
+    checkpoint = run.resume
+    if checkpoint == Path():
+        *_, checkpoint = [None, *checkpoints(run)]
+    if checkpoint is not None:
+        load_checkpoint(run, checkpoint)
+    run.out.mkdir(parents=True, exist_ok=True)
+    write_log(run)
 
 
-def layouts(model: nn.Module) -> dict[str, Tensor]:
-    """State-dict name -> tensor, a DTensor where this process holds a part."""
-    tensors = dict(model.state_dict())
-    for name, layer in model.named_modules():
+def checkpoints(run):
+    return sorted(run.out.glob("checkpoint-*"))
+
+
+def settings_of(run):
+    """All that the numbers depend on. A checkpoint goes on with the same; only steps may grow."""
+    names = ("steps batch context lr seed layers hidden experts topk ffn shared overlap balance "
+             "compile kind checksum dtype")
+    return {"device": run.device.type} | {name: getattr(run, name) for name in names.split()}
+
+
+def sharded_state(run):
+    """Name -> the model's and the optimizer's own tensors, as DTensors where each process holds a
+    part. DCP saves them, and loads into them."""
+    state = dict(run.model.state_dict())
+    for name, layer in run.model.named_modules():
         if isinstance(layer, MoELayer):
-            tensors |= layer.sharded_state_dict(f"{name}.")
-    return tensors
+            state |= layer.sharded_state_dict(f"{name}.")
+    for name, p in run.model.named_parameters():
+        like = state[name]
+        for key, tensor in run.optimizer.state[p].items():
+            # Like their parameters, the moments of this process's experts are plain tensors.
+            plain = tensor.ndim > 0 and not isinstance(tensor, DTensor)
+            if plain and isinstance(like, DTensor):
+                tensor = DTensor.from_local(tensor, like.device_mesh, like.placements)
+            state[f"optimizer.{name}.{key}"] = tensor
+    return state
 
 
-def whole(part: Tensor, like: Tensor) -> Tensor:
-    """All of a tensor of which this process has `part`, laid out as `like`. Collective."""
-    if isinstance(like, DTensor) and not isinstance(part, DTensor):
-        part = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False)
-    return part.full_tensor() if isinstance(part, DTensor) else part
-
-
-def own_part(tensor: Tensor, like: Tensor, plain: bool) -> Tensor:
-    """The opposite of `whole`; a plain tensor or a DTensor."""
-    if not isinstance(like, DTensor):
-        return tensor
-    part = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return part.to_local() if plain else part
-
-
-def convert_states(model: nn.Module, state: tuple[dict, dict], change) -> tuple[dict, dict]:
-    """(model's, optimizer's state dict) with every tensor t changed to change(t, layout, whether the parameter is plain)."""
-    like, parameters = layouts(model), dict(model.named_parameters())
-    names = list(parameters)                                 # one group a parameter, in this order
-
-    def plain(name):
-        return not isinstance(parameters.get(name), DTensor)
-    weights = {name: change(tensor, like[name], plain(name)) for name, tensor in state[0].items()}
-    moments = {i: {key: change(value, like[names[i]], plain(names[i])) if value.ndim else value for key, value in of.items()}
-               for i, of in state[1]["state"].items()}
-    return weights, {**state[1], "state": moments}
-
-
-# ---- Checkpoints ----
-
-def settings_of(args, kind: str, data: Tensor, blocks: Tensor, device, dtype) -> dict:
-    """All that the numbers depend on. A checkpoint goes on only under the same."""
-    names = "steps batch context lr seed layers hidden experts topk ffn shared overlap balance compile".split()
-    digest = hashlib.sha256(as_bytes(data) + as_bytes(blocks)).hexdigest()[:16]
-    return {**{name: getattr(args, name) for name in names}, "model": kind, "data": digest, "device": device.type,
-            "precision": str(dtype).removeprefix("torch.")}
-
-
-def save_checkpoint(path: Path, args, **content) -> None:
-    """Written beside the old one, then put in its place in one move: at any moment one of the two is whole. The first
-    process writes."""
-    if args.rank:
-        return
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        with open(beside, "wb") as file:
-            torch.save({"format": FORMAT, **content}, file)
+def save_checkpoint(run):
+    """Written beside the last one, then renamed: at any moment one of the two is whole."""
+    path, beside = run.out / f"checkpoint-{run.step:07}", run.out / "unfinished"
+    if run.rank == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        with open(beside / "run.json", "w") as file:
+            json.dump([settings_of(run), run.step, run.history], file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
-    except (OSError, RuntimeError) as error:
-        beside.unlink(missing_ok=True)
-        fail(f"could not write {path} (what was there before is untouched): {error}")
+    dcp.save(sharded_state(run), checkpoint_id=beside)
+    if run.rank == 0:
+        older = checkpoints(run)
+        beside.rename(path)
+        for folder in older:
+            shutil.rmtree(folder)
+    return path
 
 
-def load_checkpoint(path: Path, settings: dict) -> dict:
-    """A dict with the keys CONTENT, or one clear line and exit code 2."""
-    if not path.is_file():
-        fail(f"--resume: no checkpoint at {path}")
+def load_checkpoint(run, path):
+    """At any number of processes. What does not fit is one clear line and exit code 2."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:                # foreign bytes can fail anywhere in the unpickler, with any type of error
-        fail(f"--resume: {path} is truncated or no checkpoint ({type(error).__name__})")
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT or not CONTENT <= saved.keys():
-        fail(f"--resume: {path} is no checkpoint of train.py")
-    differing = [f"{name} (checkpoint {saved['settings'].get(name)}, now {value})"
-                 for name, value in settings.items() if saved["settings"].get(name) != value]
-    if differing:
-        fail(f"--resume: {path} was made with other settings: {', '.join(differing)}")
-    return saved
+        saved, run.step, run.history = json.loads((path / "run.json").read_text())
+        if saved["steps"] < run.steps:
+            print(f"{run.steps} steps, not {saved['steps']}: the learning rate falls more slowly")
+            saved["steps"] = run.steps
+        differing = [f"{name} (checkpoint {saved.get(name)}, now {value})"
+                     for name, value in settings_of(run).items() if saved.get(name) != value]
+        if differing:
+            fail(f"--resume: {path} was made with other settings: {', '.join(differing)}")
+
+        for p in run.model.parameters():
+            p.grad = torch.zeros_like(p)
+        run.optimizer.step()                             # makes the state that is loaded into
+        run.optimizer.zero_grad()
+        dcp.load(sharded_state(run), checkpoint_id=path)
+    except (OSError, ValueError, LookupError, TypeError, dcp.CheckpointException) as error:
+        fail(f"--resume: {path} is damaged or no checkpoint of train.py ({type(error).__name__})")
+    print(f"resumed {path} at step {run.step}")
 
 
 # ---- Progress ----
 
-def load_picture(record: dict) -> str:
-    """A row a layer, a column an expert: a half block is an even share, a full one twice that or more."""
-    ramp = " ▁▂▃▄▅▆▇█"
-    try:
-        ramp.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        ramp = " .:-=+*%#"
-    rows = []
-    for i, (counts, violation) in enumerate(zip(record["tokens_per_expert"], record["max_violation"])):
+def write_log(run):
+    if run.rank == 0:
+        lines = [json.dumps(record) + "\n" for record in run.history]
+        (run.out / "log.jsonl").write_text("".join(lines))
+
+
+def load_picture(record):
+    """A row for each layer, a column for each expert. A half block is an even share, a full block
+    is twice that or more."""
+    for i, counts in enumerate(record["tokens_per_expert"]):
         mean = sum(counts) / len(counts)
-        bars = "".join(ramp[min(8, math.ceil(4 * n / mean))] for n in counts)
-        rows.append(f"    layer {i}  |{bars}|  max violation {violation:.2f}")
-    return "\n".join(rows)
+        bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, math.ceil(4 * n / mean))] for n in counts)
+        print(f"    layer {i}  |{bars}|  max violation {record['max_violation'][i]:.2f}")
 
 
-def clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def draw_curves(path: Path, histories: dict[str, list], zlib_bpb: float) -> None:
-    """Loss and held-out bits over the steps, and the last load of every layer, if matplotlib is there."""
+def draw_curves(path, runs, zlib_bpb):
+    """The losses, and for every MoE the load of every expert over the steps."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print(f"matplotlib is not installed: {path} left out")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for (kind, history), color in zip(histories.items(), ("tab:blue", "tab:orange")):
-        tested = [r for r in history if "held_out" in r]
-        left.plot([r["step"] for r in history], [r["loss"] for r in history], color=color, alpha=0.5, label=f"{kind}, training")
-        left.plot([r["step"] for r in tested], [r["held_out"] for r in tested], color=color, marker="o", label=f"{kind}, held out")
-    left.axhline(zlib_bpb, color="gray", linestyle="--", label="zlib -9")
-    left.set(xlabel="step", ylabel="bits per byte", title="Loss")
-    left.legend()
-    load = torch.tensor(histories["moe"][-1]["tokens_per_expert"]).double()
-    image = right.imshow(load / load.mean(1, keepdim=True), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
-    right.set(xlabel="expert", ylabel="layer", title="Load at the last step (1 = even)", yticks=range(len(load)))
-    figure.colorbar(image, ax=right)
-    figure.savefig(path, dpi=120)
+    moes = [name for name, each in runs.items() if each.kind == "moe"]
+    figure = Figure(figsize=(5 + 3 * len(moes), 4), layout="constrained")
+    left, *others = figure.subplots(1, 1 + len(moes), width_ratios=[5] + [3] * len(moes))
+    for i, (name, each) in enumerate(runs.items()):
+        for key, style in (("loss", ":"), ("held_out", "o-")):
+            points = [(record["step"], record[key]) for record in each.history if key in record]
+            left.plot(*zip(*points), f"C{i}{style}", label=f"{name}, {key}")
+    left.set(title="loss in bits per byte", xlabel="step", ylim=(None, zlib_bpb))
+    left.legend(ncols=2)
+
+    for axes, name in zip(others, moes):
+        history, layers = runs[name].history, runs[name].layers
+        load_TLE = torch.tensor([record["tokens_per_expert"] for record in history]).double()
+        share_TLE = load_TLE / load_TLE.mean(2, keepdim=True)
+        image = axes.imshow(
+            rearrange(share_TLE, "t l e -> (l e) t"), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r",
+            interpolation="nearest", extent=(0, history[-1]["step"], layers, 0))
+        axes.set(title=f"load, balance {runs[name].balance}", xlabel="step",
+                 ylabel="layer, its experts", yticks=range(layers + 1))
+    figure.colorbar(image, label="share of an expert, 1 = even")
+    figure.savefig(path)
     print(f"curves: {path}")
 
 
 # ---- Train, evaluate, sample ----
 
-class Interrupt:
-    """Ctrl-C asks the loop to stop behind its step; a second one ends the program at once, as usual."""
+def train_step(run, forward):
+    """One step of the optimizer and of the routers' balance -> the loss of this process's part."""
+    set_learning_rate(run)
+    loss = loss_of(run, forward, get_batch(run))
+    loss.backward()
+    if run.world > 1:
+        average_gradients(run.model, run.world)
+    norm = gradient_norm(run.model, run.groups)
+    nn.utils.clip_grads_with_norm_(run.model.parameters(), 1.0, norm, foreach=False)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
 
-    def __init__(self):
-        self.asked = False
+    if run.kind == "moe":
+        update_expert_bias(run.model)
+        for router in run.model.modules():
+            if isinstance(router, TopKRouter):
+                router.reset_global_aux_loss_tracker()
+    return loss.detach()
 
-    def listen(self):
-        signal.signal(signal.SIGINT, signal.default_int_handler if self.asked else self.ask)
 
-    def ask(self, *_):
-        self.asked = True
+def report(run, loss, held_out, began, rate):
+    """One record for the history, the log and the screen. The losses are bits per byte."""
+    seconds = round(time.perf_counter() - began, 1)
+    record = dict(step=run.step, loss=loss, tokens_per_second=round(rate), seconds=seconds)
+    line = f"step {run.step:>{len(str(run.steps))}}/{run.steps}  loss {loss:.3f}"
+    if held_out is not None:
+        record["held_out"] = held_out
+        line += f"  held-out {held_out:.3f}"
+    left = timedelta(seconds=int((run.steps - run.step) * run.batch * run.context / rate))
+    print(f"{line:<50}  {rate:>9,.0f} tokens/s  {left} left")
+
+    if run.kind == "moe":
+        metrics = load_balancing_metrics(run.model, reduce=True)
+        for name in ("tokens_per_expert", "max_violation"):
+            record[name] = metrics[name].tolist()
+        if held_out is not None:
+            load_picture(record)
+    run.history.append(record)
+    write_log(run)
+
+
+def train(run):
+    """The last record of the history has the final "held_out". Ctrl-C ends the program: after a
+    checkpoint, or before the first step without one."""
+    start_run(run)
+    forward = compile_model(run)
+    first, every = run.step + 1, max(1, run.steps // 25)
+    losses, asked = [], []
+
+    def ask(*_):
+        """The first Ctrl-C stops the loop after its step, a second one the program at once."""
+        asked.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"stopping after this step ..\n")        # not print: the signal may have come inside of one
+        os.write(2, b"stopping after this step ..\n")    # print itself may be interrupted here
+
+    mark = began = time.perf_counter()
+    if run.history:
+        began -= run.history[-1]["seconds"]
+    if run.compile and run.step < run.steps:
+        print("compiling, about a minute ..", flush=True)
+
+    while run.step < run.steps:
+        run.step += 1
+        losses.append(train_step(run, forward))
+        if run.step == first:
+            signal.signal(signal.SIGINT, ask)
+
+        last = run.step == run.steps
+        test = last or run.step % (5 * every) == 0
+        if test or run.step == first or run.step % every == 0:
+            loss = mean_over_processes(torch.stack(losses).mean(), run) / math.log(2)
+            rate = len(losses) * run.batch * run.context / (time.perf_counter() - mark)
+            held_out = evaluate(run, forward) if test else None
+            report(run, loss, held_out, began=began, rate=rate)
+            losses, mark = [], time.perf_counter()
+
+        counts = torch.tensor(float(len(asked)), device=run.device)
+        stop = mean_over_processes(counts, run) > 0      # on any process
+        if last or stop or run.step % run.save_every == 0:
+            path = save_checkpoint(run)
+        if stop and not last:
+            print(f"saved {path}; to go on: {command_to_go_on(run)}")
+            sys.exit(130)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def command_to_go_on(run):
+    """The command that was run, or torchrun's, with --resume."""
+    command = sys.orig_argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
+        parent = Path(f"/proc/{os.getppid()}/cmdline")   # on Linux: with all of torchrun's options
+        if parent.exists():
+            command = parent.read_text().split("\0")[:-1]
+    if run.resume != Path():
+        command = [*command, "--resume"]
+    return shlex.join(command)
+
+
+def loss_of(run, forward, block):
+    """In nats, of [B, S + 1] bytes."""
+    block = block.to(run.device, torch.int64)
+    with autocast(run):
+        return forward(block[:, :-1], block[:, 1:])
 
 
 @torch.no_grad()
-def evaluate(model, blocks: Tensor, device, dtype) -> float:
-    """Bits per byte of the blocks [chunks, B, S + 1]."""
-    model.eval()
-    with autocast(device, dtype):
-        losses = [model(block[:, :-1], block[:, 1:]) for block in blocks.to(device, torch.int64)]
-    model.train()
+def evaluate(run, forward):
+    """Bits per byte of the held-out blocks."""
+    run.model.eval()
+    losses = [loss_of(run, forward, block) for block in run.held_out]
+    run.model.train()
     return torch.stack(losses).double().mean().item() / math.log(2)
 
 
-def compile_model(model: nn.Module, args):
-    """One graph. With --fsdp, whose hooks gather the weights between the parts, a graph a part."""
-    if not args.compile:
-        return model
-    if not (args.fsdp and args.world > 1):
-        return torch.compile(model, fullgraph=True, dynamic=False)
-    for block in model.blocks:
-        block.attention.compile(fullgraph=True)
-        block.ffn.compile(fullgraph=True)
-    return model
-
-
-def train(kind: str, args, data: Tensor, blocks: Tensor, device, dtype, interrupt: Interrupt, groups: ProcessGroups):
-    """-> (model, history): one dict a report, the last with the final "held_out" bits per byte. Ends the program when
-    interrupted, behind a checkpoint."""
-    prefix = "" if kind == "moe" else f"{kind}-"
-    checkpoint, log = args.out / f"{prefix}checkpoint.pt", args.out / f"{prefix}log.jsonl"
-    settings = settings_of(args, kind, data, blocks, device, dtype)
-
-    torch.manual_seed(args.seed)
-    model = ByteModel(args, kind, groups).to(device)
-    total, active = parameter_counts(model, args)
-    if args.fsdp and args.world > 1:
-        shard(model)
-    optimizer = make_optimizer(model, args)
-    history, start = [], 0
-    source = args.resume if kind == "moe" and args.resume != Path() else checkpoint
-    if args.resume is not None and (kind == "moe" or source.is_file()):
-        saved = load_checkpoint(source, settings)
-        weights, moments = convert_states(model, (saved["model"], saved["optimizer"]), own_part)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(moments)
-        history, start = saved["history"], saved["step"]
-        print(f"resumed {source} at step {start}")
-    if args.rank == 0:
-        log.write_text("".join(json.dumps(record) + "\n" for record in history))
-    shape = f"{args.experts} experts of {args.ffn}, top {args.topk}" if kind == "moe" else f"FFN of {args.topk * args.ffn}"
-    print(f"\n{kind}: {args.layers} layers of width {args.hidden}, {shape}; {total / 1e6:.2f} M parameters, "
-          f"{active / 1e6:.2f} M active for a byte")
-    forward, mine = compile_model(model, args), slice(args.rank * args.batch // args.world, (args.rank + 1) * args.batch // args.world)
-
-    interrupt.listen()
-    report_every, test_every = max(1, args.steps // 25), max(1, args.steps // 5)
-    before = history[-1]["seconds"] if history else 0.0
-    losses, began, mark = [], time.perf_counter(), time.perf_counter()
-    for step in range(start + 1, args.steps + 1):
-        inputs, targets = get_batch(data, args, step, device)
-        for group in optimizer.param_groups:
-            group["lr"] = group["scale"] * learning_rate(step - 1, args)
-        with autocast(device, dtype):
-            loss = forward(inputs[mine], targets[mine])
-        loss.backward()
-        average_gradients(model, args)
-        clip_gradients(model, args, groups)
-        optimizer.step()
-        optimizer.zero_grad()
-        if kind == "moe":
-            balance_step(model)
-        losses.append(loss.detach())
-
-        last, test = step == args.steps, step == args.steps or step % test_every == 0
-        if test or step == start + 1 or step % report_every == 0:
-            mean_loss = mean_over_processes(torch.stack(losses).mean(), args).item() / math.log(2)
-            rate = len(losses) * inputs.numel() / (time.perf_counter() - mark)
-            record = dict(step=step, loss=mean_loss, tokens_per_second=round(rate))
-            line = f"step {step:>{len(str(args.steps))}}/{args.steps}  loss {mean_loss:.3f}"
-            if test:
-                record["held_out"] = evaluate(forward, blocks, device, dtype)
-                line += f"  held-out {record['held_out']:.3f}"
-            if kind == "moe":
-                metrics = load_balancing_metrics(model, reduce=True)
-                record |= {name: metrics[name].tolist() for name in ("tokens_per_expert", "max_violation")}
-            record["seconds"] = round(before + time.perf_counter() - began, 1)
-            left = (args.steps - step) * inputs.numel() / rate
-            line = f"{line:<50}" + ("  (with compiling)" if args.compile and step == start + 1 else f"  {rate:>9,.0f} tokens/s  {clock(left)} left")
-            print(line + ("\n" + load_picture(record) if test and kind == "moe" else ""), flush=True)
-            history.append(record)
-            if args.rank == 0:
-                with open(log, "a") as file:
-                    file.write(json.dumps(record) + "\n")
-            losses, mark = [], time.perf_counter()
-        stop = mean_over_processes(torch.tensor(float(interrupt.asked), device=device), args).item() > 0     # on any of them
-        if last or stop or step % args.save_every == 0:
-            pause = time.perf_counter()
-            weights, moments = convert_states(model, (model.state_dict(), optimizer.state_dict()),
-                                              lambda tensor, like, _: whole(tensor, like))
-            save_checkpoint(checkpoint, args, settings=settings, step=step, history=history, model=weights, optimizer=moments)
-            mark += time.perf_counter() - pause
-        if stop and not last:
-            command = shlex.join(["python", *sys.argv, *([] if args.resume == Path() else ["--resume"])])
-            print(f"saved step {step} to {checkpoint}; to go on: {command}")
-            sys.exit(130)
-    signal.signal(signal.SIGINT, signal.default_int_handler)                 # from here on there is nothing to save
-    return model, history
-
-
-def balance_step(model: nn.Module) -> None:
-    """What the routers need after an optimizer step."""
-    update_expert_bias(model)
-    for router in model.modules():
-        if isinstance(router, TopKRouter):
-            router.reset_global_aux_loss_tracker()
-
-
 @torch.no_grad()
-def sample(model: nn.Module, prompt: bytes, length: int, args, device, dtype, temperature: float = 0.8) -> bytes:
-    model.eval()
-    generator = torch.Generator().manual_seed(args.seed)
-    text = torch.tensor(list(prompt), device=device)[None]                   # [1, S]
+def sample(run, prompt, length=400):
+    """What the model writes after the prompt, at temperature 0.8."""
+    run.model.eval()
+    generator = torch.Generator().manual_seed(run.seed)
+    text = list(prompt)
     for _ in range(length):
-        with autocast(device, dtype), torch.compiler.set_stance("force_eager"):              # every step has its length
-            logits_V = model(text[:, -args.context:])[0, -1]
-        probs_V = (logits_V.cpu() / temperature).softmax(-1)
-        byte = torch.multinomial(probs_V, 1, generator=generator).to(device)
-        text = torch.cat((text, byte[None]), dim=1)
-    return bytes(text[0, len(prompt):].tolist())
+        window = torch.tensor([text[-run.context:]], device=run.device)
+        with autocast(run), torch.compiler.set_stance("force_eager"):        # lengths differ
+            logits_V = run.model(window)[0, -1].cpu()
+        byte = torch.multinomial((logits_V / 0.8).softmax(-1), 1, generator=generator)
+        text.append(byte.item())
+    return bytes(text[len(prompt):])
 
 
-def zlib_bits_per_byte(blocks: Tensor) -> float:
-    """Level 9, each block by itself, of the bytes that the model predicts: blocks [.., S + 1] without their first."""
-    texts = [as_bytes(block) for block in blocks.flatten(0, 1)[:, 1:]]
-    return 8 * sum(len(zlib.compress(text, 9)) for text in texts) / sum(map(len, texts))
+def printable(text):
+    """Without the control characters, which a terminal would obey."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text.decode(errors="replace"))
 
 
-def printable(text: bytes) -> str:
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text.decode("utf-8", errors="replace"))
+def zlib_bits_per_byte(blocks):
+    """Level 9, each block alone, of the bytes that the model predicts: all but a block's first."""
+    blocks = blocks[..., 1:].flatten(0, 1)
+    sizes = [len(zlib.compress(bytes(block), 9)) for block in blocks.tolist()]
+    return 8 * sum(sizes) / blocks.numel()
 
 
-def main() -> None:
-    args = parse_args()
-    sys.stdout.reconfigure(errors="replace")                 # a sample may hold what the terminal's encoding lacks
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--out {args.out}: {error.strerror}")
-    device, dtype = pick_device(args.dtype)
-    groups = start_processes(args, device)
-    data, blocks = load_data(args.data, args.context, args.out)
-    print(f"{args.data or 'Python standard library'}: {len(data):,} bytes to train on, {blocks[..., 1:].numel():,} held-out "
-          f"bytes to score; {device.type}, {str(dtype).removeprefix('torch.')}; loss and held-out in bits per byte")
-    args.compile = args.compile and compiler_works(device)
-    interrupt = Interrupt()
+def check_out(run):
+    """A run without --resume must not write over another. --resume alone needs a checkpoint."""
+    log = run.out / "log.jsonl"
+    if run.resume == Path():
+        if not checkpoints(run):
+            fail(f"--resume: no checkpoint in {run.out}")
+    elif log.is_file() and log.stat().st_size > 0:
+        fail(f"--out {run.out} holds a run; --resume goes on with it, or name another folder")
 
-    model, history = train("moe", args, data, blocks, device, dtype, interrupt, groups)
-    histories = {"moe": history}
-    if args.baseline:
-        histories[args.baseline] = train(args.baseline, args, data, blocks, device, dtype, interrupt, groups)[1]
 
-    zlib_bpb = zlib_bits_per_byte(blocks)
+def main():
+    run = parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")       # in one process
+    sys.stdout.reconfigure(errors="replace")             # a terminal's encoding may lack characters
+    check_out(run)
+    start_machine(run)
+    load_data(run)
+    print(f"{run.data or 'Python standard library'}: {len(run.train_bytes):,} bytes to train on; "
+          f"{run.device.type}, {run.dtype}; loss and held-out in bits per byte")
+    runs = planned_runs(run)
+    for each in runs.values():
+        train(each)
+
+    zlib_bpb = zlib_bits_per_byte(run.held_out)
     print("\nheld-out bits per byte")
-    for kind, history in histories.items():
-        print(f"    {kind:<8}  {history[-1]['held_out']:.3f}   {history[-1]['step']} steps, {history[-1]['seconds']:.0f} s")
-    print(f"    zlib -9   {zlib_bpb:.3f}   on blocks of {args.context} bytes\n")
-    if args.rank == 0:
-        draw_curves(args.out / "curves.png", histories, zlib_bpb)
+    for name, each in runs.items():
+        end = each.history[-1]
+        print(f"    {name:<8}  {end['held_out']:.3f}   {end['step']} steps, {end['seconds']:.0f} s")
+    print(f"    zlib -9   {zlib_bpb:.3f}   on blocks of {run.context} bytes\n")
+    if run.rank == 0:
+        draw_curves(run.out / "curves.png", runs, zlib_bpb)
 
-    prompt = as_bytes(blocks[len(blocks) // 2, 0, :64])
-    print(f"\nsample, after 64 held-out bytes:\n{printable(prompt)}⟫{printable(sample(model, prompt, 400, args, device, dtype))}")
-    if args.world > 1:
+    prompt = bytes(run.held_out[4, 0, :64].tolist())
+    text = sample(run, prompt)
+    print(f"\nsample, after 64 held-out bytes:\n{printable(prompt)}⟫{printable(text)}")
+    if run.world > 1:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     try:
         main()
+    except OSError as error:                             # what the file system refuses
+        fail(error)
+    except dcp.CheckpointException as error:
+        *_, (cause, _) = error.failures.values()
+        fail(f"could not write a checkpoint, the last one is untouched: {cause}")
     except KeyboardInterrupt:
+        print("\nstopped")
         sys.exit(130)
