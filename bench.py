@@ -13,7 +13,6 @@ import argparse
 import gc
 import importlib.util
 import json
-import math
 import os
 import random
 import sys
@@ -115,7 +114,7 @@ class Candidate(NamedTuple):
             return list(self.function.parameters())
         return []
 
-    def forward(self) -> Tensor | list[Tensor]:
+    def forward(self) -> Tensor | list:
         return self.function(*self.inputs)
 
     def step(self) -> list[Tensor]:
@@ -184,7 +183,7 @@ def time_in_turn(
     seconds: float,
     method: str = "step",
     before: Callable = lambda: None,
-) -> dict[str, list[float]]:
+) -> dict[str, list]:
     """name -> milliseconds of each run of the method, once warm; `before` is called before each.
     A slow candidate sits rounds out so that its runs take about `seconds`."""
     functions = {name: getattr(candidate, method) for name, candidate in candidates.items()}
@@ -296,7 +295,6 @@ class Report:
             print(FIGURE.format(**figure))
 
 
-
 # ---- The layer, and what is right ----
 
 def layer_and_input(config: moe.MoEConfig, T: int) -> tuple[moe.MoELayer, Tensor, list[Tensor]]:
@@ -393,7 +391,8 @@ def published_fields(case: Case) -> dict[str, int]:
     """The case's sizes, each under every name that configs of published models have for it."""
     sizes = {
         "hidden_size d_model": case.H,
-        "intermediate_size moe_intermediate_size ffn_hidden_size": case.F,
+        "intermediate_size moe_intermediate_size ffn_hidden_size "
+        "shared_expert_intermediate_size moe_shared_expert_intermediate_size": case.F,
         "num_experts num_local_experts n_routed_experts moe_num_experts": case.E,
         "num_experts_per_tok moe_k moe_topk moe_top_k": case.K,
     }
@@ -456,10 +455,11 @@ def bench_eager(report: Report, case: Case) -> None:
     scores = torch.rand(case.T, case.E, device=DEVICE)
     probs, indices = scores.topk(case.K)
     inputs = [x, indices, probs.to(case.dtype).requires_grad_()]
+    grads = [torch.randn_like(x)]
     candidates = {}
     for how in (families.register_experts(), "grouped_mm", "eager"):
         experts = hugging_face_block(case, layer, how).experts
-        candidates[how] = Candidate(experts, inputs, [torch.ones_like(x)])
+        candidates[how] = Candidate(experts, inputs, grads)
     loop = candidates.pop("eager")
     check(candidates, loop.step(), case.dtype)
     report.compare(case, f"experts, {BOTH}", candidates, limits={"grouped_mm": 1.0})
@@ -583,15 +583,16 @@ def time_on_rank(rank: int, store: str, case: Case, report: Report, queue) -> No
         modules["other copy"] = other_copy(report.against)
     torch.manual_seed(rank)
     x = torch.randn(case.T, 1, case.H, requires_grad=True)
+    grads = [torch.randn_like(x)]
     candidates = {}
     for name, module in modules.items():
         torch.manual_seed(0)
         config = case.config(
             module, shared_expert_intermediate_size=1024, shared_expert_overlap=True)
         layer = module.MoELayer(config, module.ProcessGroups.from_mesh(mesh))
-        candidates |= Candidate(layer, [x], [torch.ones_like(x)]).both(name)
+        candidates |= Candidate(layer, [x], grads).both(name)
     check(candidates, candidates["layer, eager"].step(), case.dtype)
-    samples = time_in_turn(candidates, report.rounds, math.inf, before=dist.barrier)
+    samples = time_in_turn(candidates, report.rounds, float("inf"), before=dist.barrier)
     if rank == 0:
         queue.put(samples)
     dist.destroy_process_group()
@@ -625,6 +626,7 @@ FAMILIES = {                                  # F in the published proportion to
     "nemotron_h": (176, 128, 6),
     "dbrx": (448, 16, 4),
 }
+
 
 def bench_families(report: Report) -> None:
     """The routed experts of every family beside their bare products."""
