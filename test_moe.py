@@ -4427,7 +4427,8 @@ def test_bench_runs_quickly(tmp_path):
     done = run(HERE / "bench.py", "overlap", "--quick", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "out.json").read_text())
-    assert data["targets"][0]["value"] == 0 and data["targets"][0]["reached"] == "reached"
+    assert data["figures"][0]["what"] == "tensors that differ, overlap on / off"
+    assert data["figures"][0]["value"] == 0
 
 
 # ---- Published models ----
