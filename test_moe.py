@@ -64,8 +64,6 @@ INF, NAN = math.inf, math.nan
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="slow: runs with SLOW=1")
 
 
-
-
 @pytest.fixture(autouse=True)
 def fresh_start():
     """Every test draws from one seed, and leaves no compiled code, dtype or loss scale behind."""
