@@ -1445,6 +1445,30 @@ def test_layer_errors():
         """, layer=MoELayer(MoEConfig(8, 4, 4, 2)), x=torch.randn(6, 8))
 
 
+def test_layer_choose_example_in_the_readme():
+    """Top-p routing: the fewest experts whose probs sum to p, in eager mode and in a graph."""
+    text = (HERE / "README.md").read_text().split("<!-- choose example -->")[1]
+    names = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    layer = names["layer"]
+    layer.router.p = 0.15
+    x = torch.randn(30, 1, 64)
+    logits = layer.router.gating(x.flatten(0, 1))
+    all_probs, all_indices = TopKRouter.choose(layer.router, logits)
+    probs, indices = layer.router.route(x)
+    for t in range(30):
+        total, kept = 0.0, 0
+        while total < 0.15:
+            total += float(all_probs[t, kept])
+            kept += 1
+        assert 0 < kept < 4
+        assert indices[t].tolist() == [*all_indices[t, :kept].tolist(), *[16] * (4 - kept)]
+        same(probs[t, :kept], all_probs[t, :kept])
+        same(probs[t, kept:], torch.zeros(4 - kept))
+    same(compiled(layer)(x), layer(x))
+    assert load_balancing_metrics(layer)["tokens_per_expert"].sum() == (indices < 16).sum()
+
+
 # ---- Router: balancing, counting ----
 
 TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
