@@ -142,8 +142,8 @@ class MoEConfig:
 
     def __post_init__(self):
         self._check_values()
-        self._check_router()
         self._check_balancing()
+        self._check_router()
         self._check_experts()
 
     def _refuse(self, fields: str, why: str):
@@ -166,14 +166,15 @@ class MoEConfig:
             dtype = getattr(self, name)
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 self._refuse(name, "needs a floating torch.dtype")
-        for name in ("activation_clamp_value", "situ_beta", "situ_linear_beta", "capacity_factor"):
+        for name in ("activation_clamp_value", "situ_linear_beta", "capacity_factor"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 self._refuse(name, "needs a positive number, or None")
+        for name in ("situ_beta", "latent_norm_eps"):
+            if getattr(self, name) is None or getattr(self, name) <= 0:
+                self._refuse(name, "needs a positive number")
         for name in ("z_loss_coeff", "input_jitter_eps"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 self._refuse(name, "needs 0 or more, or None")
-        if self.latent_norm_eps <= 0:
-            self._refuse("latent_norm_eps", "needs a positive number")
 
     def _check_router(self) -> None:
         if self.topk > self.num_experts:
@@ -1518,7 +1519,7 @@ class SharedExpertMLP(ParallelModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_score = self._score(hidden_states, self.gate_weight)
         act = self._fc1_and_act(self._enter(hidden_states), self.fc1)
-        output = self._leave(F.linear(act, self.fc2))
+        output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
     # The parts take their weights as arguments: in steps the weights come to the side
@@ -1536,6 +1537,9 @@ class SharedExpertMLP(ParallelModule):
     def _fc1_and_act(self, x: Tensor, fc1: Tensor) -> Tensor:
         hidden = F.linear(x, fc1.flatten(0, 1))
         return kernels.activation(hidden, **self.config.activation_options)
+
+    def _fc2(self, x: Tensor, fc2: Tensor) -> Tensor:
+        return F.linear(x, fc2)
 
     def _leave(self, y: Tensor) -> Tensor:
         return parallel.leave_tp(y, self.pg_collection.tp, self.config.sequence_parallel)
@@ -1595,7 +1599,7 @@ class SharedExpertMLP(ParallelModule):
         """
         set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
         with self._beside():
-            self.cached_fc2_output = F.linear(self.cached_fc2_input, self._weights[1])
+            self.cached_fc2_output = self._fc2(self.cached_fc2_input, self._weights[1])
         self.cached_fc2_input = None
 
     @overlap_state_check(_State.FC2_FORWARD_DONE, _State.POST_FORWARD_COMM_DONE)
