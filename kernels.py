@@ -10,8 +10,8 @@ Words     logits: the router's raw output. scores: logits after the score functi
           the factors that combine the experts' outputs. routing_map [T, E] bool and
           indices [T, K] int64: which experts each token goes to.
 Unrouted  An assignment with index E is unrouted: it was dropped, or its token is padding.
-          It sorts after all experts. No product is computed for it, and it adds nothing to
-          any output, nor to the gradients of tokens and weights.
+          It sorts after all experts. No expert computes it, and it adds nothing to any
+          output or gradient.
 Masks     A padding_mask is boolean. True means padding.
 
 Nothing here has state, a config, or a process group beyond an argument.
@@ -68,7 +68,7 @@ def _op(fake, mutates_args=(), reads_on_host: bool = False):
 
 @_op(lambda value, grad: torch.empty_like(value))
 def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    """A copy of value, which can be made only when the backward has reached `grad`.
+    """A copy of value. Its argument `grad` forces the compiler to make the copy in the backward.
 
     `grad` is otherwise unused. Without it the compiler may compute what is made of value in
     the forward, and keep the result for the backward.
@@ -82,10 +82,9 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _sum_tokens(x: Tensor) -> Tensor:
-    """The sum over the first axis, in fp64.
+    """The sum over the first axis, in fp64: its rounding is far below a digit of fp32.
 
-    It loses no digits for any T. With an fp32 sum on a CPU, the compiler would also make a
-    second graph from T = 4096 on.
+    With an fp32 sum on a CPU, the compiler would also make a second graph from T = 4096 on.
     """
     return x.sum(0, dtype=torch.float64)
 
@@ -272,23 +271,27 @@ def topk_routing_with_score_function(
 ) -> tuple[Tensor, Tensor]:
     """The K experts of every token and their probs, from logits [T, E].
 
-    1. The scores are softmax over E, sigmoid, or sqrt(softplus) of the logits, in fp32 at least.
-    2. The chosen experts, best first, are those with the top K logits: a score function
-       must be increasing. With `expert_bias`
-       [E] they are the top K of scores + bias (arXiv 2408.15664; the bias only chooses).
-       With `num_groups` they come from the best `group_topk` groups alone: see
-       group_limited_topk. `precomputed_indices` [T, K] int64 in [0, E] replaces the
-       choice; E is unrouted. A token's indices must be distinct, except E. Neither is
-       checked: checking would sync the device.
-    3. The probs are the scores of the chosen, without the bias. With `norm_topk_prob` they
-       are divided by (their sum + norm_eps). None is Megatron's convention: with softmax
-       and without use_pre_softmax the probs are a softmax over the chosen logits; with
-       use_pre_softmax they are not normalised; sigmoid and sqrtsoftplus are if K > 1.
+    1. The scores are softmax over E, sigmoid, or sqrt(softplus) of the logits, in fp32 at
+       least. A score function must be increasing.
+    2. The choice, best first, is the top K of the logits, which have the order of the
+       scores. With `expert_bias` [E] it is the top K of scores + bias (arXiv 2408.15664;
+       the bias only chooses). With `num_groups` it comes from the best `group_topk` groups
+       alone: see group_limited_topk. `precomputed_indices` [T, K] int64 in [0, E] replaces
+       the choice; E is unrouted, and the other indices of a token must be distinct. Range
+       and distinctness are not checked: checking would sync the device.
+    3. The probs are the scores of the chosen experts, without the bias. With
+       `norm_topk_prob` they are divided by (their sum + norm_eps); use_pre_softmax then has
+       no effect. With norm_topk_prob None, Megatron's convention holds:
+
+       - softmax without use_pre_softmax: a softmax over the chosen logits
+       - softmax with use_pre_softmax: not normalised
+       - sigmoid and sqrtsoftplus: normalised if K > 1
+
     4. The probs are multiplied by `scaling_factor`.
 
-    Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output`, Megatron's
-    name for the compact form, (probs [T, K], indices [T, K] int64). The probs have the
-    dtype of the logits. ValueError: an unknown score function, or sizes that do not fit.
+    Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output` the compact
+    form (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits.
+    ValueError: an unknown score function, or sizes that do not fit.
 
     >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
     >>> probs, indices = topk_routing_with_score_function(logits, topk=1, use_pre_softmax=True,
@@ -363,9 +366,10 @@ def group_limited_topk(
     """The top K of scores [T, E] within the best `group_topk` of `num_groups` equal groups
     of experts (arXiv 2405.04434, 2412.19437).
 
-    A group's score is the sum of its `group_score_topk` best scores (default: topk //
-    group_topk). The other groups are masked with -inf, so that even a negative score beats
-    them. Returns (the chosen scores [T, K], indices [T, K]).
+    A group's score is the sum of its `group_score_topk` best scores. The default is topk
+    // group_topk; DeepSeek-V2 takes 1, DeepSeek-V3 2. The other groups are masked with
+    -inf, so that even a negative score beats them. Returns (the chosen scores [T, K],
+    indices [T, K]).
 
     >>> scores = torch.tensor([[5.0, 0.0, 4.0, 4.0]])
     >>> group_limited_topk(scores, topk=2, num_tokens=1, num_experts=4, num_groups=2, group_topk=1)
@@ -463,9 +467,10 @@ def switch_load_balancing_loss_func(
     """coeff · E / (K·T²) · Σ_e n_e · Σ_t probs[t, e], a 0-d tensor (arXiv 2101.03961; its
     global form is arXiv 2501.11873).
 
-    probs [T, E]: the scores, which sum to 1 per token. tokens_per_expert n [E] was counted
-    over total_num_tokens T, an int or a 0-d tensor, taken as at least 1: both of one
-    batch, or of all ranks. The minimum is coeff. Even load reaches it.
+    probs [T, E] are the scores, which sum to 1 per token. tokens_per_expert n [E] and
+    total_num_tokens T, an int or a 0-d tensor, are counted over the same tokens: one
+    batch, or the batches of all ranks. T is taken as at least 1. With an even load the
+    value is coeff.
 
     >>> even = torch.full((6, 3), 1 / 3)
     >>> switch_load_balancing_loss_func(even, torch.tensor([4, 4, 4]), total_num_tokens=6, topk=2,
@@ -585,7 +590,7 @@ def apply_router_token_dropping(
     C = get_capacity(T·router_topk, E, capacity_factor). drop_policy "probs" keeps the C
     most probable tokens of an expert, equal ones in order; "position" keeps its first C.
     With `pad_to_capacity` every column has exactly min(C, T) ones: the fillers are the
-    lowest-numbered unrouted tokens, at prob 0.
+    lowest-numbered tokens that are not routed to that expert, at prob 0.
 
     >>> probs = torch.tensor([[0.2, 0.0], [0.9, 0.0], [0.0, 0.5]])
     >>> apply_router_token_dropping(probs, probs > 0, router_topk=1, capacity_factor=0.5)[0]
@@ -648,13 +653,13 @@ def required_bias_histogram(
     """How many tokens need which bias: [E, num_bins] int32, the statistic of quantile
     balancing (Kimi K3 technical report, section 2.3.3).
 
-    scores s [T, E] in [0, 1], chosen by s + expert_bias b [E]. α_t is the (K+1)-th largest
-    of s_t + b, and r[t, e] = α_t - s[t, e] is the bias above which expert e stays among
-    the K of token t. The bins are uniform over [min b - 1, max b + 1], and values beyond
-    an end belong to the bin at that end. Tokens with padding_mask [T] True are left out.
-    Histograms of microbatches and ranks can be added: they are integers, so the sum is
-    exact.
-    ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
+    scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. α_t is the (K+1)-th
+    largest of s_t + b, and r[t, e] = α_t - s[t, e]: with a bias above it a chosen expert
+    stays chosen. For the others the same threshold is taken. The bins are uniform over
+    [min b - 1, max b + 1], and values beyond an end belong to the bin at that end. Tokens
+    with padding_mask [T] True are left out. Histograms of microbatches and ranks can be
+    added: they are integers, so the sum is exact. ValueError: shapes that do not fit, topk
+    not below E, or num_bins below 1.
     """
     check_shapes(
         scores=(scores, "T E"), expert_bias=(expert_bias, "E"), padding_mask=(padding_mask, "T"))
@@ -680,7 +685,7 @@ def required_bias_histogram(
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
     """The bias [E] with which each expert would have been chosen by its share K/E of the
-    tokens, minus the mean over E.
+    tokens, if the thresholds had stayed as they were; minus the mean over E.
 
     histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, and
     expert_bias [E] is the bias that was given to it. The bias is the K/E quantile of the
@@ -719,9 +724,10 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 # ---- Permute, index form: what the layer runs on ----
-# Shapes are static, and a permutation has an inverse. So every sum over rows is a gather
-# and a sum in a fixed order, forward and backward: the same input gives bitwise the same
-# result. (count_experts adds integers, which is exact in any order.)
+# Shapes are static, and a permutation has an inverse. So rows come back to their token by
+# a gather and a sum over k in order, forward and backward, without atomics: the same input
+# gives bitwise the same result. (count_experts adds integers, which is exact in any
+# order.)
 
 class Permutation(NamedTuple):
     """Where each of the N = T·K assignments goes when rows are grouped by expert."""
@@ -1559,8 +1565,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 # ---- Experts: gather, fc1, activation, fc2, combine ----
-# Kept for the backward are the arguments and fc1's output alone. Its activation is cheap
-# to compute again, and would take another [N, F].
+# The backward keeps only the arguments and fc1's output. The activation's output is cheap
+# to compute again, and keeping it would take another [N, F].
 
 class _ExpertInputs(NamedTuple):
     """The tensors of `expert_mlp`: fc1 as [E, P·F, H], and the plan."""
@@ -1643,7 +1649,8 @@ class _ExpertMLP(torch.autograd.Function):
         # which does not need fc2's output.
         input_probs, activation_probs = (probs_N1, None) if on_input else (None, probs_N1)
 
-        # Through fc2 and the activation: grad_act = grad · fc2.
+        # Through fc2 and the activation: grad_act = grad · fc2, grad_hidden = p · grad_act
+        # · act', grad_p = Σ_f grad_act · value
         if need_latent or need.probs or need.fc1 or need.fc1_bias:
             grad_act = _product(grad_out, inputs.fc2, offsets)
             grad_hidden, grad_probs_N1, value = _activate_back(
@@ -1651,7 +1658,7 @@ class _ExpertMLP(torch.autograd.Function):
         elif need.fc2:
             value = _value(hidden, ctx.constants)
 
-        # grad_fc2 = gradᵀ · act
+        # grad_fc2 = gradᵀ · act, act = p · value
         if need.fc2:
             act = _weighted(value, activation_probs, hidden.dtype)
             grads["fc2"] = _weight_grad(grad_out, _Rows(act), offsets)
@@ -1682,6 +1689,7 @@ class _ExpertMLP(torch.autograd.Function):
             if need.down:
                 grads["down"] = grad_latent.t() @ inputs.tokens
 
+        # grad_p += grad · fc2_bias; with probs on the input grad_p = grad_rows · latent.
         if need.probs:
             if on_input:
                 grad_probs = _dot_rows(grad_rows, inverse, latent)
@@ -1717,10 +1725,11 @@ def expert_mlp(
     down [ℓ, H]: the experts take x · downᵀ and return width ℓ. fc1 is then [E, P, F, ℓ],
       fc2 [E, ℓ, F], and the result [T, ℓ].
 
-    fc1 and fc2 may be views with any strides, with gate and up interleaved in memory too:
-    no weight is copied. Kept for the backward are the arguments and fc1's output [N, P·F]
-    (with fp8_input_store as fp8 e4m3). ValueError and TypeError: shapes and dtypes that do
-    not fit.
+    fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
+    weight is copied as long as P and F are adjacent axes there. The plan is one of
+    plan_permutation, not of pad_plan. The backward keeps only the arguments and fc1's
+    output [N, P·F] (with fp8_input_store as fp8 e4m3). ValueError and TypeError: shapes
+    and dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
     >>> fc1, fc2 = torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[10.0]]])
@@ -1760,9 +1769,7 @@ def expert_mlp(
 # ---- Latent experts: the way back from their space ----
 
 def _rms_norm(rows: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(unit · norm in rows.dtype, unit, scale), where unit = rows · scale has a mean
-    square of 1.
-    """
+    """(unit · norm in rows.dtype, unit, inverse_rms), where unit = rows · inverse_rms."""
     wide = _upcast(rows)
     inverse_rms = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     unit = wide * inverse_rms

@@ -4,8 +4,8 @@ The tensor functions are in kernels.py, which also explains the letters. What cr
 is in parallel.py.
 
     hidden_states [S, B, H] ─┬─> TopKRouter ──> probs, indices [T, K] ─> plan ─┐
-                             ├───────────────────────────────────────> Experts ─┤
-                             └─> SharedExpertMLP ───────────────────────────────┴─> [S, B, H]
+                             ├───────────────────────────────────────> Experts ─┤ └─>
+                             SharedExpertMLP ───────────────────────────────┴─> [S, B, H]
 """
 import contextlib
 import enum
@@ -66,7 +66,7 @@ class MoEConfig:
     """What a layer computes. Everything is checked here: ValueError names the fields and
     the way out.
 
-    The names are Megatron's, without the prefix moe_ or moe_router_. hidden_size is H,
+    Most names are Megatron's, without the prefix moe_ or moe_router_. hidden_size is H,
     ffn_hidden_size is F of one expert, num_experts is E, topk is K. For score_function to
     scaling_factor see kernels.topk_routing_with_score_function, for the activation fields
     kernels.activation, for apply_probs_on kernels.expert_mlp. load_balancing_type and
@@ -90,7 +90,7 @@ class MoEConfig:
     add_bias_linear: bool = False                  # biases in the experts
     apply_probs_on: str = "activation"             # "input", "activation", "output"
     score_function: str = "softmax"                # "softmax", "sigmoid", "sqrtsoftplus"
-    pre_softmax: bool = False                      # softmax over all E, then the choice
+    pre_softmax: bool = False                      # the probs: softmax over all E, not the chosen
     norm_topk_prob: bool | None = None             # None: Megatron's convention
     norm_eps: float = 1e-20
     num_groups: int | None = None                  # of experts: see kernels.group_limited_topk
@@ -291,12 +291,12 @@ class MoELayer(ParallelModule):
     None if the config has none.
 
     `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. (CUDA
-    graphs do not go together with shared_expert_overlap.) The same input gives bitwise the
-    same output and gradients. Under ep each rank has E / ep experts and tokens of its own.
-    Every rank must run every forward and backward, also with T = 0. With pad_to_capacity
-    all ranks need the same T, with sequence_parallel the same S over tp. ValueError: sizes
-    that ep or tp do not divide, tp without sequence_parallel, and in the forward wrong
-    shapes.
+    graphs do not go together with shared_expert_overlap.) The same input and state give
+    bitwise the same output and gradients, unless input_jitter_eps or force_load_balancing
+    draw numbers. Under ep each rank has E / ep experts and tokens of its own. Every rank
+    must run every forward and backward, also with T = 0. With pad_to_capacity all ranks
+    need the same T, with sequence_parallel the same S over tp. ValueError: sizes that ep
+    or tp do not divide, tp without sequence_parallel, and in the forward wrong shapes.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape
@@ -339,12 +339,14 @@ class MoELayer(ParallelModule):
             plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
             def routed(x_TH: Tensor, down: Tensor | None = None) -> Tensor:
-                # Send the rows to their experts. Meanwhile the shared expert computes fc1.
+                # Send the rows to their experts. With overlap the shared expert computes
+                # fc1 meanwhile.
                 dispatched = self.dispatch(x_TH, down, probs_TK=probs_TK, plan=plan)
                 if overlap:
                     shared.linear_fc1_forward_and_act()
                 # Wait for the rows of our experts, and send back what these make of them.
-                # Meanwhile the shared expert computes fc2.
+                # With overlap the shared expert computes fc2 and its sum over tp
+                # meanwhile.
                 rows = self.experts(**dispatched.wait_for_rows())
                 sent_back = dispatched.send_back(rows)
                 if overlap:
@@ -379,8 +381,8 @@ class MoELayer(ParallelModule):
 
 
 class Local(NamedTuple):
-    """Nothing crosses ranks, so there is nothing to wait for: the experts themselves
-    gather their rows from the tokens, and combine them.
+    """Nothing crosses ranks, so there is nothing to wait for. kernels.expert_mlp gathers
+    the rows from the tokens and combines them, and the methods pass their input on.
     """
     tokens: Tensor
     probs: Tensor
@@ -400,9 +402,9 @@ class Local(NamedTuple):
 class ExpertParallel:
     """Rows go to the ranks that hold their experts, and back.
 
-    The ranks first exchange how many rows go where, and read it on the host: the one sync.
-    With pad_to_capacity every expert gets equally many rows from every rank: no exchange of
-    counts, no sync. M is the number of rows that this rank receives.
+    The ranks first exchange how many rows go where, and read it on the host: the one sync
+    of the dispatch. With pad_to_capacity every expert gets equally many rows from every
+    rank: no exchange of counts, no sync. M is the number of rows that this rank receives.
     """
 
     def __init__(
@@ -420,8 +422,8 @@ class ExpertParallel:
             # Issued before the rows are gathered, so that it runs beside that.
             counts_in_flight = parallel.exchange(
                 plan.counts, send=[local] * ranks, receive=[local] * ranks, group=group)
-            # One unrouted row more: then the slices below never take all rows, which would
-            # be another graph.
+            # Add one unrouted row. Then the slices below are always shorter than the
+            # tensor, so that the compiler needs only one graph.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
         probs = kernels.gather_probs(probs_TK, plan)
@@ -485,7 +487,10 @@ def set_aux_loss_scale(scale: float | Tensor) -> None:
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """activation -> activation. In the backward `loss` gets the gradient `scale`, a 0-d tensor.
+    """activation -> activation. In the backward `loss` gets the gradient `scale`, a 0-d
+    tensor, as if scale · loss had been added to the main loss.
+
+    Megatron's set_loss_scale is set_aux_loss_scale here.
     """
 
     @staticmethod
@@ -509,8 +514,9 @@ def _recomputing() -> bool:
     """Whether a non-reentrant checkpoint is running its forward again.
 
     In eager mode that happens inside a backward, in a graph as part of the compiled
-    backward. A reentrant checkpoint runs its first pass without grad, so there the second
-    pass is the one that counts. The private names of torch are in this one place.
+    backward. A reentrant checkpoint runs its first pass without grad, where nothing is
+    counted, and its second pass is not recognised here: it is the one that adds to the
+    counts. The private names of torch are in this one place.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -555,7 +561,8 @@ def _counter(tensor: Tensor) -> Tensor:
 # ---- Router ----
 
 class Router(ParallelModule, ABC):
-    """The base of a router: weight [E, H], and the logits. Subclasses say what these choose."""
+    """The base of a router: weight [E, H], and the logits. A subclass turns them into a choice.
+    """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
@@ -599,11 +606,11 @@ class Router(ParallelModule, ABC):
 class TopKRouter(Router):
     """Sends each token to its top K experts.
 
-    forward(input)  -> (probs [T, E], routing_map [T, E]), Megatron's form.
-    route(input)    -> (probs [T, K], indices [T, K]), the same choice in the layer's form.
-    routing(logits) -> (probs [T, E], routing_map [T, E]), from given logits.
-    gating(input)   -> logits.
-    choose(logits)  -> (probs [T, K], indices [T, K]). Override it for a routing of your own.
+    forward(input)  -> (probs [T, E], routing_map [T, E]), Megatron's form. route(input)
+    -> (probs [T, K], indices [T, K]), the same choice in the layer's form. routing(logits)
+    -> (probs [T, E], routing_map [T, E]), from given logits. gating(input)   -> logits.
+    choose(logits)  -> (probs [T, K], indices [T, K]). Override it for a routing of your
+    own.
 
     In training, with grad enabled, balance losses are attached to the probs and the z-loss
     to the logits. So the losses are in the gradient already: do not add them. Counts, and
@@ -772,7 +779,8 @@ class TopKRouter(Router):
         and dropping.
 
         Override this for a routing of your own. Index E is unrouted, and its prob must be
-        0. padding_mask [T] bool and topk_indices [T, K] are those of `forward`, or None.
+        0. The balance losses still see the plain top K of the logits. padding_mask [T]
+        bool and topk_indices [T, K] are those of `forward`, or None.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
@@ -849,7 +857,8 @@ class TopKRouter(Router):
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits [S, B, E] with the z-loss attached, in training with grad (arXiv 2202.08906).
 
-        Over tp_cp it is the sum over the local valid tokens, divided by the valid tokens of all.
+        Over tp_cp each rank has its part: coeff · Σ logsumexp² over its valid tokens,
+        divided by the valid tokens of all.
         """
         coeff = self.config.z_loss_coeff
         group = self.pg_collection.tp_cp
@@ -911,7 +920,10 @@ class TopKRouter(Router):
     def _apply_switch_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, kind: str, S: int, B: int,
     ) -> Tensor:
-        """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e]."""
+        """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e].
+
+        Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
+        """
         E, K = self.config.num_experts, self.config.topk
         coeff = self.get_aux_loss_coeff(kind)
         group = self.pg_collection.tp_cp
@@ -1004,7 +1016,7 @@ class TopKRouter(Router):
         _update_once(self.bias_histogram, histogram, add=True)
 
     def reset_bias_histogram(self) -> None:
-        """Empties the histogram of bias_update="quantile": its tokens have met another bias.
+        """Empties the histogram of bias_update="quantile", which was made with the old bias.
 
         Call it after writing the expert bias by hand. Loading a state dict does.
         """
@@ -1073,8 +1085,7 @@ def update_expert_bias(model: nn.Module) -> None:
 
     It uses the tokens of all ranks since the last update. With bias_update="sign" the bias
     moves by bias_update_rate towards an even load (arXiv 2408.15664). With "quantile" it
-    becomes the bias with which the load would have been even: see
-    kernels.required_bias_histogram.
+    becomes that of kernels.quantile_expert_bias.
     """
     for router in _routers(model):
         if router.expert_bias is None:
@@ -1104,7 +1115,7 @@ class RoutingRecord:
     @property
     def indices(self) -> list[Tensor | None]:
         """Each router's latest choice [T, K] int64 before dropping, in module order. Index
-        E stands for padding. None for a router that has not run.
+        E is unrouted. None for a router that has not run.
         """
         return self._kept or [router._recorded for router in self._routers]
 
@@ -1275,8 +1286,8 @@ class Latent(ParallelModule):
     norm(routed(x · downᵀ)) · upᵀ. With latent_norm the norm is an RMSNorm, else there is
     none.
 
-    `forward` takes the routed path as a function. So one call of this module needs all of
-    its weights, and FSDP2 gathers them where it has sharded them.
+    `forward` takes the routed path as a function, so that down and up are both used inside one
+    call: FSDP2 gathers the weights of a module for its call.
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
@@ -1400,8 +1411,8 @@ def _fork_stream(tensor: Tensor) -> Tensor:
 
 @kernels._op(_empty_on_other_stream)
 def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A copy for the current stream, which waits for the side stream, and there for
-    `others` too.
+    """The current stream waits for the side stream. Then it copies `tensor`. After the
+    wait, `others` are ready too.
     """
     current = _current_stream(tensor.device)
     current.wait_stream(_SIDE_STREAMS[tensor.device])
@@ -1439,7 +1450,7 @@ class _ToSideStream(torch.autograd.Function):
 class _BackwardStreamWait(torch.autograd.Function):
     """input -> input. In the backward `stream` waits for the current one.
 
-    So what runs there next does not start before what the routed path has launched.
+    What runs there next starts after what is launched already for the routed path.
     """
 
     @staticmethod
@@ -1578,8 +1589,8 @@ class SharedExpertMLP(ParallelModule):
         """Computes fc1 and the activation.
 
         overlapped_comm_output is the result of the communication that runs beside this
-        step. Its backward is launched before that of this step, which also waits for the
-        current stream.
+        step, for a dispatcher of your own. Its backward is launched first. The backward of
+        this step waits for the current stream.
         """
         with self._beside():
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])

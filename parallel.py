@@ -25,14 +25,15 @@ class ProcessGroups:
     tp        ranks that shard the shared expert. The rest is whole on each of them.
     ep        ranks that share out the experts, each with tokens of its own.
     tp_cp     ranks that hold one sequence between them.
-    dp_cp     all ranks with the same tp rank.
+    dp_cp     all ranks with the same tp rank, those of ep too.
     tp_dp_cp  all ranks.
     expt_dp   all ranks with the same experts: those with the same ep rank.
 
-    Each rank's gradients are partial and have to be summed: see reduce_gradients. If a
-    trainer averages over R ranks instead, the main loss is a mean over ranks as usual, but
-    the global loss, which is of all ranks already, is R times too weak. Multiply its
-    coefficient by R. ValueError: ep without tp_dp_cp.
+    Each rank's gradients are partial and have to be summed: see reduce_gradients. The
+    balance losses are made for that sum: a rank has its part of a loss over tp_cp, and of
+    the global loss. If a trainer averages over R ranks instead, multiply the coefficients
+    of aux, seq and z-loss by the size of tp_cp, and that of the global loss by R.
+    ValueError: ep without tp_dp_cp.
     """
     tp: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
@@ -97,9 +98,9 @@ def all_sum(x: Tensor, group) -> Tensor:
 # The first half issues the exchange, the second waits for it. In the backward the second
 # half comes first: it issues the opposite exchange, and the first half waits for that. So
 # what runs between the halves in the forward runs beside the exchange in the backward too,
-# in eager mode and in a graph. The gradient in flight travels to the first half as the
-# gradient of a shadow: an expanded scalar, which has the shape of the rows and needs no
-# memory.
+# in eager mode and in a graph. The first half has a second output, the shadow: an expanded
+# scalar, which has the shape of the rows and needs no memory. The second half returns the
+# gradient in flight as the shadow's gradient, so autograd hands it to the first half.
 
 def exchange(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
     """Issues an all-to-all of rows: `send[r]` rows to rank r, `receive[r]` from it.
@@ -238,8 +239,8 @@ def copy_rows(parameter: Tensor, rows: Tensor, first: int = 0) -> None:
 def gathered(parameter: Tensor | None) -> Tensor | None:
     """The whole parameter.
 
-    FSDP2 has gathered it already, unless a part of what it has sharded is called by
-    itself. Then its gradient is averaged here, as FSDP2 does.
+    Inside a module that FSDP2 has sharded it is gathered already. If you call the router by
+    itself, the weight is gathered here, and its gradient is averaged as FSDP2 does.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -275,8 +276,8 @@ class ParallelModule(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
     ) -> dict[str, Tensor]:
-        """prefix + state-dict name -> the module's own tensors, as DTensors where a group
-        shards them.
+        """prefix + state-dict name -> the module's own tensors, as DTensors over the group
+        of each.
 
         Pass it to torch.distributed.checkpoint's save or load. No other step is needed. It
         loads at other sizes of tp and ep, and without any process group. ValueError:
@@ -300,10 +301,10 @@ class ParallelModule(nn.Module):
 def reduce_gradients(module: nn.Module) -> None:
     """Sums the gradients of all MoE parameters in `module` over the ranks that hold them.
 
-    Each module says over which ranks: the router over tp_dp_cp, the shared expert over
-    dp_cp, the experts over expt_dp, which never has ranks with other experts. Call it
-    before the optimizer step if you train without FSDP or DDP. This is collective. A
-    parameter without a gradient on this rank counts as zero.
+    Each module says over which ranks: router and latent weights over tp_dp_cp, the shared
+    expert over dp_cp (its gate over tp_dp_cp with sequence_parallel), the experts over
+    expt_dp. Call it before the optimizer step if you train without FSDP or DDP. This is
+    collective. A parameter without a gradient on this rank counts as zero.
     """
     for part in module.modules():
         if not isinstance(part, ParallelModule):
