@@ -848,7 +848,8 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     tensor([[4.]])
     """
     T, K = plan.inverse.shape
-    check_shapes({"N": len(plan.order), "T": T, "K": K}, rows=(rows, "N H"), probs=(probs, "T K"))
+    N, = plan.order.shape
+    check_shapes({"N": N, "T": T, "K": K}, rows=(rows, "N H"), probs=(probs, "T K"))
     weighted = rows
     if probs is not None:
         weighted = _upcast(rows) * gather_probs(probs, plan)[:, None]
@@ -872,7 +873,8 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
     zeros. Row E·C, beyond the last offset, stands for all unrouted assignments. No expert
     may have more than C rows. This is not checked: checking would sync the device.
     """
-    E, N, device = len(plan.counts), len(plan.order), plan.order.device
+    (E,), (N,) = plan.counts.shape, plan.order.shape
+    device = plan.order.device
     start_E = plan.offsets.long() - plan.counts
 
     # The old row of each new one, N for a filler.
@@ -1345,7 +1347,8 @@ class _Rows(NamedTuple):
     probs: Tensor | None = None          # [N, 1]
 
     def count(self) -> int:
-        return len(self.x if self.token_N is None else self.token_N)
+        rows = self.x if self.token_N is None else self.token_N
+        return rows.shape[0]                 # len() would fix a symbolic size
 
     def block(self, start: int = 0, end: int | None = None) -> Tensor:
         """Rows start to end."""
@@ -1495,7 +1498,7 @@ def _product(rows: _Rows, weights: Tensor, offsets: Tensor, bias: Tensor | None 
     routed = _zero_unrouted(rows.block(), offsets)
     out = F.grouped_mm(routed, weights, offs=offsets)
     if bias is not None:
-        row_N = torch.arange(len(out), device=out.device)
+        row_N = torch.arange(out.shape[0], device=out.device)
         expert_N = torch.bucketize(row_N, offsets, right=True)
         out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
     return _zero_unrouted(out, offsets)

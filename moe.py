@@ -347,7 +347,7 @@ class MoELayer(ParallelModule):
                 # Wait for the rows of our experts, and send back what these make of them.
                 # With overlap the shared expert computes fc2 and its sum over tp
                 # meanwhile.
-                rows = self.experts(**dispatched.wait_for_rows())
+                rows = self.experts(*dispatched.wait_for_rows())
                 sent_back = dispatched.send_back(rows)
                 if overlap:
                     shared.linear_fc2_forward()
@@ -389,8 +389,8 @@ class Local(NamedTuple):
     plan: kernels.Permutation
     down: Tensor | None
 
-    def wait_for_rows(self) -> dict:
-        return self._asdict()
+    def wait_for_rows(self) -> "Local":
+        return self
 
     def send_back(self, y_TH: Tensor) -> Tensor:
         return y_TH
@@ -444,17 +444,17 @@ class ExpertParallel:
         self.rows_in_flight = parallel.AllToAll(rows[:sum(send)], **splits)
         self.probs_in_flight = parallel.AllToAll(probs[:sum(send)], **splits)
 
-    def wait_for_rows(self) -> dict:
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
         rows_MH = self.rows_in_flight.wait()
         probs_M = self.probs_in_flight.wait()
-        return {"tokens": rows_MH, "probs": probs_M[:, None], "plan": self.local_plan}
+        return rows_MH, probs_M[:, None], self.local_plan
 
     def send_back(self, y_MH: Tensor) -> parallel.AllToAll:
         return parallel.AllToAll(y_MH, **self.splits_back)
 
     def wait_and_combine(self, sent_back: parallel.AllToAll) -> Tensor:
         rows = sent_back.wait()
-        unrouted = len(self.plan.order) - len(rows)
+        unrouted = self.plan.order.shape[0] - rows.shape[0]
         return kernels.combine_rows(F.pad(rows, (0, 0, 0, unrouted)), self.plan)
 
 
@@ -902,7 +902,7 @@ class TopKRouter(Router):
         is. Counts and T are those of tp_cp.
         """
         return self._apply_switch_loss(
-            probs, scores_for_aux_loss, routing_map, kind="aux_loss", S=len(routing_map), B=1)
+            probs, scores_for_aux_loss, routing_map, kind="aux_loss", S=routing_map.shape[0], B=1)
 
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int,

@@ -3913,7 +3913,7 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
 device  count_experts
 device  fork_stream
 device  join_stream
-device  place_in_column
+device  place_by_key
 device  plan_permutation
 device  product_in
 host    rows_times_rows
