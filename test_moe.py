@@ -2555,6 +2555,9 @@ def shared_over_tp(rank, ranks):
         for a, b in ((mine.fc1, whole.fc1), (mine.fc2, whole.fc2)):
             same(a, b.chunk(ranks, 1)[rank])
             close(a.grad, b.grad.chunk(ranks, 1)[rank])
+        if how != "in steps":
+            with torch.no_grad():
+                close(function(x_r.detach()), want)
 
     odd = shared_config(shared_expert_intermediate_size=7)
     assert "is 7; needs a multiple of the tp size, 2" in error(SharedExpertMLP, odd, False, groups)
