@@ -29,7 +29,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 import types
 import weakref
@@ -4193,36 +4192,52 @@ def test_compile_cuda_layer_matches_cpu():
 # ---- Files: copied, run, benchmarked ----
 
 def run(*args, cwd=HERE, timeout=300, **env) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, timeout=timeout, capture_output=True, text=True,
-                          env={**os.environ, **env})
+    return subprocess.run(
+        [sys.executable, *map(str, args)], cwd=cwd, timeout=timeout,
+        capture_output=True, text=True, env={**os.environ, **env})
 
 
 def test_three_files_copied_elsewhere(tmp_path):
-    """Into a folder, and into a package; both at once in one process, so that their ops must not collide."""
+    """The three files work in a folder and in a package. One process imports both copies: their
+    ops must not collide."""
     package = tmp_path / "package"
-    package.mkdir(), (package / "__init__.py").touch()
+    package.mkdir()
+    (package / "__init__.py").touch()
     for folder in (tmp_path, package):
         for name in ("kernels.py", "moe.py", "parallel.py"):
             shutil.copy(HERE / name, folder)
-    code = ("import torch, moe, package.moe as pm; x = torch.ones(3, 8)\n"
-            "for m in (moe, pm): print(tuple(m.MoELayer(m.MoEConfig(8, 4, 4, 2))(x).shape), m.kernels.__name__)")
-    done = run("-W", "error::SyntaxWarning", "-c", code, cwd=tmp_path)
+
+    code = (
+        "import torch, moe, package.moe\n"
+        "x = torch.ones(3, 8)\n"
+        "for m in (moe, package.moe):\n"
+        "    y = m.MoELayer(m.MoEConfig(8, 4, 4, 2))(x)\n"
+        "    print(tuple(y.shape), m.kernels.__name__)")
+    done = run("-Werror::SyntaxWarning", "-c", code, cwd=tmp_path)
     assert done.stdout.split("\n")[:2] == ["(3, 8) kernels", "(3, 8) package.kernels"], done.stderr
 
 
 def test_sources_import_torch_and_einops_alone():
-    standard = {"abc", "collections", "contextlib", "dataclasses", "enum", "functools", "math", "re", "types", "typing"}
-    for name, local in [("kernels.py", set()), ("parallel.py", set()), ("moe.py", {"kernels", "parallel"}),
-                        ("families.py", {"moe", "operator"})]:
+    standard = {
+        "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "math", "re",
+        "types", "typing"}
+    also_allowed = {
+        "kernels.py": set(),
+        "parallel.py": set(),
+        "moe.py": {"kernels", "parallel"},
+        "families.py": {"moe", "operator"},
+    }
+    for name, local in also_allowed.items():
         text = (HERE / name).read_text()
         found = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.M))
-        if name == "families.py":                     # inside the one function that needs it
+        if name == "families.py":            # the one function that needs it imports it
             found -= set(re.findall(r"^        from (transformers)\b", text, re.M))
         assert found <= {"torch", "einops"} | standard | local, found
 
 
-TINY = ("--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 "
-        "--no-compile --dtype float32").split()
+TINY = (
+    "--steps 6 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 3 "
+    "--no-compile --dtype float32").split()
 
 
 @pytest.fixture
@@ -4236,76 +4251,116 @@ def small_texts(tmp_path):
 
 
 def saved_tensors(folder: Path) -> dict:
-    """Of the last checkpoint of a run."""
+    """The tensors of a run's last checkpoint."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     *_, checkpoint = sorted(folder.glob("checkpoint-*"))
     dcp_to_torch_save(checkpoint, folder / "all.pt")
     return torch.load(folder / "all.pt", weights_only=True)
 
 
-def test_train_resumes_bit_for_bit(tmp_path, small_texts, capsys):
-    """Stopped behind step 3 by an exception in step 4, resumed: the same weights and optimizer state as in one go."""
-    whole = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path / "whole")
-    assert whole.returncode == 0 and "Warning" not in whole.stderr, whole.stderr
-    stop = ("import train\nreal = train.get_batch\n"
-            "def get_batch(run):\n"
-            "    if run.step == 4: raise SystemExit(7)\n"
-            "    return real(run)\n"
-            "train.get_batch = get_batch\ntrain.main()")
-    cut = run("-c", stop, *TINY, "--data", small_texts, "--out", tmp_path / "cut", PYTHONPATH=str(HERE))
-    assert cut.returncode == 7, cut.stderr
-    (tmp_path / "cut" / "unfinished").mkdir()                      # as a kill while saving leaves it
-    (tmp_path / "cut" / "unfinished" / "run.json").write_text("[")
-    resumed = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path / "cut", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-0000006"]
-    files = [saved_tensors(tmp_path / name) for name in ("whole", "cut")]
-    assert {"head.weight", "optimizer.head.weight.exp_avg_sq", "blocks.0.ffn.router.expert_bias"} <= files[0].keys()
-    same(files[0], files[1])
-    logs = [[json.loads(line)["loss"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-            for name in ("whole", "cut")]
-    assert len(logs[0]) == 6 and logs[0] == logs[1]
+def read_log(folder: Path) -> list[dict]:
+    """The records of a run's log, one a step."""
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
+
+def resume_here(checkpoint: Path, args: list[str]):
+    """Resumes a run of train.py in this process, and stops before its first step."""
     import train
+    resumed = train.parse_args(args)
+    resumed.resume = checkpoint
+    train.start_machine(resumed)
+    train.load_data(resumed)
+    train.start_run(resumed)
+    return resumed
 
-    def resume(path, *changes):
-        again = train.parse_args([*TINY, "--data", str(small_texts), "--out", str(tmp_path / "again"), *changes])
-        again.resume = path
-        train.start_machine(again)
-        train.load_data(again)
-        train.start_run(again)
-        return again
+
+def test_train_resumes_bit_for_bit(tmp_path, small_texts, capsys):
+    """An exception in step 4 stops a run whose last checkpoint is of step 3. The resumed run ends
+    with the weights and the optimizer state of a run that was never stopped."""
+    args = [*TINY, "--data", str(small_texts)]
+    whole_args = [*args, "--out", tmp_path / "whole"]
+    whole = run(HERE / "train.py", *whole_args)
+    assert whole.returncode == 0, whole.stderr
+    assert "Warning" not in whole.stderr, whole.stderr
+
+    stop = (
+        "import train\n"
+        "real = train.get_batch\n"
+        "def get_batch(run):\n"
+        "    if run.step == 4: raise SystemExit(7)\n"
+        "    return real(run)\n"
+        "train.get_batch = get_batch\n"
+        "train.main()")
+    cut_args = [*args, "--out", tmp_path / "cut"]
+    cut = run("-c", stop, *cut_args, PYTHONPATH=str(HERE))
+    assert cut.returncode == 7, cut.stderr
+
+    # A kill during a save leaves such a folder.
+    (tmp_path / "cut" / "unfinished").mkdir()
+    (tmp_path / "cut" / "unfinished" / "run.json").write_text("[")
+    resumed = run(HERE / "train.py", *cut_args, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    names = [path.name for path in (tmp_path / "cut").glob("checkpoint-*")]
+    assert names == ["checkpoint-0000006"]
+
+    want = saved_tensors(tmp_path / "whole")
+    assert {
+        "head.weight",
+        "optimizer.head.weight.exp_avg_sq",
+        "blocks.0.ffn.router.expert_bias",
+    } <= want.keys()
+    same(want, saved_tensors(tmp_path / "cut"))
+
+    losses = [record["loss"] for record in read_log(tmp_path / "whole")]
+    assert len(losses) == 6
+    assert losses == [record["loss"] for record in read_log(tmp_path / "cut")]
+
+    check_refused_checkpoints(tmp_path, [*args, "--out", str(tmp_path / "again")], capsys)
+
+
+def check_refused_checkpoints(tmp_path, args: list[str], capsys) -> None:
+    """--resume takes the checkpoint of step 6. It refuses a damaged one, another config and a
+    folder without a checkpoint."""
+    def refused(checkpoint, *changes) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            resume_here(checkpoint, [*args, *changes])
+        return capsys.readouterr().err
+
     good = tmp_path / "cut" / "checkpoint-0000006"
-    assert resume(good).step == 6
+    assert resume_here(good, args).step == 6
+
     for name in ("run.json", ".metadata", "__0_0.distcp"):
         content = (good / name).read_bytes()
         for damaged in (content[:len(content) // 2], b"not a checkpoint", b""):
             bad = shutil.copytree(good, tmp_path / "bad", dirs_exist_ok=True)
             (bad / name).write_bytes(damaged)
-            with pytest.raises(SystemExit, match="2"):
-                resume(bad)
-            message = capsys.readouterr().err
-            assert message.startswith(f"train.py: error: --resume: {bad} is damaged") and message.count("\n") == 1
-    for change, message in (("--topk 1", "topk (checkpoint 2, now 1)"), ("--steps 5", "steps (checkpoint 6, now 5)")):
-        with pytest.raises(SystemExit, match="2"):
-            resume(good, *change.split())
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        resume(tmp_path / "nowhere")
-    assert "no checkpoint of train.py (FileNotFoundError)" in capsys.readouterr().err
+            said = refused(bad)
+            assert said.startswith(f"train.py: error: --resume: {bad} is damaged")
+            assert said.count("\n") == 1
+
+    assert "topk (checkpoint 2, now 1)" in refused(good, "--topk", "1")
+    assert "steps (checkpoint 6, now 5)" in refused(good, "--steps", "5")
+    said = refused(tmp_path / "nowhere")
+    assert "no checkpoint of train.py (FileNotFoundError)" in said
 
 
 def test_train_says_what_it_does_not_do(tmp_path, small_texts, capsys):
-    """An occupied folder, a log that cannot be written, --fsdp in one process; --help."""
+    """train.py refuses a folder that holds a run and a log that it cannot write. It says that
+    --fsdp does nothing in one process. --help shows the defaults."""
     import train
     out = tmp_path / "out"
     args = [*TINY, "--data", str(small_texts), "--out", str(out)]
-    train.check_out(train.parse_args(args))                          # there is no such folder yet
+
+    # There is no such folder yet.
+    train.check_out(train.parse_args(args))
     with pytest.raises(SystemExit, match="2"):
         train.check_out(train.parse_args([*args, "--resume"]))
+
+    # A run that made no step leaves an empty log.
     out.mkdir()
-    (out / "log.jsonl").touch()                                      # of a run that made no step
+    (out / "log.jsonl").touch()
     train.check_out(train.parse_args(args))
+
     (out / "log.jsonl").write_text("{}")
     with pytest.raises(SystemExit, match="2"):
         train.check_out(train.parse_args(args))
@@ -4317,28 +4372,36 @@ train.py: error: --out OUT holds a run; --resume goes on with it, or name anothe
 
     train.start_machine(train.parse_args(["--no-compile", "--fsdp"]))
     assert "--fsdp does nothing in one process" in capsys.readouterr().out
+
     with pytest.raises(SystemExit, match="0"):
         train.parse_args(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "--no-compile run without torch.compile (default: off)" in said and "None" not in said
+    assert "--no-compile run without torch.compile (default: off)" in said
+    assert "None" not in said
 
+    # A folder in the place of the log cannot be written.
     shutil.rmtree(out)
     (out / "log.jsonl").mkdir(parents=True)
     done = run(HERE / "train.py", *args)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "log.jsonl" in done.stderr, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "log.jsonl" in done.stderr, done.stderr
 
 
-def interrupted_train(line: str, *command) -> tuple[int, str]:
-    """The exit code and the output of a run that gets a Ctrl-C after it has printed `line`. The signal goes to the
-    whole process group, as a terminal sends it."""
-    process = subprocess.Popen([str(word) for word in command], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+def interrupted_train(line: str, command: list) -> tuple[int, str]:
+    """The exit code and the output of a run that gets a Ctrl-C after it has printed `line`. The
+    signal goes to the whole process group, as a terminal sends it."""
+    process = subprocess.Popen(
+        [str(word) for word in command], cwd=HERE, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
         said = ""
         for text in process.stdout:
             said += text
             if text.startswith(line):
-                time.sleep(2 if "compiling" in line else 0)
+                if "compiling" in line:
+                    time.sleep(2)
                 os.killpg(process.pid, signal.SIGINT)
                 break
         said += process.communicate(timeout=120)[0]
@@ -4350,61 +4413,93 @@ def interrupted_train(line: str, *command) -> tuple[int, str]:
 @slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train_stops_and_goes_on_as_it_says(tmp_path, small_texts, ranks):
-    """Ctrl-C in the first step leaves nothing; later it leaves a checkpoint, and a command that goes on from there,
-    with the losses of an uninterrupted run. More steps make the run longer; a picture at the end."""
+    """A Ctrl-C in the first step only stops the run. A later one leaves a checkpoint and prints a
+    command that goes on from there. That run ends with the weights of an uninterrupted run. More
+    steps make the run longer."""
     command = [sys.executable]
     if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", free_port()]
+        command += ["-m", "torch.distributed.run"]
+        command += ["--nproc-per-node", ranks, "--master-port", free_port()]
     command += ["train.py", *TINY, "--steps", 100, "--save-every", 1000, "--data", small_texts]
-    compiled = [word for word in command if word != "--no-compile"]
-    if ranks == 1:
-        code, said = interrupted_train("compiling, about a minute", *compiled, "--out", tmp_path / "none")
-        assert code == 130 and said.endswith("\nstopped\n") and "Traceback" not in said, said
 
-    code, said = interrupted_train("step   8", *command, "--out", tmp_path / "out")
-    assert code and "stopping after this step" in said, said
+    if ranks == 1:
+        compiled_command = [word for word in command if word != "--no-compile"]
+        code, said = interrupted_train(
+            "compiling, about a minute", [*compiled_command, "--out", tmp_path / "none"])
+        assert code == 130, said
+        assert said.endswith("\nstopped\n"), said
+        assert "Traceback" not in said, said
+
+    code, said = interrupted_train("step   8", [*command, "--out", tmp_path / "out"])
+    assert code, said
+    assert "stopping after this step" in said, said
     saved, again = re.search(r"saved (\S+); to go on: (.*)\n", said).groups()
-    assert Path(saved).is_dir() and again.endswith("--resume") and ("torch.distributed.run" in again) == (ranks > 1)
-    def finish(line):
-        done = subprocess.run(line, cwd=HERE, capture_output=True, text=True, timeout=300)
+    assert Path(saved).is_dir()
+    assert again.endswith("--resume")
+    assert ("torch.distributed.run" in again) == (ranks > 1)
+
+    def finish(words):
+        done = subprocess.run(
+            [str(word) for word in words], cwd=HERE, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-    finish([str(word) for word in (*command, "--out", tmp_path / "whole")])
+
+    finish([*command, "--out", tmp_path / "whole"])
     finish(shlex.split(again))
     same(saved_tensors(tmp_path / "out"), saved_tensors(tmp_path / "whole"))
+
     finish(shlex.split(f"{again} --steps 120"))
-    last = json.loads((tmp_path / "out" / "log.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 120 and "held_out" in last
+    last = read_log(tmp_path / "out")[-1]
+    assert last["step"] == 120
+    assert "held_out" in last
 
 
 @slow
 def test_train_draws_its_baselines(tmp_path, small_texts):
     pytest.importorskip("matplotlib")
-    done = run(HERE / "train.py", *TINY, "--data", small_texts, "--out", tmp_path / "out", "--baseline", "none", "quantile", "dense")
+    args = [*TINY, "--data", small_texts, "--out", tmp_path / "out"]
+    args += ["--baseline", "none", "quantile", "dense"]
+    done = run(HERE / "train.py", *args)
     assert done.returncode == 0, done.stderr
+
     scores = done.stdout.split("held-out bits per byte\n")[-1]
-    assert re.findall(r"^    (\w+)", scores, re.M)[:5] == ["moe", "none", "quantile", "dense", "zlib"]
+    names = re.findall(r"^    (\w+)", scores, re.M)
+    assert names[:5] == ["moe", "none", "quantile", "dense", "zlib"]
     assert (tmp_path / "out" / "curves.png").stat().st_size < 150_000
 
 
-def start_train(ranks: int, *args) -> list[subprocess.Popen]:
+def start_train(ranks: int, args: list, out: Path) -> list[subprocess.Popen]:
     """train.py in `ranks` processes, as torchrun starts them."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(free_port())}
-    return [subprocess.Popen([sys.executable, "train.py", *map(str, args)], cwd=HERE, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in range(ranks)]
+    command = [sys.executable, "train.py", *args, "--out", out]
+    env = dict(
+        os.environ,
+        OMP_NUM_THREADS="1",
+        WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    return [
+        subprocess.Popen(
+            [str(word) for word in command], cwd=HERE, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)]
 
 
 def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
-    """Exit codes; with a path, the last process is killed as soon as that file is there."""
+    """The exit codes. With a path, the last process is killed as soon as that file exists; without
+    one, every process must succeed."""
     try:
-        deadline = time.monotonic() + 300
-        while kill_last_at is not None and not kill_last_at.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
         if kill_last_at is not None:
+            deadline = time.monotonic() + 300
+            while not kill_last_at.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
             processes[-1].kill()
+
         outputs = [process.communicate(timeout=300)[0] for process in processes]
-        assert kill_last_at is not None or not any(p.returncode for p in processes), outputs
-        return [process.returncode for process in processes]
+        codes = [process.returncode for process in processes]
+        if kill_last_at is None:
+            assert not any(codes), outputs
+        return codes
     finally:
         for process in processes:
             process.kill()
@@ -4412,34 +4507,48 @@ def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
 
 @slow
 def test_parallel_train_with_a_killed_rank(tmp_path):
-    """Two ranks follow one process's curve; one is killed, the other ends with an error, --resume goes on bit for bit;
-    a checkpoint of ep 2 goes on at ep 1, and one of ep 1 at ep 2; with FSDP too."""
-    (tmp_path / "text").write_bytes(b"".join(b"%d squared is %d\n" % (i, i * i) for i in range(2000)))
-    common = ("--data", tmp_path / "text", "--steps", 20, "--layers", 1, "--hidden", 16, "--experts", 4, "--batch", 2,
-              "--context", 32, "--save-every", 8, "--shared", 16, "--no-compile", "--dtype", "float32")
+    """Two ranks follow the curve of one process. When one rank is killed, the other ends with an
+    error, and --resume goes on bit for bit. A checkpoint of ep 2 goes on at ep 1. One of ep 1 goes
+    on at ep 2 with FSDP."""
+    lines = [b"%d squared is %d\n" % (i, i * i) for i in range(2000)]
+    (tmp_path / "text").write_bytes(b"".join(lines))
+    one_rank = (
+        "--steps 20 --layers 1 --hidden 16 --experts 4 --batch 2 --context 32 --save-every 8 "
+        "--shared 16 --overlap --no-compile --dtype float32").split()
+    one_rank += ["--data", tmp_path / "text"]
+    two_ranks = [*one_rank, "--ep", 2]
 
     def losses(name):
-        records = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        assert [r["step"] for r in records] == list(range(1, 21))
-        return torch.tensor([r["loss"] for r in records], dtype=torch.float64)
-    runs = [start_train(2, *common, "--ep", 2, "--overlap", "--out", tmp_path / "two"),
-            start_train(1, *common, "--overlap", "--out", tmp_path / "one")]
+        records = read_log(tmp_path / name)
+        assert [record["step"] for record in records] == list(range(1, 21))
+        return torch.tensor([record["loss"] for record in records], dtype=torch.float64)
+
+    runs = [
+        start_train(2, two_ranks, tmp_path / "two"),
+        start_train(1, one_rank, tmp_path / "one")]
     for processes in runs:
         finish_train(processes)
     close(losses("two"), losses("one"), 1e-5)
 
-    killed, alone = (tmp_path / name / "checkpoint-0000008" for name in ("killed", "alone"))
-    runs = [start_train(2, *common, "--ep", 2, "--overlap", "--out", tmp_path / "killed"),
-            start_train(1, *common, "--overlap", "--out", tmp_path / "alone")]
-    codes = [finish_train(processes, kill_last_at=path) for processes, path in zip(runs, (killed, alone))]
-    assert all(codes[0]) and len(codes[0]) == 2, codes
-    shutil.copytree(tmp_path / "killed", tmp_path / "killed1"), shutil.copytree(tmp_path / "alone", tmp_path / "alone2")
-    resumed = [start_train(ranks, *common, "--overlap", *more, "--out", tmp_path / name, "--resume")
-               for name, ranks, *more in (("killed", 2, "--ep", 2), ("killed1", 1), ("alone2", 2, "--ep", 2, "--fsdp"))]
+    # Each run loses its last process at its first checkpoint.
+    killed = start_train(2, two_ranks, tmp_path / "killed")
+    alone = start_train(1, one_rank, tmp_path / "alone")
+    codes = finish_train(killed, tmp_path / "killed" / "checkpoint-0000008")
+    finish_train(alone, tmp_path / "alone" / "checkpoint-0000008")
+    assert len(codes) == 2
+    assert all(codes), codes
+
+    shutil.copytree(tmp_path / "killed", tmp_path / "killed1")
+    shutil.copytree(tmp_path / "alone", tmp_path / "alone2")
+    resumed = [
+        start_train(2, [*two_ranks, "--resume"], tmp_path / "killed"),
+        start_train(1, [*one_rank, "--resume"], tmp_path / "killed1"),
+        start_train(2, [*two_ranks, "--fsdp", "--resume"], tmp_path / "alone2")]
     for processes in resumed:
         finish_train(processes)
     same(losses("killed"), losses("two"))
-    close(losses("killed1"), losses("one"), 1e-5), close(losses("alone2"), losses("one"), 1e-5)
+    close(losses("killed1"), losses("one"), 1e-5)
+    close(losses("alone2"), losses("one"), 1e-5)
 
 
 def test_train_refuses_settings_that_do_not_fit(capsys):
@@ -4447,23 +4556,33 @@ def test_train_refuses_settings_that_do_not_fit(capsys):
     for args in ("--ep 2", "--overlap", "--topk 9", "--hidden 3", "--steps 0", "--lr nan"):
         with pytest.raises(SystemExit, match="2"):
             train.parse_args(args.split())
-    assert_expected_inline(capsys.readouterr().err, """\
-train.py: error: --ep is 2; needs to divide the 1 processes (torchrun --nproc-per-node 2 train.py ..) and --experts = 8
+
+    # Some messages are wider than the page, so each breaks after its semicolon.
+    said = capsys.readouterr().err.replace("; ", ";\n    ")
+    assert_expected_inline(said, """\
+train.py: error: --ep is 2;
+    needs to divide the 1 processes (torchrun --nproc-per-node 2 train.py ..) and --experts = 8
 train.py: error: --overlap needs a shared expert: set --shared SIZE
-train.py: error: --topk is 9; a byte cannot go to more experts than --experts = 8
-train.py: error: --hidden is 3; needs an even number, rotary embeddings turn pairs
-train.py: error: --steps is 0; needs 1 or more
-train.py: error: --lr is nan; needs a positive number
+train.py: error: --topk is 9;
+    a byte cannot go to more experts than --experts = 8
+train.py: error: --hidden is 3;
+    needs an even number, rotary embeddings turn pairs
+train.py: error: --steps is 0;
+    needs 1 or more
+train.py: error: --lr is nan;
+    needs a positive number
 """)
 
 
 def test_bench_runs_quickly(tmp_path):
-    """The shortest of its commands; .ci/run runs the others."""
-    done = run(HERE / "bench.py", "overlap", "--quick", "--json", tmp_path / "out.json")
+    """This runs the shortest command of bench.py; .ci/run runs the others."""
+    out = tmp_path / "out.json"
+    args = ["overlap", "--quick", "--json", out]
+    done = run(HERE / "bench.py", *args)
     assert done.returncode == 0, done.stderr
-    data = json.loads((tmp_path / "out.json").read_text())
-    assert data["figures"][0]["what"] == "tensors that differ, overlap on / off"
-    assert data["figures"][0]["value"] == 0
+    figure = json.loads(out.read_text())["figures"][0]
+    assert figure["what"] == "tensors that differ, overlap on / off"
+    assert figure["value"] == 0
 
 
 # ---- Published models ----
