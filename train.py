@@ -611,12 +611,18 @@ def train(run):
     first, every = run.step + 1, max(1, run.steps // 25)
     losses, asked = [], []
 
+    def leave(*_):
+        """Ctrl-C before the first step is done stops the program at once."""
+        asked.append(True)
+        raise KeyboardInterrupt
+
     def ask(*_):
         """The first Ctrl-C stops the loop after its step, a second one the program at once."""
         asked.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(2, b"stopping after this step ..\n")    # print itself may be interrupted here
 
+    signal.signal(signal.SIGINT, leave)
     mark = began = time.perf_counter()
     if run.history:
         began -= run.history[-1]["seconds"]
@@ -627,6 +633,8 @@ def train(run):
         run.step += 1
         losses.append(train_step(run, forward))
         if run.step == first:
+            if asked:
+                raise KeyboardInterrupt                  # the compiler may have swallowed it
             signal.signal(signal.SIGINT, ask)
 
         last = run.step == run.steps
