@@ -4491,9 +4491,11 @@ def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
     try:
         if kill_last_at is not None:
             deadline = time.monotonic() + 300
-            while not kill_last_at.exists() and time.monotonic() < deadline:
+            last = processes[-1]
+            while not kill_last_at.exists() and last.poll() is None:
+                assert time.monotonic() < deadline, f"{kill_last_at} is never written"
                 time.sleep(0.01)
-            processes[-1].kill()
+            last.kill()
 
         outputs = [process.communicate(timeout=300)[0] for process in processes]
         codes = [process.returncode for process in processes]
@@ -4532,11 +4534,11 @@ def test_parallel_train_with_a_killed_rank(tmp_path):
 
     # Each run loses its last process at its first checkpoint.
     killed = start_train(2, two_ranks, tmp_path / "killed")
-    alone = start_train(1, one_rank, tmp_path / "alone")
     codes = finish_train(killed, tmp_path / "killed" / "checkpoint-0000008")
-    finish_train(alone, tmp_path / "alone" / "checkpoint-0000008")
     assert len(codes) == 2
     assert all(codes), codes
+    alone = start_train(1, one_rank, tmp_path / "alone")
+    finish_train(alone, tmp_path / "alone" / "checkpoint-0000008")
 
     shutil.copytree(tmp_path / "killed", tmp_path / "killed1")
     shutil.copytree(tmp_path / "alone", tmp_path / "alone2")
