@@ -848,7 +848,7 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     tensor([[4.]])
     """
     T, K = plan.inverse.shape
-    N, = plan.order.shape
+    N = plan.order.shape[0]
     check_shapes({"N": N, "T": T, "K": K}, rows=(rows, "N H"), probs=(probs, "T K"))
     weighted = rows
     if probs is not None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+# reduce_gradients and gradient_norm are here for those who import them from moe.
 if __package__:
     from . import kernels, parallel
     from .parallel import (
@@ -983,7 +984,7 @@ class TopKRouter(Router):
         logged = self.last_losses[METRICS.index(aux_loss_name)]
         _update_once(logged, (aux_loss.detach() / aux_loss_coeff).float(), add=False)
         sharers = 0 if reduce_group_has_dp else group_size(reduce_group)
-        # Written only if it changes: Dynamo recompiles after a write to a module.
+        # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
         if self._sharers[aux_loss_name] != sharers:
             self._sharers[aux_loss_name] = sharers
         if self.config.calculate_per_token_loss:

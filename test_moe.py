@@ -93,6 +93,13 @@ def error(function, *args, **kwargs) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
+def check_errors(table, kind: type = ValueError) -> None:
+    """Each row is a call and a phrase of the error, of type `kind`, that it raises."""
+    for call, phrase in table:
+        text = error(call)
+        assert text.startswith(kind.__name__) and phrase in text, f"{phrase!r} is not in {text!r}"
+
+
 def check_error_table(table: str, **names) -> None:
     """Each row is `call => phrase`: the call raises a ValueError whose text holds the phrase. A
     phrase that begins with another type names that."""
@@ -1477,10 +1484,6 @@ def small_config(**fields) -> MoEConfig:
     return MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=6, topk=2, **fields)
 
 
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
 def close_all(got, want, tol: float = 1e-9) -> None:
     torch.testing.assert_close(list(got), list(want), rtol=tol, atol=tol, equal_nan=True)
 
@@ -1724,9 +1727,8 @@ ROUTER_ERRORS = [             # the method, its arguments, a phrase of the messa
 
 def test_router_errors():
     router = TopKRouter(small_config())
-    for method, args, phrase in ROUTER_ERRORS:
-        message = error(getattr(router, method), *args)
-        assert message.startswith("ValueError: ") and phrase in message
+    check_errors((functools.partial(getattr(router, method), *args), phrase)
+                 for method, args, phrase in ROUTER_ERRORS)
 
 
 def test_router_train_balances_each_sequence():
@@ -3712,7 +3714,7 @@ def test_router_forced_balance_with_minus_infinity():
         assert grad.isfinite().all() and grad.abs().sum() > 0
 
 
-def test_layer_on_the_meta_device():
+def test_layer_shapes_beyond_two_to_the_31_on_the_meta_device():
     """Shapes without memory, also where T·K·H is beyond 2^31."""
     config = MoEConfig(
         hidden_size=4096, ffn_hidden_size=512, num_experts=64, topk=8, enable_expert_bias=True,
@@ -5002,13 +5004,6 @@ def as_held(case: str, t: dict) -> dict:
         ups = [held.pop(f"shared_experts.{name}.weight") for name in GUD[:2]]
         held["shared_experts.gate_up_proj.weight"] = torch.cat(ups)
     return held
-
-
-def check_errors(table, kind: type = ValueError) -> None:
-    """Each row is a call and a phrase of the error, of type `kind`, that it raises."""
-    for call, phrase in table:
-        text = error(call)
-        assert text.startswith(kind.__name__) and phrase in text, f"{phrase!r} is not in {text!r}"
 
 
 def test_families_are_those_listed_here():
