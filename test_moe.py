@@ -4390,13 +4390,13 @@ train.py: error: --out OUT holds a run; --resume goes on with it, or name anothe
     assert "log.jsonl" in done.stderr, done.stderr
 
 
-def interrupted_train(line: str, command: list) -> tuple[int, str]:
+def interrupted_train(line: str, command: list, **env: str) -> tuple[int, str]:
     """The exit code and the output of a run that gets a Ctrl-C after it has printed `line`. The
     signal goes to the whole process group, as a terminal sends it."""
     process = subprocess.Popen(
         [str(word) for word in command], cwd=HERE, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **env})
     try:
         said = ""
         for text in process.stdout:
@@ -4427,7 +4427,9 @@ def test_train_stops_and_goes_on_as_it_says(tmp_path, small_texts, ranks):
     if ranks == 1:
         compiled_command = [word for word in command if word != "--no-compile"]
         code, said = interrupted_train(
-            "compiling, about a minute", [*compiled_command, "--out", tmp_path / "none"])
+            "compiling, about a minute",
+            [*compiled_command, "--out", tmp_path / "none"],
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
         assert code == 130, said
         assert said.endswith("\nstopped\n"), said
         assert "Traceback" not in said, said

@@ -28,6 +28,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import warnings
 import zlib
@@ -358,6 +359,12 @@ def start_machine(run):
     elif run.fsdp:
         print("--fsdp does nothing in one process; torchrun starts more")
         run.fsdp = False
+    if os.name == "posix":
+        # A Ctrl-C that kills the C++ compiler would leave a broken library in Inductor's cache.
+        # So another thread takes the signal: processes inherit what this thread blocks. Python
+        # still runs the handler in this thread.
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     run.compile = run.compile and compiler_works(run.device)
 
 
@@ -612,9 +619,9 @@ def train(run):
     losses, asked = [], []
 
     def leave(*_):
-        """Ctrl-C before the first step is done stops the program at once."""
-        asked.append(True)
-        raise KeyboardInterrupt
+        """Ctrl-C before the first step is done. The compiler could swallow an exception."""
+        os.write(2, b"\nstopped\n")
+        os._exit(130)
 
     def ask(*_):
         """The first Ctrl-C stops the loop after its step, a second one the program at once."""
@@ -622,19 +629,17 @@ def train(run):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(2, b"stopping after this step ..\n")    # print itself may be interrupted here
 
-    signal.signal(signal.SIGINT, leave)
     mark = began = time.perf_counter()
     if run.history:
         began -= run.history[-1]["seconds"]
     if run.compile and run.step < run.steps:
         print("compiling, about a minute ..", flush=True)
+    signal.signal(signal.SIGINT, leave)
 
     while run.step < run.steps:
         run.step += 1
         losses.append(train_step(run, forward))
         if run.step == first:
-            if asked:
-                raise KeyboardInterrupt                  # the compiler may have swallowed it
             signal.signal(signal.SIGINT, ask)
 
         last = run.step == run.steps
