@@ -153,29 +153,30 @@ class MoEConfig:
 
     def _check_values(self) -> None:
         """Each field by itself."""
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "topk"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                self._refuse(name, "needs a positive int")
-        for name in ("shared_expert_intermediate_size", "latent_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                self._refuse(name, "needs a positive int, or None")
+        def positive_int(x):
+            return isinstance(x, int) and x >= 1
+
+        def floating_dtype(x):
+            return isinstance(x, torch.dtype) and x.is_floating_point
+
+        rules = (
+            ("hidden_size ffn_hidden_size num_experts topk", positive_int, "a positive int"),
+            ("shared_expert_intermediate_size latent_size", positive_int, "a positive int, or None"),
+            ("router_dtype params_dtype", floating_dtype, "a floating torch.dtype"),
+            ("situ_beta latent_norm_eps", lambda x: x > 0, "a positive number"),
+            ("activation_clamp_value situ_linear_beta capacity_factor", lambda x: x > 0,
+             "a positive number, or None"),
+            ("z_loss_coeff input_jitter_eps", lambda x: x >= 0, "0 or more, or None"),
+        )
+        for names, fits, need in rules:
+            for name in names.split():
+                value = getattr(self, name)
+                refused = "None" not in need if value is None else not fits(value)
+                if refused:
+                    self._refuse(name, f"needs {need}")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 self._refuse(name, f"needs one of {', '.join(known)}")
-        for name in ("router_dtype", "params_dtype"):
-            dtype = getattr(self, name)
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                self._refuse(name, "needs a floating torch.dtype")
-        for name in ("activation_clamp_value", "situ_linear_beta", "capacity_factor"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                self._refuse(name, "needs a positive number, or None")
-        for name in ("situ_beta", "latent_norm_eps"):
-            if getattr(self, name) is None or getattr(self, name) <= 0:
-                self._refuse(name, "needs a positive number")
-        for name in ("z_loss_coeff", "input_jitter_eps"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                self._refuse(name, "needs 0 or more, or None")
 
     def _check_router(self) -> None:
         if self.topk > self.num_experts:
