@@ -11,7 +11,7 @@ Words     logits: the router's raw output. scores: logits after the score functi
           indices [T, K] int64: which experts each token goes to.
 Unrouted  An assignment with index E is unrouted: it was dropped, or its token is padding.
           It sorts after all experts. No expert computes it, and it adds nothing to any
-          output or gradient.
+          output. In the backward its row and its prob get the gradient 0.
 Masks     A padding_mask is boolean. True means padding.
 
 Nothing here has state, a config, or a process group beyond an argument.
@@ -1552,8 +1552,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
     On CUDA in bf16, with H and F multiples of 8, on H100, H200 and B200, this is
     torch.nn.functional.grouped_mm. Elsewhere the offsets are read on the host, which syncs
-    on CUDA. That
-    the offsets ascend and end within N is not checked: checking would sync too.
+    on CUDA. That the offsets ascend and end within N is not checked: checking would sync too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
@@ -1701,7 +1700,7 @@ class _ExpertMLP(torch.autograd.Function):
                 if inputs.fc2_bias is not None:
                     expert_TK = _expert_of(inverse, offsets).clamp(max=len(offsets) - 1)
                     grad_probs = grad_probs + _dot_rows(inputs.fc2_bias, expert_TK, grad)
-            grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0)
+            grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0)     # unrouted
             grads["probs"] = grad_probs.to(inputs.probs.dtype)
 
         # options, *tensors

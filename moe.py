@@ -608,11 +608,14 @@ class Router(ParallelModule, ABC):
 class TopKRouter(Router):
     """Sends each token to its top K experts.
 
-    forward(input)  -> (probs [T, E], routing_map [T, E]), Megatron's form. route(input)
-    -> (probs [T, K], indices [T, K]), the same choice in the layer's form. routing(logits)
-    -> (probs [T, E], routing_map [T, E]), from given logits. gating(input)   -> logits.
-    choose(logits)  -> (probs [T, K], indices [T, K]). Override it for a routing of your
-    own.
+    forward(input)   -> (probs [T, E], routing_map [T, E]), Megatron's form
+    route(input)     -> (probs [T, K], indices [T, K]), the same choice in the layer's form
+    routing(logits)  -> (probs [T, E], routing_map [T, E]), from given logits
+    gating(input)    -> logits
+    choose(logits)   -> (probs [T, K], indices [T, K]): override it for a routing of your own
+
+    A router works without a layer, as below. update_expert_bias and load_balancing_metrics
+    then take the router as the model.
 
     In training, with grad enabled, balance losses are attached to the probs and the z-loss
     to the logits. So the losses are in the gradient already: do not add them. Counts, and

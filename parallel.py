@@ -22,7 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 class ProcessGroups:
     """torch.distributed groups. None is a group of one rank, without communication.
 
-    tp        ranks that shard the shared expert. The rest is whole on each of them.
+    tp        ranks that shard the shared expert (enter_tp, leave_tp). The rest is whole on
+              each of them. Each routes its own part of the sequence (sequence_parallel), so
+              losses are shared over tp_cp, and reduce_gradients sums the router's gradient.
     ep        ranks that share out the experts, each with tokens of its own.
     tp_cp     ranks that hold one sequence between them.
     dp_cp     all ranks with the same tp rank, those of ep too.
