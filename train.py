@@ -359,12 +359,6 @@ def start_machine(run):
     elif run.fsdp:
         print("--fsdp does nothing in one process; torchrun starts more")
         run.fsdp = False
-    if os.name == "posix":
-        # A Ctrl-C that kills the C++ compiler would leave a broken library in Inductor's cache.
-        # So another thread takes the signal: processes inherit what this thread blocks. Python
-        # still runs the handler in this thread.
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     run.compile = run.compile and compiler_works(run.device)
 
 
@@ -756,7 +750,19 @@ def main():
         dist.destroy_process_group()
 
 
+def shield_compiler():
+    """A Ctrl-C that kills the C++ compiler would leave a broken library in Inductor's cache.
+
+    So another thread takes the signal: child processes inherit what this thread blocks. Python
+    still runs the handler in this thread.
+    """
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
 if __name__ == "__main__":
+    if os.name == "posix":
+        shield_compiler()
     try:
         main()
     except OSError as error:                             # what the file system refuses
