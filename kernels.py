@@ -255,6 +255,7 @@ def _sqrtsoftplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
 
 
+# A score function must be increasing: the top K of the logits has to be that of the scores.
 SCORE_FUNCTIONS = {
     "softmax": functools.partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
@@ -272,16 +273,16 @@ def topk_routing_with_score_function(
     """The K experts of every token and their probs, from logits [T, E].
 
     1. The scores are softmax over E, sigmoid, or sqrt(softplus) of the logits, in fp32 at
-       least. A score function must be increasing.
+       least.
     2. The choice, best first, is the top K of the logits, which have the order of the
        scores. With `expert_bias` [E] it is the top K of scores + bias (arXiv 2408.15664;
        the bias only chooses). With `num_groups` it comes from the best `group_topk` groups
        alone: see group_limited_topk. `precomputed_indices` [T, K] int64 in [0, E] replaces
        the choice; E is unrouted, and the other indices of a token must be distinct. Range
        and distinctness are not checked: checking would sync the device.
-    3. The probs are the scores of the chosen experts, without the bias. With
-       `norm_topk_prob` they are divided by (their sum + norm_eps); use_pre_softmax then has
-       no effect. With norm_topk_prob None, Megatron's convention holds:
+    3. The probs are the scores of the chosen experts, without the bias. `norm_topk_prob`
+       says whether they are divided by (their sum + norm_eps); use_pre_softmax then has no
+       effect. With norm_topk_prob None, Megatron's convention holds:
 
        - softmax without use_pre_softmax: a softmax over the chosen logits
        - softmax with use_pre_softmax: not normalised
@@ -447,6 +448,7 @@ class _WeightedTokenSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # grad_scores[t, e] = grad · factors[e]; then factors
         return (grad * ctx.factors).to(grad.dtype).expand(ctx.shape), None
 
 
@@ -512,7 +514,6 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     T, E = cost.shape
     tokens = max(T, 1)
-    # The row maximum is taken off, so that exp never overflows. This rescales d0 alone.
     A_TE = (cost - cost.amax(1, keepdim=True)).exp()
     if padding_mask is not None:
         A_TE = A_TE.masked_fill(padding_mask[:, None], 0.0)
@@ -538,10 +539,11 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
 def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
     """exp(cost) [T, E] with its rows scaled to sum to about 1/T and its columns to about 1/E.
 
-    A = exp(cost). From ones, d0 = (1/T) / (A·d1 + 1e-8) and d1 = (1/E) / (Aᵀ·d0 + 1e-8),
-    until the mean absolute change of d1 is at most tol, or for 256 rounds. The result is
-    d1 · A · d0[:, None]. It is finite for costs up to ±1e4 and has no gradient. Tokens
-    with padding_mask [T] True have no mass: the others are treated as if they were alone.
+    A = exp(cost - its row's maximum), which never overflows. From ones, d0 = (1/T) / (A·d1 +
+    1e-8) and d1 = (1/E) / (Aᵀ·d0 + 1e-8), until the mean absolute change of d1 is at most
+    tol, or for 256 rounds. The result is d1 · A · d0[:, None]. It is finite for costs up to
+    ±1e4 and has no gradient. Tokens with padding_mask [T] True have no mass: the others are
+    treated as if they were alone.
     """
     check_shapes(cost=(cost, "T E"), padding_mask=(padding_mask, "T"))
     return _sinkhorn(_upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
@@ -650,16 +652,17 @@ def required_bias_histogram(
     scores: Tensor, expert_bias: Tensor, topk: int, num_bins: int = 1000,
     padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """How many tokens need which bias: [E, num_bins] int32, the statistic of quantile
-    balancing (Kimi K3 technical report, section 2.3.3).
+    """Row e counts, for each bin of a bias, the tokens that need this bias to choose expert
+    e: [E, num_bins] int32, the statistic of quantile balancing (Kimi K3 technical report,
+    section 2.3.3).
 
     scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. α_t is the (K+1)-th
-    largest of s_t + b, and r[t, e] = α_t - s[t, e]: with a bias above it a chosen expert
-    stays chosen. For the others the same threshold is taken. The bins are uniform over
-    [min b - 1, max b + 1], and values beyond an end belong to the bin at that end. Tokens
-    with padding_mask [T] True are left out. Histograms of microbatches and ranks can be
-    added: they are integers, so the sum is exact. ValueError: shapes that do not fit, topk
-    not below E, or num_bins below 1.
+    largest of s_t + b, and r[t, e] = α_t - s[t, e] is the bias above which token t chooses
+    expert e. (For an expert that is not chosen now, the K-th largest would be exact; α_t is
+    taken for all.) The bins are uniform over [min b - 1, max b + 1], and values beyond an
+    end belong to the bin at that end. Tokens with padding_mask [T] True are left out.
+    Histograms of microbatches and ranks can be added: they are integers, so the sum is
+    exact. ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
     """
     check_shapes(
         scores=(scores, "T E"), expert_bias=(expert_bias, "E"), padding_mask=(padding_mask, "T"))
@@ -684,8 +687,8 @@ def required_bias_histogram(
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
-    """The bias [E] with which each expert would have been chosen by its share K/E of the
-    tokens, if the thresholds had stayed as they were; minus the mean over E.
+    """The bias [E] with which a share K/E of the tokens chooses each expert, at the old
+    thresholds; minus the mean over E.
 
     histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, and
     expert_bias [E] is the bias that was given to it. The bias is the K/E quantile of the
@@ -800,18 +803,18 @@ def _sum_rows(
     return total_TH.to(rows.dtype)
 
 
-def _dot_rows(rows: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
-    """[T, K]: Σ_h rows[inverse[t, k], h] · tokens[t, h], in fp32 at least."""
+def _dot_rows(rows: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
+    """[T, K]: Σ_h rows[index[t, k], h] · tokens[t, h], in fp32 at least."""
     tokens_TH = _upcast(tokens)
 
     def dot(row_T: Tensor) -> Tensor:
         return (_upcast(rows.index_select(0, row_T)) * tokens_TH).sum(-1)
 
-    return torch.stack([dot(row_T) for row_T in inverse.unbind(1)], dim=1)
+    return torch.stack([dot(row_T) for row_T in index.unbind(1)], dim=1)
 
 
 def _spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
-    """[N, H]: each row is its token's; unrouted rows and fillers are zeros."""
+    """[N, H]: row n is a copy of its token. Unrouted rows and fillers are zeros."""
     T, K = inverse.shape
     row_N = torch.arange(order.shape[0], device=order.device)
     token_N = torch.where(row_N < offsets[-1], order // K, T)
@@ -882,7 +885,7 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
     used_EC = slot_EC < plan.counts[:, None]
     row_EC = torch.where(used_EC, start_E[:, None] + slot_EC, N)
     order_or_filler = torch.cat((plan.order, plan.order.new_full((1,), N)))
-    order = order_or_filler[F.pad(row_EC.flatten(), (0, 1))]
+    order = order_or_filler[F.pad(row_EC.flatten(), (0, 1))]          # the last: any, it is masked
 
     # The new row of each assignment.
     expert_TK = _expert_of(plan.inverse, plan.offsets)
@@ -1126,7 +1129,7 @@ def _split_halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
 
 
 def _linear_part(b: Tensor, c: Constants) -> Tensor:
-    """What act(a) is multiplied by, of the clamped b."""
+    """The factor that act(a) is multiplied by, made of the clamped b."""
     if c.linear_beta is not None:
         b = c.linear_beta * torch.tanh(b / c.linear_beta)
     if c.linear_offset:
@@ -1168,6 +1171,7 @@ def _activate_back(
     if weights is not None:
         g_value = g_wide * weights
 
+    # grad_a = g · linear(b) · act'(a), grad_b = g · act(a) · linear'(b)
     if function.gated:
         a, b = _clamped_halves(y_wide, c)
         linear = _linear_part(b, c)
@@ -1333,10 +1337,11 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 # ---- Grouped matrix product: row block e times matrix e ----
-# Where torch's grouped product is not taken (see _native), the two products are custom
-# ops. They loop over the experts and read the offsets on the host. They gather the rows of
-# an expert just before its product, while they are in the cache. The compiler sees no
-# gathered rows, so it cannot keep them for the backward.
+# Where torch's grouped product does not work on the card itself (see _native), the two
+# products are custom ops, which read the offsets on the host. They loop over the experts and
+# gather the rows of one just before its product, while these are in the cache. Small blocks
+# on a CPU go to torch's own loop at once (see _loops_in_torch). Either way the compiler sees
+# no gathered rows, so it cannot keep them for the backward.
 
 class _Rows(NamedTuple):
     """The rows [N, ..] of a product: those of x, or with token_N the rows x[token_N],
@@ -1411,7 +1416,7 @@ def _loops_in_torch(x: Tensor, token_N: Tensor | None, num_experts: int) -> bool
     """Whether torch's grouped product, which loops in C++ on a CPU, is faster than the
     loop here.
 
-    It is where an expert has so few rows, 64 KiB on average, that the cost of the Python
+    It is if an expert has at most 64 KiB of rows on average: there the cost of the Python
     loop shows.
     """
     if x.device.type != "cpu" or x.dtype == torch.float64 or _slow_on_cpu(x.dtype):
@@ -1551,8 +1556,9 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     gradient.
 
     On CUDA in bf16, with H and F multiples of 8, on H100, H200 and B200, this is
-    torch.nn.functional.grouped_mm. Elsewhere the offsets are read on the host, which syncs
-    on CUDA. That the offsets ascend and end within N is not checked: checking would sync too.
+    torch.nn.functional.grouped_mm without a sync. Elsewhere the offsets are read on the
+    host, which syncs on CUDA. That the offsets ascend and end within N is not checked:
+    checking would sync too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
@@ -1567,8 +1573,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 # ---- Experts: gather, fc1, activation, fc2, combine ----
-# The backward keeps only the arguments and fc1's output. The activation's output is cheap
-# to compute again, and keeping it would take another [N, F].
+# Only the arguments and fc1's output are kept for the backward. The activation's output is
+# cheap to compute again, and keeping it would take another [N, F].
 
 class _ExpertInputs(NamedTuple):
     """The tensors of `expert_mlp`: fc1 as [E, P·F, H], and the plan."""
@@ -1613,7 +1619,8 @@ class _ExpertMLP(torch.autograd.Function):
         else:
             output_probs = inputs.probs
 
-        # hidden = x · fc1ᵀ, act = p · activation(hidden), out = act · fc2ᵀ
+        # hidden = x · fc1ᵀ, act = p · activation(hidden), out = act · fc2ᵀ; with probs_on
+        # "input" p · x instead, with "output" p · out.
         latent = _project(inputs.tokens, inputs.down)
         rows = _Rows(latent, token_N, input_probs)
         hidden = _product(rows, inputs.fc1.transpose(1, 2), offsets, bias=inputs.fc1_bias)
@@ -1636,8 +1643,8 @@ class _ExpertMLP(torch.autograd.Function):
         hidden = kept.to(grad.dtype)
         grads = {}
 
-        # These now depend on grad. So the compiler computes what is made of them here, and
-        # does not keep it from the forward.
+        # Now these depend on grad. Without that the compiler could compute in the forward
+        # what is made of them, and keep it.
         order = value_in_backward(inputs.order, grad)
         token_N, probs_N1 = _token_and_prob(order, inputs.probs)
         grad_out = _Rows(grad, token_N)
@@ -1668,7 +1675,7 @@ class _ExpertMLP(torch.autograd.Function):
             probs = torch.ones_like(probs_N1) if on_input else activation_probs
             grads["fc2_bias"] = _bias_grad(grad_out, probs, offsets)
 
-        # grad_fc1 = grad_hiddenᵀ · latent[token]
+        # grad_fc1 = grad_hiddenᵀ · latent[token], with probs_on "input" · p · latent[token]
         if need.fc1:
             rows = _Rows(latent, token_N, input_probs)
             grads["fc1"] = _weight_grad(_Rows(grad_hidden), rows, offsets)
@@ -1686,10 +1693,12 @@ class _ExpertMLP(torch.autograd.Function):
             grad_latent = _sum_rows(grad_rows, inverse, probs=probs)
             if inputs.down is None:
                 grads["tokens"] = grad_latent
-            if inputs.down is not None and need.tokens:
-                grads["tokens"] = grad_latent @ inputs.down
-            if need.down:
-                grads["down"] = grad_latent.t() @ inputs.tokens
+            else:
+                with without_autocast(grad):
+                    if need.tokens:
+                        grads["tokens"] = grad_latent @ inputs.down
+                    if need.down:
+                        grads["down"] = grad_latent.t() @ inputs.tokens
 
         # grad_p += grad · fc2_bias; with probs on the input grad_p = grad_rows · latent.
         if need.probs:
@@ -1729,8 +1738,8 @@ def expert_mlp(
 
     fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
     weight is copied as long as P and F are adjacent axes there. The plan is one of
-    plan_permutation, not of pad_plan. The backward keeps only the arguments and fc1's
-    output [N, P·F] (with fp8_input_store as fp8 e4m3). ValueError and TypeError: shapes
+    plan_permutation, not of pad_plan. Only the arguments and fc1's output [N, P·F] are kept
+    for the backward (with fp8_input_store as fp8 e4m3). ValueError and TypeError: shapes
     and dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
@@ -1750,7 +1759,8 @@ def expert_mlp(
         tokens=(tokens, "T H"), probs=(probs, "T K"), down=(down, "ℓ H"),
         fc1=(fc1, f"E P F {width}"), fc2=(fc2, f"E {width} F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, f"E {width}"))
-    _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
+    _check_one_dtype(
+        tokens=tokens, down=down, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
     if probs_on == "activation" and fc2_bias is not None:
         probs_on = "output"                              # p · (fc2·act + bias)
@@ -1793,12 +1803,14 @@ class _LatentUp(torch.autograd.Function):
         rows = value_in_backward(rows, grad)
         normed, unit, inverse_rms = _rms_norm(rows, norm, ctx.eps)
         grad_rows = grad_up = grad_norm = None
-        # grad_up = gradᵀ · normed, grad_norm = Σ_t grad_normed · unit,
+        # grad_up = gradᵀ · normed, grad_normed = grad · up, grad_unit = grad_normed · norm,
+        # grad_norm = Σ_t grad_normed · unit,
         # grad_rows = (grad_unit - unit · mean(grad_unit · unit)) / rms
-        if need_up:
-            grad_up = grad.t() @ normed
-        if need_rows or need_norm:
-            grad_normed = grad @ up
+        with without_autocast(grad):
+            if need_up:
+                grad_up = grad.t() @ normed
+            if need_rows or need_norm:
+                grad_normed = grad @ up
         if need_norm:
             grad_norm = _sum_tokens(grad_normed * unit).to(norm.dtype)
         if need_rows:

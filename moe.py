@@ -1,11 +1,11 @@
 """A Mixture-of-Experts layer: config, layer, router, experts, shared expert.
 
-The tensor functions are in kernels.py, which also explains the letters. What crosses ranks
-is in parallel.py.
+The tensor functions are in kernels.py, which also explains the letters. Process groups and
+the exchanges between ranks are in parallel.py.
 
-    hidden_states [S, B, H] ─┬─> TopKRouter ──> probs, indices [T, K] ─> plan ─┐
-                             ├───────────────────────────────────────> Experts ─┤ └─>
-                             SharedExpertMLP ───────────────────────────────┴─> [S, B, H]
+    hidden_states [S, B, H] ─┬─> TopKRouter ─> probs, indices [T, K] ─> plan ─┐
+                             ├────────────────────────────────────────────────┴─> Experts ─┐
+                             └─> SharedExpertMLP ──────────────────────────────────────────┴─> sum
 """
 import contextlib
 import enum
@@ -64,15 +64,15 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """What a layer computes. Everything is checked here: ValueError names the fields and
-    the way out.
+    """What a layer computes. A setting that cannot work is a ValueError here, which names
+    the fields and the way out.
 
     Most names are Megatron's, without the prefix moe_ or moe_router_. hidden_size is H,
     ffn_hidden_size is F of one expert, num_experts is E, topk is K. For score_function to
     scaling_factor see kernels.topk_routing_with_score_function, for the activation fields
     kernels.activation, for apply_probs_on kernels.expert_mlp. load_balancing_type and
-    aux_loss_coeff are one type and a float, or tuples of the same length; every loss needs
-    a positive coefficient.
+    aux_loss_coeff are one type and a float, or tuples of the same length; every balance
+    loss needs a positive coefficient.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing
     {'none': 0.0}
@@ -91,7 +91,7 @@ class MoEConfig:
     add_bias_linear: bool = False                  # biases in the experts
     apply_probs_on: str = "activation"             # "input", "activation", "output"
     score_function: str = "softmax"                # "softmax", "sigmoid", "sqrtsoftplus"
-    pre_softmax: bool = False                      # the probs: softmax over all E, not the chosen
+    pre_softmax: bool = False                      # probs are a softmax over all E, not the chosen
     norm_topk_prob: bool | None = None             # None: Megatron's convention
     norm_eps: float = 1e-20
     num_groups: int | None = None                  # of experts: see kernels.group_limited_topk
@@ -100,7 +100,7 @@ class MoEConfig:
     scaling_factor: float | None = None
     router_bias: bool = False                      # a trainable bias on the logits
     router_dtype: torch.dtype = torch.float32
-    enable_expert_bias: bool = False               # a bias for the choice alone: update_expert_bias
+    enable_expert_bias: bool = False               # a bias that only chooses
     bias_update: str = "sign"                      # "sign" (arXiv 2408.15664), "quantile"
     bias_update_rate: float = 1e-3                 # for "sign"
     latent_size: int | None = None                 # width ℓ of the routed experts; None: H
@@ -161,7 +161,8 @@ class MoEConfig:
 
         rules = (
             ("hidden_size ffn_hidden_size num_experts topk", positive_int, "a positive int"),
-            ("shared_expert_intermediate_size latent_size", positive_int, "a positive int, or None"),
+            ("shared_expert_intermediate_size latent_size", positive_int,
+             "a positive int, or None"),
             ("router_dtype params_dtype", floating_dtype, "a floating torch.dtype"),
             ("situ_beta latent_norm_eps", lambda x: x > 0, "a positive number"),
             ("activation_clamp_value situ_linear_beta capacity_factor", lambda x: x > 0,
@@ -210,7 +211,7 @@ class MoEConfig:
                 self._refuse("bias_update bias_update_rate", "quantile has no rate; "
                              "leave bias_update_rate out")
             no_quantile = self.topk == self.num_experts or self.num_groups is not None
-            if no_quantile or self.score_function == "sqrtsoftplus":
+            if no_quantile or self.score_function not in ("softmax", "sigmoid"):
                 self._refuse("bias_update topk num_experts num_groups score_function",
                              "quantile needs topk < num_experts, no groups, and scores in [0, 1], "
                              "of softmax or sigmoid")
@@ -278,7 +279,7 @@ def _normal(shape: Sequence[int], std: float, like: Tensor) -> Tensor:
 # Dynamo refuses to keep a tensor on a module inside a checkpointed region of a graph. This
 # switch allows it. It is safe here: a recomputation keeps the same tensor, or a later step
 # drops it. The switch is a private name of torch. Where torch lacks it, the step just runs.
-_tracing_side_effects = getattr(
+_allowing_side_effects = getattr(
     torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer",
     lambda step, *args, **kwargs: step(*args, **kwargs))
 
@@ -346,9 +347,8 @@ class MoELayer(ParallelModule):
                 dispatched = self.dispatch(x_TH, down, probs_TK=probs_TK, plan=plan)
                 if overlap:
                     shared.linear_fc1_forward_and_act()
-                # Wait for the rows of our experts, and send back what these make of them.
-                # With overlap the shared expert computes fc2 and its sum over tp
-                # meanwhile.
+                # Wait for the rows that arrive, run the experts, and send their output back.
+                # With overlap the shared expert computes fc2 and its sum over tp meanwhile.
                 rows = self.experts(*dispatched.wait_for_rows())
                 sent_back = dispatched.send_back(rows)
                 if overlap:
@@ -419,7 +419,7 @@ class ExpertParallel:
             capacity = min(T, kernels.get_capacity(T * K, E, config.capacity_factor))
             plan = kernels.pad_plan(plan, capacity)
             send = receive = [local * capacity] * ranks
-            received = plan.counts
+            received = plan.counts                           # the same from every rank: C rows
         else:
             # Issued before the rows are gathered, so that it runs beside that.
             counts_in_flight = parallel.exchange(
@@ -431,7 +431,7 @@ class ExpertParallel:
         probs = kernels.gather_probs(probs_TK, plan)
         if not config.pad_to_capacity:
             received = parallel.wait(counts_in_flight)
-            # Dynamo's switch for reads on the host, open for this one.
+            # This lets Dynamo trace the read on the host.
             with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
                 counts = torch.stack((plan.counts, received)).view(2, ranks, -1)
                 send, receive = counts.sum(2).tolist()
@@ -477,9 +477,10 @@ def _loss_scale(device: torch.device) -> Tensor:
 def set_aux_loss_scale(scale: float | Tensor) -> None:
     """Sets the factor on the gradients of all balance losses and z-losses.
 
-    It is what the main loss is scaled by before its backward: a loss scaler's factor, or 1
-    / microbatches. A float or a 0-d tensor. It holds for every backward from now on, also
-    of forwards that are done already, and in compiled code without a recompile.
+    Give the factor by which you multiply the main loss before its backward: a loss
+    scaler's, or 1 / microbatches. It is a float or a 0-d tensor. It holds for every backward
+    from now on, also of forwards that are done already, and in compiled code without a
+    recompile.
     """
     if isinstance(scale, Tensor) and scale.ndim:
         raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
@@ -713,20 +714,23 @@ class TopKRouter(Router):
             raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
                              f"needs {list(shape)} torch.bool, True = padding")
 
-    def _given_indices(self, topk_indices: Tensor | None, rows: torch.Size) -> Tensor | None:
+    def _given_indices(self, topk_indices: Tensor | None, axes: torch.Size) -> Tensor | None:
         """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
         name = "topk_indices"
         replays = self._replayed is not None
         if replays:
             name, topk_indices = self._replayed
+            if topk_indices is None:
+                raise ValueError(f"{name} is None: this router had not run in record_routing; "
+                                 f"needs a tensor [T, {self.config.topk}] torch.int64")
         if topk_indices is None:
             return None
         E, K = self.config.num_experts, self.config.topk
-        T = math.prod(rows)
-        fits = topk_indices.shape == (*rows, K) or topk_indices.shape == (T, K)
+        T = math.prod(axes)
+        fits = topk_indices.shape == (*axes, K) or topk_indices.shape == (T, K)
         if not fits or topk_indices.dtype != torch.int64:
             raise ValueError(f"{name} is {list(topk_indices.shape)} {topk_indices.dtype}; "
-                             f"needs {[T, K]} or {[*rows, K]} torch.int64")
+                             f"needs {[T, K]} or {[*axes, K]} torch.int64")
         topk_indices = topk_indices.flatten(0, -2)
         if replays:
             topk_indices = topk_indices.masked_fill(topk_indices < 0, E)
@@ -764,13 +768,13 @@ class TopKRouter(Router):
         chosen_TK = indices_TK                       # before dropping: what is counted and recorded
         if config.capacity_factor is not None:
             probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
-        if self._losses_on():
+        if self._in_training_forward():
             if self.is_aux_loss_enabled():
                 probs_TK = self._apply_losses(probs_TK, logits, padding_T)
             self._count(kernels.count_experts(chosen_TK, config.num_experts))
             self._update_histogram(logits_TE.detach(), padding_T)
         if self._recording:
-            _tracing_side_effects(self._record, chosen_TK)
+            _allowing_side_effects(self._record, chosen_TK)
         return probs_TK, indices_TK
 
     def _record(self, chosen_TK: Tensor) -> None:
@@ -848,7 +852,7 @@ class TopKRouter(Router):
 
     # -- losses --
 
-    def _losses_on(self) -> bool:
+    def _in_training_forward(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
@@ -867,7 +871,7 @@ class TopKRouter(Router):
         """
         coeff = self.config.z_loss_coeff
         group = self.pg_collection.tp_cp
-        if not coeff or not self._losses_on():
+        if not coeff or not self._in_training_forward():
             return logits
         loss = kernels.z_loss_func(logits, coeff, padding_mask)
         if padding_mask is None:
@@ -1003,7 +1007,7 @@ class TopKRouter(Router):
         """Adds the counts of the map [T, E], which is before dropping and without padding,
         to those of the expert bias: once per training forward with grad.
         """
-        if self._losses_on():
+        if self._in_training_forward():
             self._count(routing_map.sum(0))
 
     def _count(self, counts_E: Tensor) -> None:
@@ -1023,7 +1027,7 @@ class TopKRouter(Router):
     def reset_bias_histogram(self) -> None:
         """Empties the histogram of bias_update="quantile", which was made with the old bias.
 
-        Call it after writing the expert bias by hand. Loading a state dict does.
+        Call it after writing the expert bias by hand. load_state_dict calls it for you.
         """
         if self.bias_histogram is not None:
             self.bias_histogram.zero_()
@@ -1161,9 +1165,10 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
 
     indices: one tensor [T, K] int64 per router, in module order, as record_routing gives
     them, or a tensor [layers, T, K]. E and -1 are unrouted. The probs are computed anew.
-    An activation checkpoint asks the routers again in its backward, which then belongs
-    inside. ValueError: no router, another number of layers, or nested on one model; in the
-    forward, naming the router, a wrong shape or dtype.
+    An activation checkpoint runs the routers again in the backward: run the backward inside
+    the context too. A topk_indices argument is not used meanwhile. ValueError: no router,
+    another number of layers, or nested on one model; in the forward, naming the router, a
+    wrong shape or dtype, or None.
     """
     _routers(model)
     modules = model.named_modules()
@@ -1287,7 +1292,7 @@ class Experts(ParallelModule):
 
 
 class Latent(ParallelModule):
-    """Routed experts in a space of ℓ = latent_size dimensions (arXiv 2512.20848): y =
+    """Routed experts in a space of ℓ = latent_size dimensions (arXiv 2601.18089): y =
     norm(routed(x · downᵀ)) · upᵀ. With latent_norm the norm is an RMSNorm, else there is
     none.
 
@@ -1331,7 +1336,7 @@ class SharedExpertState(enum.Enum):
 
 
 _State = SharedExpertState
-# What the step that led to a state has left for the next one.
+# For each state: the tensors that the next step needs.
 _CACHED_IN = {
     _State.IDLE: (),
     _State.PRE_FORWARD_COMM_DONE: ("cached_fc1_input", "gate_score"),
@@ -1365,7 +1370,7 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
         def checked(self, *args, **kwargs):
             check(self, step.__name__)
             try:
-                result = _tracing_side_effects(step, self, *args, **kwargs)
+                result = _allowing_side_effects(step, self, *args, **kwargs)
             except BaseException:
                 self.reset_overlap()
                 raise
@@ -1379,8 +1384,8 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
 
 # ---- Shared expert: to the side stream and back ----
 # A tensor that comes back to the current stream, in the forward or in the backward, passes
-# an op that waits and copies. In a graph, torch 2.13 does not keep a wait by itself before
-# what reads the data, and cannot split at one in the backward.
+# an op that waits and copies. In a graph of torch 2.13 a wait alone could move behind the op
+# that reads the data, and the graph of a backward could not be split there.
 
 _SIDE_STREAMS: dict[torch.device, torch.Stream] = {}
 
@@ -1471,8 +1476,8 @@ class _BackwardStreamWait(torch.autograd.Function):
 
 
 class _FromSideStream(torch.autograd.Function):
-    """output -> output, for which the current stream waits. In the backward the side
-    stream waits.
+    """A copy of output. The current stream waits for the side stream first. In the backward
+    the side stream waits for the current one.
 
     A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a
     tensor, on the stream of that node. This node is the first, and it is on the current
@@ -1500,7 +1505,7 @@ def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
         node._set_sequence_nr(value)
 
 
-# ---- Shared expert: every token's, in one go or in five steps beside the routed path ----
+# ---- Shared expert: for every token, in one call or in five steps beside the routed path ----
 
 class SharedExpertMLP(ParallelModule):
     """An MLP for every token, of width Fs = shared_expert_intermediate_size.
@@ -1510,10 +1515,10 @@ class SharedExpertMLP(ParallelModule):
     sequence_parallel, the first axis is each rank's part of the sequence; without it every
     rank holds all of it.
 
-    `forward` is one go. With shared_expert_overlap five steps do the same on the side
-    stream `stream`, for a dispatcher to put between its communications: pre_forward_comm,
-    linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm, get_output. A step
-    out of order is a RuntimeError.
+    `forward` computes all in one call. With shared_expert_overlap five steps do the same on
+    the side stream `stream`, for a dispatcher to put between its communications:
+    pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm,
+    get_output. A step out of order is a RuntimeError.
     """
 
     def __init__(self, config: MoEConfig, gate: bool, pg_collection: ProcessGroups | None = None):
@@ -1599,7 +1604,7 @@ class SharedExpertMLP(ParallelModule):
         """
         with self._beside():
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
-        # A graph has its own order.
+        # The order in a graph is fixed when it is made.
         if self.stream is not None and not torch.compiler.is_compiling():
             act = _BackwardStreamWait.apply(act, self.stream)
         node = getattr(overlapped_comm_output, "grad_fn", None)

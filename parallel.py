@@ -33,8 +33,10 @@ class ProcessGroups:
 
     Each rank's gradients are partial and have to be summed: see reduce_gradients. The
     balance losses are made for that sum: a rank has its part of a loss over tp_cp, and of
-    the global loss. If a trainer averages over R ranks instead, multiply the coefficients
-    of aux, seq and z-loss by the size of tp_cp, and that of the global loss by R.
+    the global loss. So over n data-parallel ranks the sum has n aux, seq and z-losses, as n
+    microbatches would, and one global loss. If a trainer averages over R ranks instead,
+    multiply the coefficients of aux, seq and z-loss by the size of tp_cp, and that of the
+    global loss by R.
     ValueError: ep without tp_dp_cp.
     """
     tp: dist.ProcessGroup | None = None
@@ -223,7 +225,9 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 # ---- Modules over ranks: weights, sharded state dicts, gradients ----
 
 def copy_rows(parameter: Tensor, rows: Tensor, first: int = 0) -> None:
-    """parameter[first : first + len(rows)] = rows. Of a DTensor, this rank's part of that."""
+    """parameter[first : first + len(rows)] = rows, without the rows that lie outside of it.
+    If the parameter is a DTensor, this rank's part of it is written.
+    """
     local = parameter
     starts = [0] * parameter.ndim
     if isinstance(parameter, DTensor):

@@ -1006,6 +1006,19 @@ def test_experts_grouped_mm_ignores_autocast():
 
 
 @pytest.mark.parametrize("options", [
+    dict(add_bias_linear=True), dict(latent_size=7, latent_norm=True)])
+def test_experts_backward_ignores_autocast(options):
+    layer = MoELayer(MoEConfig(6, 5, 4, 2, init_std=0.5, **options))
+    x = torch.randn(9, 6).requires_grad_()
+    leaves = [x, *layer.parameters()]
+    want = grads(layer(x), leaves)
+    y = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = grads(y, leaves)
+    same(got, want)
+
+
+@pytest.mark.parametrize("options", [
     dict(),
     dict(add_bias_linear=True, apply_probs_on="input"),
     dict(add_bias_linear=True, activation="relu2")])
@@ -1067,6 +1080,7 @@ def test_experts_errors():
         mlp(down=torch.zeros(5, 8)) => needs [E = 4, P = 2, F, ℓ = 5]
         mlp(down=torch.zeros(8, 5)) => down has shape [8, 5]
         mlp(down=torch.zeros(8)) => down has shape [8]
+        mlp(down=torch.zeros(8, 8).double()) => TypeError: tokens is torch.float32
         mlp(x.double()) => TypeError: tokens is torch.float64
         mlp(fc2=fc2.double()) => TypeError: tokens is torch.float32
         mlp(kind="silu") => kind is 'silu'
@@ -3625,6 +3639,8 @@ def test_trainer_replay_refuses_what_does_not_fit():
         assert text == f"ValueError: indices of 2.router is {found}; {needed}"
         counted = [model[i].router.local_tokens_per_expert.sum().item() for i in (0, 2)]
         assert counted == [10, 0]            # the router that refuses has changed nothing
+    text = error(replayed, good[0], None)
+    assert text.startswith("ValueError: indices of 2.router is None: "), text
     with pytest.raises(ZeroDivisionError):
         with replay_routing(model, good), record_routing(model):
             1 / 0
