@@ -6,6 +6,18 @@ the exchanges between ranks are in parallel.py.
     hidden_states [S, B, H] ─┬─> TopKRouter ─> probs, indices [T, K] ─> plan ─┐
                              ├────────────────────────────────────────────────┴─> Experts ─┐
                              └─> SharedExpertMLP ──────────────────────────────────────────┴─> sum
+
+Where is it?
+    tokens over capacity        TopKRouter._drop; kernels.apply_router_token_dropping decides
+    balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
+                                the gradient
+    counts under a checkpoint   _update_once
+    the router alone            TopKRouter
+    kept for the backward       kernels._ExpertMLP
+    index E                     "Unrouted" at the top of kernels.py
+    the all-to-all, its waits   ExpertParallel; parallel.AllToAll
+    what tp changes             SharedExpertMLP._enter and _leave; parallel.ProcessGroups
+    a score function            kernels.SCORE_FUNCTIONS
 """
 import contextlib
 import enum

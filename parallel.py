@@ -2,8 +2,8 @@
 tensor-parallel pair, and the weights, state dicts and gradients of which each rank holds a
 part.
 
-To understand the layer you do not need this file: read moe.py. Without process groups
-nothing here communicates.
+To understand the layer in one process, read moe.py: without process groups nothing here
+communicates.
 """
 from collections.abc import Iterable
 from dataclasses import dataclass
