@@ -110,12 +110,14 @@ def parse_args(argv=None):
     switch("--overlap", "the shared expert runs beside the routed path, on a stream of its own")
     setting("--ep", 1, "processes over which the experts are spread (under torchrun)")
     switch("--fsdp", "shard all that is not a MoE layer over the processes (under torchrun)")
-    setting("--balance", "bias", "what keeps the experts evenly used", list(BALANCE))
+    setting("--balance", "bias", "what keeps the experts evenly used", choices=list(BALANCE))
     setting("--dtype", "auto", "of the products; auto is bfloat16 on a GPU and on a CPU with bf16 "
-            "instructions, else float32", ["auto", "float32", "bfloat16"])
+            "instructions, else float32", choices=["auto", "float32", "bfloat16"])
     setting("--save-every", 100, "steps between checkpoints")
     run = parser.parse_args(argv)
-    run.kind, run.compile, run.groups = "moe", not run.no_compile, ProcessGroups()
+    run.kind = "moe"
+    run.compile = not run.no_compile
+    run.groups = ProcessGroups()
     run.rank = int(os.environ.get("RANK", 0))
     run.world = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -419,7 +421,8 @@ def start_run(run):
     """A new model, or that of a checkpoint."""
     torch.manual_seed(run.seed)
     run.model = ByteModel(run).to(run.device)
-    run.step, run.history = 0, []
+    run.step = 0
+    run.history = []
     held = sum(p.numel() for p in run.model.parameters())
     experts = sum(p.numel() for name, p in run.model.named_parameters() if is_expert(name))
     total = held + experts * (run.ep - 1)
@@ -474,7 +477,8 @@ def sharded_state(run):
 
 def save_checkpoint(run):
     """Written beside the last one, then renamed: at any moment one of the two is whole."""
-    path, beside = run.out / f"checkpoint-{run.step:07}", run.out / "unfinished"
+    path = run.out / f"checkpoint-{run.step:07}"
+    beside = run.out / "unfinished"
     if run.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
@@ -609,7 +613,8 @@ def train(run):
     checkpoint, or before the first step without one."""
     start_run(run)
     forward = compile_model(run)
-    first, every = run.step + 1, max(1, run.steps // 25)
+    first = run.step + 1
+    every = max(1, run.steps // 25)
     losses, asked = [], []
 
     def leave(*_):
