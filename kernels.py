@@ -1105,7 +1105,7 @@ def _situ_back(g: Tensor, a: Tensor, c: Constants) -> Tensor:
 # torch's own backward functions are one kernel each in eager mode.
 ACTIVATIONS = {
     "swiglu": Activation(
-        lambda a, c: a * torch.sigmoid(a),
+        lambda a, c: F.silu(a),
         lambda g, a, c: torch.ops.aten.silu_backward(g, a), takes=_GLU),
     "geglu": Activation(
         lambda a, c: F.gelu(a, approximate="tanh"),
