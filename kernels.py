@@ -255,7 +255,8 @@ def _sqrtsoftplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
 
 
-# A score function must be increasing: the top K of the logits has to be that of the scores.
+# A score function must be increasing, since the top K of the logits has to be that of the
+# scores. And it must not be negative, since scores are divided by their sum.
 SCORE_FUNCTIONS = {
     "softmax": functools.partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
@@ -687,8 +688,8 @@ def required_bias_histogram(
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
-    """The bias [E] with which a share K/E of the tokens chooses each expert, at the old
-    thresholds; minus the mean over E.
+    """The new bias [E]. With it, and with the old thresholds α_t, a share K/E of the tokens
+    chooses each expert. The mean over E is then subtracted.
 
     histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, and
     expert_bias [E] is the bias that was given to it. The bias is the K/E quantile of the
@@ -873,7 +874,8 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
     expert e.
 
     Rows without an assignment are fillers: their order is T·K, and gather_rows makes them
-    zeros. Row E·C, beyond the last offset, stands for all unrouted assignments. No expert
+    zeros. Row E·C, beyond the last offset, stands for all unrouted assignments; so the order
+    has E·C + 1 entries. No expert
     may have more than C rows. This is not checked: checking would sync the device.
     """
     (E,), (N,) = plan.counts.shape, plan.order.shape
@@ -927,7 +929,7 @@ def permute(
       it is for eager mode only.
     drop_and_pad: every expert has exactly C = num_out_tokens / E rows: its first C tokens,
       then the lowest-numbered tokens that are not routed to it, with the prob that `probs`
-      holds there. Rows beyond T are zeros with sorted index T.
+      holds there. If C > T, the last C - T rows of every expert are zeros with sorted index T.
     fused: runs this same function through torch.compile.
 
     On CUDA the backward adds with atomics; that of gather_rows does not.
@@ -964,8 +966,8 @@ def permute(
         expert = row // max(capacity, 1)
     else:
         # Row i is the i-th one of the map, read column by column. It is found by bisection.
-        ones_N = rearrange(routing_map, "t e -> (e t)").long().cumsum(0)
-        place = torch.searchsorted(ones_N, row + 1)              # E·T beyond the last one
+        ones_so_far = rearrange(routing_map, "t e -> (e t)").long().cumsum(0)
+        place = torch.searchsorted(ones_so_far, row + 1)         # E·T beyond the last one
         token = torch.where(place < E * T, place % max(T, 1), T)
         expert = place // max(T, 1)
 
@@ -1344,8 +1346,8 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 # no gathered rows, so it cannot keep them for the backward.
 
 class _Rows(NamedTuple):
-    """The rows [N, ..] of a product: those of x, or with token_N the rows x[token_N],
-    times probs.
+    """The rows [N, ..] of a product: x, or with token_N the rows x[token_N]. With probs
+    every row is multiplied by its prob.
     """
     x: Tensor
     token_N: Tensor | None = None
@@ -1619,8 +1621,8 @@ class _ExpertMLP(torch.autograd.Function):
         else:
             output_probs = inputs.probs
 
-        # hidden = x · fc1ᵀ, act = p · activation(hidden), out = act · fc2ᵀ; with probs_on
-        # "input" p · x instead, with "output" p · out.
+        # hidden = x · fc1ᵀ, value = activation(hidden), out = value · fc2ᵀ, and p times one:
+        # "input" hidden = (p · x) · fc1ᵀ, "activation" act = p · value, "output" y = Σ p · out.
         latent = _project(inputs.tokens, inputs.down)
         rows = _Rows(latent, token_N, input_probs)
         hidden = _product(rows, inputs.fc1.transpose(1, 2), offsets, bias=inputs.fc1_bias)
@@ -1643,8 +1645,8 @@ class _ExpertMLP(torch.autograd.Function):
         hidden = kept.to(grad.dtype)
         grads = {}
 
-        # Now these depend on grad. Without that the compiler could compute in the forward
-        # what is made of them, and keep it.
+        # value_in_backward makes the order depend on grad. Else the compiler could compute
+        # token_N and the rows in the forward, and keep them.
         order = value_in_backward(inputs.order, grad)
         token_N, probs_N1 = _token_and_prob(order, inputs.probs)
         grad_out = _Rows(grad, token_N)
@@ -1654,7 +1656,7 @@ class _ExpertMLP(torch.autograd.Function):
         if inputs.down is not None and (need.fc1 or need.probs and on_input):
             latent = _project(value_in_backward(inputs.tokens, grad), inputs.down)
 
-        # p · (fc2 · act) = fc2 · (p · act): "output" and "activation" have one backward,
+        # p · (fc2 · value) = fc2 · (p · value): "output" and "activation" have one backward,
         # which does not need fc2's output.
         input_probs, activation_probs = (probs_N1, None) if on_input else (None, probs_N1)
 
@@ -1731,7 +1733,8 @@ def expert_mlp(
     H]. Tokens and weights have one dtype, which is the result's. probs have any dtype.
 
     probs_on: where p is applied. "activation", between the two products, and "output",
-      after them, differ in rounding only. "input" is expert(p·x), another function.
+      after them, differ in rounding only; with fc2_bias both are "output". "input" is
+      expert(p·x), another function.
     kind to linear_beta: see `activation`.
     down [ℓ, H]: the experts take x · downᵀ and return width ℓ. fc1 is then [E, P, F, ℓ],
       fc2 [E, ℓ, F], and the result [T, ℓ].

@@ -12,12 +12,13 @@ Where is it?
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
                                 the gradient
     counts under a checkpoint   _update_once
-    the router alone            TopKRouter
+    the router alone            TopKRouter; copy all three files
     kept for the backward       kernels._ExpertMLP
     index E                     "Unrouted" at the top of kernels.py
     the all-to-all, its waits   ExpertParallel; parallel.AllToAll
     what tp changes             SharedExpertMLP._enter and _leave; parallel.ProcessGroups
     a score function            kernels.SCORE_FUNCTIONS
+    bitwise repeatability       "Permute, index form" in kernels.py
 """
 import contextlib
 import enum
@@ -171,21 +172,25 @@ class MoEConfig:
         def floating_dtype(x):
             return isinstance(x, torch.dtype) and x.is_floating_point
 
+        def optional(fits):
+            return lambda x: x is None or fits(x)
+
+        def positive(x):
+            return x is not None and x > 0
+
         rules = (
             ("hidden_size ffn_hidden_size num_experts topk", positive_int, "a positive int"),
-            ("shared_expert_intermediate_size latent_size", positive_int,
+            ("shared_expert_intermediate_size latent_size", optional(positive_int),
              "a positive int, or None"),
             ("router_dtype params_dtype", floating_dtype, "a floating torch.dtype"),
-            ("situ_beta latent_norm_eps", lambda x: x > 0, "a positive number"),
-            ("activation_clamp_value situ_linear_beta capacity_factor", lambda x: x > 0,
+            ("situ_beta latent_norm_eps", positive, "a positive number"),
+            ("activation_clamp_value situ_linear_beta capacity_factor", optional(positive),
              "a positive number, or None"),
-            ("z_loss_coeff input_jitter_eps", lambda x: x >= 0, "0 or more, or None"),
+            ("z_loss_coeff input_jitter_eps", optional(lambda x: x >= 0), "0 or more, or None"),
         )
         for names, fits, need in rules:
             for name in names.split():
-                value = getattr(self, name)
-                refused = "None" not in need if value is None else not fits(value)
-                if refused:
+                if not fits(getattr(self, name)):
                     self._refuse(name, f"needs {need}")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
@@ -361,8 +366,8 @@ class MoELayer(ParallelModule):
                     shared.linear_fc1_forward_and_act()
                 # Wait for the rows that arrive, run the experts, and send their output back.
                 # With overlap the shared expert computes fc2 and its sum over tp meanwhile.
-                rows = self.experts(*dispatched.wait_for_rows())
-                sent_back = dispatched.send_back(rows)
+                output = self.experts(*dispatched.wait_for_rows())
+                sent_back = dispatched.send_back(output)
                 if overlap:
                     shared.linear_fc2_forward()
                     shared.post_forward_comm()
@@ -383,8 +388,9 @@ class MoELayer(ParallelModule):
     def dispatch(
         self, x_TH: Tensor, down: Tensor | None, probs_TK: Tensor, plan: kernels.Permutation,
     ):
-        """Sends the rows to their experts. The result gives them to the experts and takes
-        their output back. With `down` [ℓ, H] the rows are x · downᵀ.
+        """Sends the rows to their experts. Returns a Local or an ExpertParallel: its methods
+        wait for the rows, send the experts' output back, and combine it. With `down` [ℓ, H]
+        the rows are x · downᵀ.
         """
         group = self.pg_collection.ep
         if group is None:
@@ -403,8 +409,8 @@ class Local(NamedTuple):
     plan: kernels.Permutation
     down: Tensor | None
 
-    def wait_for_rows(self) -> "Local":
-        return self
+    def wait_for_rows(self) -> tuple:
+        return self.tokens, self.probs, self.plan, self.down
 
     def send_back(self, y_TH: Tensor) -> Tensor:
         return y_TH
@@ -531,7 +537,7 @@ def _recomputing() -> bool:
     In eager mode that happens inside a backward, in a graph as part of the compiled
     backward. A reentrant checkpoint runs its first pass without grad, where nothing is
     counted, and its second pass is not recognised here: it is the one that adds to the
-    counts. The private names of torch are in this one place.
+    counts. What this check needs of torch's private names is all here.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -544,7 +550,7 @@ def _recomputing() -> bool:
 
 @kernels._op(lambda buffer, value, add: None, mutates_args=("buffer",), reads_on_host=True)
 def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
-    """buffer += value, or buffer = value. In a recomputation this does nothing."""
+    """buffer += value, or buffer = value. Nothing if a checkpoint is _recomputing."""
     if not _recomputing():
         buffer.copy_(buffer + value if add else value)
 
@@ -555,7 +561,7 @@ def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
 def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
     """Adds counts [E] to sums [E] and 1 to steps [], and returns sums / steps in fp64.
 
-    In a recomputation nothing is added.
+    Nothing is added if a checkpoint is _recomputing.
     """
     if not _recomputing():
         sums.add_(counts)
@@ -993,11 +999,11 @@ class TopKRouter(Router):
     ) -> Tensor:
         """activation, with aux_loss in its backward.
 
-        The loss over its coefficient is kept for load_balancing_metrics, which sums it
-        over reduce_group and averages it over the data-parallel ranks, unless
-        reduce_group_has_dp. With calculate_per_token_loss it is attached times
-        valid_token_count (default: the rows of the activation over tp_cp). ValueError: an
-        unknown aux_loss_name.
+        The loss divided by its coefficient is kept for load_balancing_metrics. With
+        reduce=True that sums it over reduce_group, and averages it over the data-parallel
+        ranks unless reduce_group_has_dp. With calculate_per_token_loss the loss is attached
+        times valid_token_count (default: the rows of the activation over tp_cp).
+        ValueError: an unknown aux_loss_name.
         """
         if aux_loss_name not in METRICS:
             raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
@@ -1258,7 +1264,7 @@ class Experts(ParallelModule):
         local_experts = config.num_experts // ranks
         width = config.latent_size or config.hidden_size
         fc1_shape = local_experts, config.parts, config.ffn_hidden_size
-        self.fc1 = self.parameter(*fc1_shape, width)         # [E / ep, P, F, H]
+        self.fc1 = self.parameter(*fc1_shape, width)         # [E / ep, P, F, H or ℓ]
         self.fc2 = self.parameter(local_experts, width, config.ffn_hidden_size)
         self.fc1_bias = None
         self.fc2_bias = None
@@ -1270,7 +1276,8 @@ class Experts(ParallelModule):
     def forward(
         self, tokens: Tensor, probs: Tensor, plan: kernels.Permutation, down: Tensor | None = None,
     ) -> Tensor:
-        """tokens [T, H], probs [T, K] and their plan -> [T, H] in tokens.dtype.
+        """tokens [T, H], probs [T, K] and their plan -> [T, H], or [T, ℓ] with latent
+        experts, in tokens.dtype.
 
         Under autocast the products are in its dtype. Gradients arrive in the dtypes of the
         parameters. For `down` see kernels.expert_mlp.
@@ -1304,9 +1311,9 @@ class Experts(ParallelModule):
 
 
 class Latent(ParallelModule):
-    """Routed experts in a space of ℓ = latent_size dimensions (arXiv 2601.18089): y =
-    norm(routed(x · downᵀ)) · upᵀ. With latent_norm the norm is an RMSNorm, else there is
-    none.
+    """The way into a space of ℓ = latent_size dimensions, where the routed experts are, and
+    back (arXiv 2601.18089): y = norm(routed(x · downᵀ)) · upᵀ. With latent_norm the norm is
+    an RMSNorm, else there is none.
 
     `forward` takes the routed path as a function, so that down and up are both used inside one
     call: FSDP2 gathers the weights of a module for its call.
@@ -1348,7 +1355,7 @@ class SharedExpertState(enum.Enum):
 
 
 _State = SharedExpertState
-# For each state: the tensors that the next step needs.
+# For each state: the tensors that the steps after it need.
 _CACHED_IN = {
     _State.IDLE: (),
     _State.PRE_FORWARD_COMM_DONE: ("cached_fc1_input", "gate_score"),
@@ -1548,6 +1555,7 @@ class SharedExpertMLP(ParallelModule):
             self.gate_weight = self.parameter(1, H)
         self.reset_overlap()
         self.reset_parameters()
+        _make_side_stream(self.fc1.device)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_score = self._score(hidden_states, self.gate_weight)
@@ -1555,8 +1563,8 @@ class SharedExpertMLP(ParallelModule):
         output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
-    # The parts take their weights as arguments: in steps the weights come to the side
-    # stream too.
+    # The parts take their weights as arguments: in steps they get those that _ToSideStream
+    # has returned, so that the gradients of the weights wait for the side stream.
 
     def _score(self, x: Tensor, gate_weight: Tensor | None = None) -> Tensor | None:
         H = self.config.hidden_size

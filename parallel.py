@@ -66,7 +66,7 @@ class ProcessGroups:
         if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
             raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
 
-        def over(wanted: str):
+        def group_over(wanted: str):
             dims = tuple(name for name in names if name in wanted.split())
             if not dims:
                 return None
@@ -76,8 +76,9 @@ class ProcessGroups:
             return part.get_group()
 
         return cls(
-            tp=over("tp"), ep=over("ep"), tp_cp=over("tp cp"), dp_cp=over("dp cp ep"),
-            tp_dp_cp=over("dp cp tp ep"), expt_dp=over("dp cp tp"))
+            tp=group_over("tp"), ep=group_over("ep"), tp_cp=group_over("tp cp"),
+            dp_cp=group_over("dp cp ep"), tp_dp_cp=group_over("dp cp tp ep"),
+            expt_dp=group_over("dp cp tp"))
 
 
 def group_size(group) -> int:
@@ -188,25 +189,23 @@ def _sum(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 class _CrossTP(torch.autograd.Function):
-    """functions = (f, g): f(x, *over), whose gradient is g(grad, *over)."""
+    """functions = (f, g): f(x, *args), whose gradient is g(grad, *args)."""
 
     @staticmethod
-    def forward(ctx, x, functions, over):
+    def forward(ctx, x, functions, args):
         function, ctx.back = functions
-        ctx.over = over
-        return function(x, *over)
+        ctx.args = args
+        return function(x, *args)
 
     @staticmethod
     def backward(ctx, grad):
-        # x, functions, over
-        return ctx.back(grad, *ctx.over), None, None
+        # x, functions, args
+        return ctx.back(grad, *ctx.args), None, None
 
 
 def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The tokens of all ranks: with sequence_parallel x is this rank's part of them, else
-    x is all.
-
-    The backward sums over the ranks.
+    """The tokens of all ranks. With sequence_parallel x is this rank's part and is gathered,
+    else x is all of them already. The backward sums over the ranks.
     """
     if group is None:
         return x
@@ -365,7 +364,7 @@ def gradient_norm(
         shards = [(parameter, []) for parameter in module_or_parameters]
 
     squares: dict[tuple, Tensor] = {}            # groups -> the sum over the parameters sharded so
-    for parameter, over in shards:
+    for parameter, shard_groups in shards:
         grad = parameter.grad
         if grad is None:
             grad = torch.zeros_like(parameter)
@@ -373,11 +372,13 @@ def gradient_norm(
             mesh = parameter.device_mesh
             grad = grad.redistribute(placements=parameter.placements).to_local()
             placements = enumerate(parameter.placements)
-            over = over + [mesh.get_group(dim) for dim, at in placements if not at.is_replicate()]
+            sharded = [mesh.get_group(dim) for dim, at in placements if not at.is_replicate()]
+            shard_groups = shard_groups + sharded
         dtype = torch.promote_types(grad.dtype, torch.float32)
         square = torch.linalg.vector_norm(grad, dtype=dtype).square()
-        squares[tuple(over)] = squares.get(tuple(over), 0.0) + square
-    for over, square in squares.items():
-        for group in over:
+        key = tuple(shard_groups)
+        squares[key] = squares.get(key, 0.0) + square
+    for shard_groups, square in squares.items():
+        for group in shard_groups:
             dist.all_reduce(square, group=group)
     return torch.stack(list(squares.values())).sum().sqrt()

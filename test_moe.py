@@ -2512,7 +2512,8 @@ def test_shared_recomputation_starts_on_the_main_stream(gate, monkeypatch):
 
 
 def test_shared_overlap_survives_pickle_and_deepcopy(monkeypatch):
-    """The side stream is made when the parameters come to a device: loaded, copied, or moved."""
+    """The side stream is made when the parameters come to a device: drawn, loaded, copied, or
+    moved."""
     import pickle
     devices = []
     monkeypatch.setattr(moe, "_make_side_stream", lambda device: devices.append(device.type))
@@ -2521,9 +2522,11 @@ def test_shared_overlap_survives_pickle_and_deepcopy(monkeypatch):
     for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         same(other(x), layer(x))
     same(compiled(other)(x), layer(x))
-    assert devices == ["cpu", "cpu"]
+    assert devices == ["cpu", "cpu", "cpu"]
     layer.to("meta")
-    assert devices[2] == "meta"
+    with torch.device("meta"):
+        MoELayer(shared_config(shared_expert_overlap=True))
+    assert devices[3:] == ["meta", "meta"]
 
 
 def test_shared_sequence_number_without_a_graph():
