@@ -570,7 +570,7 @@ def test_balance_quantiles_at_their_edges():
     NaN: the end bins."""
     bias = torch.tensor([0.1, -0.3, 0.25])
     same(quantile_expert_bias(torch.zeros(3, 10).int(), bias, 1), bias)
-    third = 10**7 + 1
+    third = 5 * 10**8 + 1                          # times E beyond int32
     counts = torch.tensor([0, 0, 0, 0, third, 2 * third, 0, 0, 0, 0]).expand(3, 10).clone()
     counts[0, 4:6] += torch.tensor([-1, 1])        # the quantile is just behind the end of bin 4
     got = quantile_expert_bias(counts.int(), bias.double(), 1)
@@ -5268,6 +5268,7 @@ def test_families_layers_that_differ():
 
     hunyuan = fam_fields("hunyuan_v1_moe", moe_topk=[3, 2, 1, 2])
     assert read(hunyuan, layer_idx=1).topk == 2
+    assert read(hunyuan | {"moe_topk": [3]}).topk == 3
     kimi = fam_fields("kimi_linear", mlp_layer_types=["dense", "sparse"])
     v3 = fam_fields("deepseek_v3", first_k_dense_replace=2)
     assert read(v3, 2) == read(v3) == read(v3 | {"mlp_layer_types": ["sparse"] * 3}, 1)
@@ -5448,6 +5449,7 @@ def test_families_misfits():
     held = as_held("mixtral", fam_tensors("mixtral", torch.float32))
     held["experts.gate_up_proj"] = held["experts.gate_up_proj"].mT
     fused, read, write = MoELayer(fam_config("gpt_oss")), families.from_hf, families.to_hf
+    not_normalised = MoELayer(dataclasses.replace(fam_config("mixtral"), pre_softmax=True))
     check_errors([
         (lambda: read(layer, held, "mixtral"),
          "changed:\n  experts.gate_up_proj is [8, 6, 10]; needs [8, 10, 6]"),
@@ -5459,6 +5461,7 @@ def test_families_misfits():
          "router_bias = False (needs True); build it with config_from_hf"),
         (lambda: write(layer, "jamba"), "block: norm_topk_prob = True (needs False); build"),
         (lambda: write(layer, "qwen2_moe"), "shared_expert_gate = False (needs True); build"),
+        (lambda: write(not_normalised, "mixtral"), "norm_topk_prob = False (needs True); build"),
         (lambda: write(fam_layer("nemotron_h"), "deepseek_v3"),
          "block: activation = 'relu2' (needs one that is gated); build"),
         (lambda: write(fam_layer("deepseek_v3"), "nemotron_h"),
