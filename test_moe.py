@@ -5472,6 +5472,8 @@ def test_families_misfits():
         (lambda: read(fused, {}, "gpt_oss", "mlp."),
          "mlp.experts.gate_up_proj [8, 6, 10] is missing\n  mlp.experts.gate_up_proj_bias [8,")])
     same(layer.state_dict(), before)
+    by_convention = dataclasses.replace(fam_config("minimax_m2"), norm_topk_prob=None)
+    assert write(MoELayer(by_convention), "minimax_m2")                # sigmoid: normalised
 
 
 def test_families_lists_are_cut_at_ten():
