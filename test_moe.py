@@ -4618,6 +4618,26 @@ def interrupted_train(line: str, command: list, **env: str) -> tuple[int, str]:
         process.kill()
 
 
+def test_train_shields_the_compiler_from_ctrl_c():
+    """A linker that dies half-way leaves a broken library in Inductor's cache (the "file too short"
+    of pytorch #102539). Child processes inherit the mask, and the handler still runs."""
+    script = """if True:
+        import os, signal, subprocess, sys, time, train
+        train.shield_compiler()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        show = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+        print(subprocess.check_output([sys.executable, "-c", show], text=True))
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100):
+                time.sleep(0.1)
+        except KeyboardInterrupt:
+            print("interrupted")
+        """
+    done = run("-c", script)
+    assert "SIGINT" in done.stdout and "interrupted" in done.stdout, done.stdout + done.stderr
+
+
 @slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train_stops_and_goes_on_as_it_says(tmp_path, small_texts, ranks):
