@@ -176,19 +176,19 @@ class Reader:
         return among[value]
 
 
-def _or(items) -> str:
+def _or(items):
     """Joins the items, each of them once."""
     return " or ".join(dict.fromkeys(items))
 
 
-def _listed(items: list[str], separator: str) -> str:
+def _listed(items, separator):
     """Joins the first ten items, and says how many there are if there are more."""
     if len(items) > 10:
         items = [*items[:10], f".. {len(items)} in all"]
     return separator.join(items)
 
 
-def _type_of(hf_config, layer_idx: int | None = None) -> tuple[str, list[Reader]]:
+def _type_of(hf_config, layer_idx=None):
     """Returns the model_type, and a Reader of every config, the innermost first.
 
     The model_type is the outermost known one, or else the innermost one.
@@ -201,7 +201,7 @@ def _type_of(hf_config, layer_idx: int | None = None) -> tuple[str, list[Reader]
     return [types[0], *known][-1], reads
 
 
-def _family(model_type) -> Family:
+def _family(model_type):
     if model_type in INEXPRESSIBLE:
         raise ValueError(f"model_type is {model_type!r}: {INEXPRESSIBLE[model_type]}")
     if model_type not in TYPES:
@@ -209,7 +209,7 @@ def _family(model_type) -> Family:
     return TYPES[model_type]
 
 
-def _dtype_of(reads: list[Reader]) -> str:
+def _dtype_of(reads):
     for read in reads:
         dtype = read.get("dtype", default=_ABSENT)
         if dtype is _ABSENT:             # the library's objects have dtype, and warn of torch_dtype
@@ -219,7 +219,7 @@ def _dtype_of(reads: list[Reader]) -> str:
     return "float32"
 
 
-def _usual_needs(values: dict) -> dict[str, tuple]:
+def _usual_needs(values):
     """Returns the needs that hold for every family. A field that a knob reads is left out later."""
     return {
         "router_jitter_noise": (0.0, None),
@@ -236,7 +236,7 @@ def _usual_needs(values: dict) -> dict[str, tuple]:
     }
 
 
-def _check_layer_idx(read: Reader) -> None:
+def _check_layer_idx(read):
     dense = read.get("first_k_dense_replace") or 0
     if 0 <= read.layer_idx < dense and read.get("mlp_layer_types") is None:
         read.problems.append(f"the first {dense} layers are dense; layer_idx is {read.layer_idx}")
@@ -244,7 +244,7 @@ def _check_layer_idx(read: Reader) -> None:
         read.problems.append(f"layer_idx is {read.layer_idx}; needs 0 or more")
 
 
-def _meaning(values: dict) -> dict:
+def _meaning(values):
     """Returns all fields of a MoEConfig. Values that compute the same become equal."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
@@ -343,7 +343,7 @@ COMPARED = """
 """.split()
 
 
-def _checked(layer: moe.MoELayer, model_type: str) -> tuple[moe.MoELayer, Family]:
+def _checked(layer, model_type):
     """Returns the layer, which may be inside torch.compile's wrapper, and its row.
 
     ValueError: the layer computes something else than the family.
@@ -425,13 +425,11 @@ class Place(NamedTuple):
         return tensor.clone()
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _places(
-    layer: moe.MoELayer, layout: dict[str, Slot], tensors: dict | None = None,
-) -> dict[str, Place]:
+def _places(layer, layout, tensors=None):
     """Returns name behind the prefix -> Place, in the layer's tensors or in those given.
 
     A parameter that the layer does not have is left out.
@@ -477,15 +475,13 @@ def _places(
     return places
 
 
-def _nearest(
-    layer: moe.MoELayer, layouts, names, tensors: dict | None = None,
-) -> dict[str, Place]:
+def _nearest(layer, layouts, names, tensors=None):
     """Returns the places of the layout that has most of the names, or the first of equal ones."""
     candidates = [_places(layer, layout, tensors) for layout in layouts]
     return max(candidates, key=lambda places: len(places.keys() & set(names)))
 
 
-def _prefixes(names, layouts) -> list[str]:
+def _prefixes(names, layouts):
     """Returns the prefixes of blocks: a block has a router, and experts beside it."""
     found = {}
     for layout in layouts:
@@ -499,7 +495,7 @@ def _prefixes(names, layouts) -> list[str]:
     return list(found)
 
 
-def _matched(layer: moe.MoELayer, model_type: str, source: Source) -> dict[str, Place]:
+def _matched(layer, model_type, source):
     """Returns name behind the prefix -> Place, in the layout that the source has.
 
     Only this rank's places are returned. ValueError: not all of them are there and fit.
@@ -540,7 +536,7 @@ def _matched(layer: moe.MoELayer, model_type: str, source: Source) -> dict[str, 
 
 
 @torch.no_grad()
-def _fill(places: dict[str, Place], source: Source) -> None:
+def _fill(places, source):
     for name, place in places.items():
         place.put(source.load(name))
 
@@ -627,9 +623,7 @@ def register_experts(name: str = "moe_py") -> str:
     return name
 
 
-def _library_experts(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
-) -> Tensor:
+def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
 
     The products are in the dtype of the weights, the output is in that of hidden_states.
@@ -681,14 +675,14 @@ ACT_FNS = {
 
 
 @torch.compiler.assume_constant_result                       # Dynamo does not know __qualname__
-def _full_name(owner, method: str | None = None) -> str:
+def _full_name(owner, method=None):
     named = owner if method is None else getattr(owner, method)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _options_of(experts: nn.Module) -> dict:
+def _options_of(experts):
     """Returns the activation of an experts module as keyword arguments of kernels.expert_mlp."""
-    def refuse(what: str):
+    def refuse(what):
         raise NotImplementedError(
             f"{type(experts).__name__}: {what} cannot be expressed by kernels.expert_mlp; "
             f"try replace_blocks, or another implementation")
@@ -776,7 +770,7 @@ class BatchFirstRouter(moe.TopKRouter):
         self.library_router(logits.flatten(0, -2))
         return logits
 
-    def _apply_losses(self, probs: Tensor, logits: Tensor, padding_T: Tensor | None) -> Tensor:
+    def _apply_losses(self, probs, logits, padding_T):
         return super()._apply_losses(probs, logits.transpose(0, 1), padding_T)
 
 
@@ -817,7 +811,7 @@ class HuggingFaceBlock(moe.MoELayer):
         return tensors
 
     @torch.no_grad()
-    def _load_from_state_dict(self, tensors: dict, prefix: str, *others) -> None:
+    def _load_from_state_dict(self, tensors, prefix, *others):
         metadata, _, missing, _, errors = others
         names = [name.removeprefix(prefix) for name in tensors]
         layouts = self.row.layouts[::-1]
@@ -844,7 +838,7 @@ class HuggingFaceBlock(moe.MoELayer):
         super()._load_from_state_dict(tensors, prefix, *others)
 
 
-def _blank_block(model: nn.Module, prefix: str, changes: dict) -> HuggingFaceBlock:
+def _blank_block(model, prefix, changes):
     """Returns the layer on the meta device. It fits the block's tensors and has their dtypes."""
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
@@ -869,7 +863,7 @@ def _blank_block(model: nn.Module, prefix: str, changes: dict) -> HuggingFaceBlo
     return layer
 
 
-def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock) -> None:
+def _put_block(model, name, layer):
     """Fills the layer with the block's weights, and puts it in the block's place."""
     block = model.get_submodule(name)
     source = Source(_tensors(block), prefix="")
@@ -896,7 +890,7 @@ def _put_block(model: nn.Module, name: str, layer: HuggingFaceBlock) -> None:
             setattr(model.get_submodule(parent), child, layer)
 
 
-def _same(logits: Tensor) -> Tensor:
+def _same(logits):
     return logits
 
 

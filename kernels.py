@@ -42,8 +42,9 @@ def without_autocast(x: Tensor):
     return torch.autocast(device_type, enabled=False)
 
 
-def _op(fake, mutates_args=(), reads_on_host: bool = False):
-    """Decorator: registers a function as a custom op. Its first argument is a tensor.
+def _op(fake, mutates_args=(), reads_on_host=False):
+    """Decorator: registers a function as a custom op. Its first argument is a tensor, and its
+    annotations are the op's schema.
 
     The compiler calls the op as it is, and autocast does not reach inside. `fake` takes
     the same arguments and returns empty tensors with the shapes and dtypes of the results.
@@ -76,12 +77,12 @@ def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
     return value.clone()
 
 
-def _upcast(x: Tensor) -> Tensor:
+def _upcast(x):
     """x in fp32 at least: fp64 stays fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _sum_tokens(x: Tensor) -> Tensor:
+def _sum_tokens(x):
     """The sum over the first axis, in fp64: its rounding is far below a digit of fp32.
 
     With an fp32 sum on a CPU, the compiler would also make a second graph from T = 4096 on.
@@ -89,7 +90,7 @@ def _sum_tokens(x: Tensor) -> Tensor:
     return x.sum(0, dtype=torch.float64)
 
 
-def _check_known(name: str, value, known) -> None:
+def _check_known(name, value, known):
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
 
@@ -115,14 +116,14 @@ def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
         sizes.update(zip(letters, tensor.shape))
 
 
-def _check_one_dtype(**tensors) -> None:
+def _check_one_dtype(**tensors):
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if len({tensor.dtype for tensor in given.values()}) > 1:
         found = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in given.items())
         raise TypeError(f"{found}; they need one dtype")
 
 
-def _as_map(routing_map: Tensor) -> Tensor:
+def _as_map(routing_map):
     """routing_map [T, E] as bool. Any integer dtype is accepted."""
     check_shapes(routing_map=(routing_map, "T E"))
     if routing_map.is_floating_point() or routing_map.is_complex():
@@ -203,7 +204,7 @@ def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 
     return out[:, :columns].contiguous()
 
 
-def _gather_columns(values: Tensor, indices: Tensor) -> Tensor:
+def _gather_columns(values, indices):
     """[T, K]: values[t, indices[t, k]], and 0 for the index after the last column."""
     return F.pad(values, (0, 1)).gather(1, indices)
 
@@ -230,7 +231,7 @@ def pick(scores: Tensor, indices: Tensor) -> Tensor:
     return _Adjoint.apply(scores, (_gather_columns, back), indices)
 
 
-def _map_of(indices: Tensor, num_experts: int) -> Tensor:
+def _map_of(indices, num_experts):
     """indices [T, K] -> routing_map [T, E] bool."""
     return _scatter_columns(torch.ones_like(indices, dtype=torch.bool), indices, num_experts)
 
@@ -249,7 +250,7 @@ def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Te
     return probs_TE, _map_of(indices, num_experts)
 
 
-def _sqrtsoftplus(x: Tensor) -> Tensor:
+def _sqrtsoftplus(x):
     # Below -87 softplus underflows. The clamp keeps the gradient 0 there instead of NaN.
     tiny = torch.finfo(x.dtype).tiny
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
@@ -574,7 +575,7 @@ def _place_by_key(keys: Tensor) -> Tensor:
     return torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand(keys.shape))
 
 
-def _place_by_position(routing_map: Tensor) -> Tensor:
+def _place_by_position(routing_map):
     """[T, E] int64: the place of each token in its column: first the routed in order, then
     the others.
     """
@@ -642,7 +643,7 @@ def get_updated_expert_bias(
         return expert_bias + step.to(expert_bias.dtype) * expert_bias_update_rate
 
 
-def _bias_bins(expert_bias: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
+def _bias_bins(expert_bias, num_bins):
     """(lower end, width), 0-d, of uniform bins over [min b - 1, max b + 1], in fp32 at least."""
     bias_E = _upcast(expert_bias)
     low = bias_E.min() - 1
@@ -776,20 +777,18 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Permutation:
     return Permutation(order, inverse_KT.t(), counts=counts, offsets=offsets)
 
 
-def _expert_of(row_TK: Tensor, offsets: Tensor) -> Tensor:
+def _expert_of(row_TK, offsets):
     """[T, K]: the expert of each row number, E for unrouted rows."""
     return torch.bucketize(row_TK.t(), offsets, right=True).t()
 
 
-def _sum_rows(
-    rows: Tensor, inverse: Tensor, offsets: Tensor | None = None, probs: Tensor | None = None,
-) -> Tensor:
+def _sum_rows(rows, inverse, offsets=None, probs=None):
     """[T, H]: Σ_k probs[t, k] · rows[inverse[t, k]], summed in fp32 at least, in rows.dtype.
 
     With offsets, unrouted rows are left out. Without, they have to be zeros already.
     Compiled, the loop over K is one kernel of gathers and sums, without a tensor [T, K, H].
     """
-    def picked(k: int) -> Tensor:
+    def picked(k):
         row_T = inverse[:, k]
         picked_TH = _upcast(rows.index_select(0, row_T))
         if probs is not None:
@@ -804,17 +803,17 @@ def _sum_rows(
     return total_TH.to(rows.dtype)
 
 
-def _dot_rows(rows: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
+def _dot_rows(rows, index, tokens):
     """[T, K]: Σ_h rows[index[t, k], h] · tokens[t, h], in fp32 at least."""
     tokens_TH = _upcast(tokens)
 
-    def dot(row_T: Tensor) -> Tensor:
+    def dot(row_T):
         return (_upcast(rows.index_select(0, row_T)) * tokens_TH).sum(-1)
 
     return torch.stack([dot(row_T) for row_T in index.unbind(1)], dim=1)
 
 
-def _spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+def _spread_rows(tokens, order, inverse, offsets):
     """[N, H]: row n is a copy of its token. Unrouted rows and fillers are zeros."""
     T, K = inverse.shape
     row_N = torch.arange(order.shape[0], device=order.device)
@@ -822,7 +821,7 @@ def _spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor
     return F.pad(tokens, (0, 0, 0, 1)).index_select(0, token_N)       # row T holds zeros
 
 
-def _collect_rows(rows: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+def _collect_rows(rows, order, inverse, offsets):
     return _sum_rows(rows, inverse, offsets)
 
 
@@ -905,7 +904,7 @@ def _compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=True)
 
 
-def _assignment_probs(probs: Tensor, token: Tensor, expert: Tensor) -> Tensor:
+def _assignment_probs(probs, token, expert):
     """[rows]: probs[token, expert] of probs [T, E]; 0 for token T."""
     T, E = probs.shape
     flat = F.pad(rearrange(probs, "t e -> (t e)"), (0, 1))
@@ -1091,13 +1090,13 @@ class Constants(NamedTuple):
 _GLU = ("linear_offset", "clamp_value")
 
 
-def _quick_gelu_back(g: Tensor, a: Tensor, c: Constants) -> Tensor:
+def _quick_gelu_back(g, a, c):
     # act' = s · (1 + alpha · a · (1 - s)), s = sigmoid(alpha · a)
     s = torch.sigmoid(c.alpha * a)
     return g * s * (1 + c.alpha * a * (1 - s))
 
 
-def _situ_back(g: Tensor, a: Tensor, c: Constants) -> Tensor:
+def _situ_back(g, a, c):
     # act' = s · (1 - t²) + beta · t · s · (1 - s), t = tanh(a / beta), s = sigmoid(a)
     t = torch.tanh(a / c.beta)
     s = torch.sigmoid(a)
@@ -1123,14 +1122,14 @@ ACTIVATIONS = {
 }
 
 
-def _split_halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
+def _split_halves(y, c):
     """y [.., 2F] -> (a, b), [.., F] each."""
     pattern = "... (f two) -> two ... f" if c.interleaved else "... (two f) -> two ... f"
     a, b = rearrange(y, pattern, two=2)
     return a, b
 
 
-def _linear_part(b: Tensor, c: Constants) -> Tensor:
+def _linear_part(b, c):
     """The factor that act(a) is multiplied by, made of the clamped b."""
     if c.linear_beta is not None:
         b = c.linear_beta * torch.tanh(b / c.linear_beta)
@@ -1139,7 +1138,7 @@ def _linear_part(b: Tensor, c: Constants) -> Tensor:
     return b
 
 
-def _clamped_halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
+def _clamped_halves(y, c):
     a, b = _split_halves(y, c)
     if c.clamp_value is not None:
         a = a.clamp(max=c.clamp_value)
@@ -1147,7 +1146,7 @@ def _clamped_halves(y: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _value(y: Tensor, c: Constants) -> Tensor:
+def _value(y, c):
     """The value of `activation` without weights, in fp32 at least."""
     function = ACTIVATIONS[c.kind]
     y = _upcast(y)
@@ -1157,15 +1156,13 @@ def _value(y: Tensor, c: Constants) -> Tensor:
     return function.value(a, c) * _linear_part(b, c)
 
 
-def _weighted(value: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _weighted(value, weights, dtype):
     if weights is not None:
         value = value * weights
     return value.to(dtype)
 
 
-def _activate_back(
-    g: Tensor, y: Tensor, weights: Tensor | None, c: Constants,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _activate_back(g, y, weights, c):
     """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least or None, _value(y))."""
     function = ACTIVATIONS[c.kind]
     y_wide = _upcast(y)
@@ -1203,7 +1200,7 @@ def _activate_back(
     return grad_y, grad_weights, value
 
 
-def _to_fp8(y: Tensor) -> Tensor:
+def _to_fp8(y):
     return y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
@@ -1227,7 +1224,7 @@ class _Activation(torch.autograd.Function):
         return grad_y, grad_weights, None
 
 
-def _checked_constants(kind: str, **given) -> Constants:
+def _checked_constants(kind, **given):
     """The Constants as numbers: an autograd function cannot take the compiler's symbolic floats.
     """
     _check_known("kind", kind, ACTIVATIONS)
@@ -1241,9 +1238,7 @@ def _checked_constants(kind: str, **given) -> Constants:
     return Constants(kind, **numbers)
 
 
-def _check_activation(
-    y: Tensor, weights: Tensor | None, c: Constants, g: Tensor | None = None,
-) -> None:
+def _check_activation(y, weights, c, g=None):
     *rows, width = y.shape
     if ACTIVATIONS[c.kind].gated:
         if width % 2:
@@ -1353,11 +1348,11 @@ class _Rows(NamedTuple):
     token_N: Tensor | None = None
     probs: Tensor | None = None          # [N, 1]
 
-    def count(self) -> int:
+    def count(self):
         rows = self.x if self.token_N is None else self.token_N
         return rows.shape[0]                 # len() would fix a symbolic size
 
-    def block(self, start: int = 0, end: int | None = None) -> Tensor:
+    def block(self, start=0, end=None):
         """Rows start to end."""
         if self.token_N is None:
             rows = self.x[start:end]
@@ -1369,7 +1364,7 @@ class _Rows(NamedTuple):
 
 
 @functools.cache
-def _slow_on_cpu(dtype: torch.dtype) -> bool:
+def _slow_on_cpu(dtype):
     """Whether this CPU has no matrix instructions for dtype.
 
     A product then takes 10 to 100 times as long as one in fp32.
@@ -1381,7 +1376,7 @@ def _slow_on_cpu(dtype: torch.dtype) -> bool:
     return False
 
 
-def _mm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+def _mm(a, b, out, bias=None):
     """out = a · b (+ bias), summed in fp32 at least, rounded once."""
     if a.device.type == "cpu" and _slow_on_cpu(a.dtype) and a.shape[0] > 1:
         product = a.float() @ b.float()
@@ -1394,7 +1389,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         torch.addmm(bias, a, b, out=out)
 
 
-def _blocks(offsets: Tensor):
+def _blocks(offsets):
     """(expert, first row, end) of every expert."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
@@ -1402,7 +1397,7 @@ def _blocks(offsets: Tensor):
         start = end
 
 
-def _aligned(*operands: Tensor) -> bool:
+def _aligned(*operands):
     """Whether widths and strides are multiples of 16 bytes, as torch's grouped product
     needs them.
     """
@@ -1414,7 +1409,7 @@ def _aligned(*operands: Tensor) -> bool:
     return True
 
 
-def _loops_in_torch(x: Tensor, token_N: Tensor | None, num_experts: int) -> bool:
+def _loops_in_torch(x, token_N, num_experts):
     """Whether torch's grouped product, which loops in C++ on a CPU, is faster than the
     loop here.
 
@@ -1474,12 +1469,12 @@ def _rows_times_rows(
 
 
 @torch.compiler.assume_constant_result
-def _one_kernel_card(device: torch.device) -> bool:
+def _one_kernel_card(device):
     """Whether torch's grouped product reads the offsets on this card, not on the host."""
     return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
-def _native(*operands: Tensor) -> bool:
+def _native(*operands):
     """Whether torch's grouped product takes the operands, rows or matrices, as they are.
 
     It does in bf16 on CUDA, on compute capability 9.0 and 10.0 (H100, H200, B200), if
@@ -1490,7 +1485,7 @@ def _native(*operands: Tensor) -> bool:
     return on_cuda and _aligned(*operands) and _one_kernel_card(operands[0].device)
 
 
-def _zero_unrouted(rows: Tensor, offsets: Tensor) -> Tensor:
+def _zero_unrouted(rows, offsets):
     """The rows, with zeros from offsets[-1] on: torch's grouped product leaves those
     uninitialised.
     """
@@ -1498,7 +1493,7 @@ def _zero_unrouted(rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
 
 
-def _product(rows: _Rows, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(rows, weights, offsets, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]."""
     if not _native(rows.x, weights):
         return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets)
@@ -1511,7 +1506,7 @@ def _product(rows: _Rows, weights: Tensor, offsets: Tensor, bias: Tensor | None 
     return _zero_unrouted(out, offsets)
 
 
-def _weight_grad(a: _Rows, b: _Rows, offsets: Tensor) -> Tensor:
+def _weight_grad(a, b, offsets):
     """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Only b may have probs."""
     if not _native(a.x, b.x):
         return _rows_times_rows(
@@ -1521,7 +1516,7 @@ def _weight_grad(a: _Rows, b: _Rows, offsets: Tensor) -> Tensor:
     return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
 
 
-def _bias_grad(rows: _Rows, probs: Tensor, offsets: Tensor) -> Tensor:
+def _bias_grad(rows, probs, offsets):
     """[E, O]: the sum of the rows of block e times probs [N, 1]."""
     # A product with one column. It is padded to 8 columns, which are aligned.
     column = F.pad(probs.to(rows.x.dtype), (0, 7))
@@ -1592,7 +1587,7 @@ class _ExpertInputs(NamedTuple):
     offsets: Tensor
 
 
-def _project(tokens: Tensor, down: Tensor | None) -> Tensor:
+def _project(tokens, down):
     """tokens [T, H] · down [ℓ, H]ᵀ, the latent space. Without `down`, the tokens."""
     if down is None:
         return tokens
@@ -1600,7 +1595,7 @@ def _project(tokens: Tensor, down: Tensor | None) -> Tensor:
         return tokens @ down.t()
 
 
-def _token_and_prob(order: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+def _token_and_prob(order, probs):
     """Of each row: its token [N] and its prob [N, 1]."""
     probs_N = probs.flatten().index_select(0, order)
     return order // probs.shape[1], probs_N[:, None]
@@ -1783,7 +1778,7 @@ def expert_mlp(
 
 # ---- Latent experts: the way back from their space ----
 
-def _rms_norm(rows: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _rms_norm(rows, norm, eps):
     """(unit · norm in rows.dtype, unit, inverse_rms), where unit = rows · inverse_rms."""
     wide = _upcast(rows)
     inverse_rms = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -160,11 +160,11 @@ class MoEConfig:
         self._check_router()
         self._check_experts()
 
-    def _refuse(self, fields: str, why: str):
+    def _refuse(self, fields, why):
         got = ", ".join(f"{name} = {getattr(self, name)!r}" for name in fields.split())
         raise ValueError(f"{got}: {why}")
 
-    def _check_values(self) -> None:
+    def _check_values(self):
         """Each field by itself."""
         def positive_int(x):
             return isinstance(x, int) and x >= 1
@@ -196,7 +196,7 @@ class MoEConfig:
             if getattr(self, name) not in known:
                 self._refuse(name, f"needs one of {', '.join(known)}")
 
-    def _check_router(self) -> None:
+    def _check_router(self):
         if self.topk > self.num_experts:
             self._refuse("topk num_experts", "a token cannot have more experts than there are; "
                          "lower topk")
@@ -233,7 +233,7 @@ class MoEConfig:
                              "quantile needs topk < num_experts, no groups, and scores in [0, 1], "
                              "of softmax or sigmoid")
 
-    def _check_balancing(self) -> None:
+    def _check_balancing(self):
         types = self.load_balancing_type
         coeffs = self.aux_loss_coeff
         one_type = isinstance(types, str)
@@ -268,7 +268,7 @@ class MoEConfig:
                 self._refuse("load_balancing_type aux_loss_coeff score_function", "sinkhorn goes "
                              "alone, without a coefficient, and with softmax")
 
-    def _check_experts(self) -> None:
+    def _check_experts(self):
         function = kernels.ACTIVATIONS[self.activation]
         for name, constant in _CONSTANTS.items():
             default = kernels.Constants._field_defaults[constant]
@@ -288,7 +288,7 @@ class MoEConfig:
                          "there is no shared expert; set shared_expert_intermediate_size too")
 
 
-def _normal(shape: Sequence[int], std: float, like: Tensor) -> Tensor:
+def _normal(shape, std, like):
     """Drawn in fp32 whatever the dtype, so that a seed gives the same model in every dtype."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
 
@@ -358,7 +358,7 @@ class MoELayer(ParallelModule):
             probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
             plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
-            def routed(x_TH: Tensor, down: Tensor | None = None) -> Tensor:
+            def routed(x_TH, down=None):
                 # Send the rows to their experts. With overlap the shared expert computes
                 # fc1 meanwhile.
                 dispatched = self.dispatch(x_TH, down, probs_TK=probs_TK, plan=plan)
@@ -485,7 +485,7 @@ with torch.inference_mode(False):            # this file may be imported inside 
     _LOSS_SCALE = {_CPU: torch.ones((), dtype=torch.float32, device=_CPU)}
 
 
-def _loss_scale(device: torch.device) -> Tensor:
+def _loss_scale(device):
     if device not in _LOSS_SCALE:
         with torch.inference_mode(False):
             _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
@@ -531,7 +531,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 # These are ops because the check for a recomputation has to happen at run time. Traced
 # into a graph, its answer would be fixed when the graph is made.
 
-def _recomputing() -> bool:
+def _recomputing():
     """Whether a non-reentrant checkpoint is running its forward again.
 
     In eager mode that happens inside a backward, in a graph as part of the compiled
@@ -573,7 +573,7 @@ _COUNTS = ("local_tokens_per_expert", "bias_histogram", "global_tokens_per_exper
            "last_tokens_per_expert", "last_losses")
 
 
-def _counter(tensor: Tensor) -> Tensor:
+def _counter(tensor):
     """The tensor, which will be updated in place: CUDA graphs may rely on its address."""
     torch._dynamo.mark_static_address(tensor, guard=False)
     return tensor
@@ -651,7 +651,7 @@ class TopKRouter(Router):
         super().__init__(config, pg_collection)
         E = config.num_experts
 
-        def counter(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        def counter(*shape, dtype=torch.float32):
             return _counter(torch.empty(shape, dtype=dtype))
 
         self.register_buffer("expert_bias", None)
@@ -725,14 +725,14 @@ class TopKRouter(Router):
     # -- the steps of a routing, in order --
 
     @staticmethod
-    def _check_mask(padding_mask: Tensor | None, shape) -> None:
+    def _check_mask(padding_mask, shape):
         if padding_mask is None:
             return
         if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
             raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
                              f"needs {list(shape)} torch.bool, True = padding")
 
-    def _given_indices(self, topk_indices: Tensor | None, axes: torch.Size) -> Tensor | None:
+    def _given_indices(self, topk_indices, axes):
         """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
         name = "topk_indices"
         replays = self._replayed is not None
@@ -763,10 +763,7 @@ class TopKRouter(Router):
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
-    def _route_logits(
-        self, logits: Tensor, padding_mask: Tensor | None = None,
-        topk_indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def _route_logits(self, logits, padding_mask=None, topk_indices=None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
         config = self.config
         self._maintain_float32_expert_bias()
@@ -795,7 +792,7 @@ class TopKRouter(Router):
             _allowing_side_effects(self._record, chosen_TK)
         return probs_TK, indices_TK
 
-    def _record(self, chosen_TK: Tensor) -> None:
+    def _record(self, chosen_TK):
         self._recorded = chosen_TK
 
     def choose(
@@ -819,10 +816,7 @@ class TopKRouter(Router):
             precomputed_indices=topk_indices, norm_topk_prob=config.norm_topk_prob,
             norm_eps=config.norm_eps, group_score_topk=config.group_score_topk)
 
-    def _choose_by_sinkhorn(
-        self, logits: Tensor, padding_mask: Tensor | None = None,
-        topk_indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def _choose_by_sinkhorn(self, logits, padding_mask=None, topk_indices=None):
         K = self.config.topk
         logits_TE = kernels._upcast(logits)
         if topk_indices is None:
@@ -844,7 +838,7 @@ class TopKRouter(Router):
         probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
         return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
 
-    def _drop(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def _drop(self, probs_TK, indices_TK):
         """Assignments beyond an expert's capacity become unrouted."""
         E = self.config.num_experts
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
@@ -852,14 +846,14 @@ class TopKRouter(Router):
         dropped_TK = ~kernels.pick(kept_TE, indices_TK)
         return probs_TK.masked_fill(dropped_TK, 0.0), indices_TK.masked_fill(dropped_TK, E)
 
-    def _cut_to_capacity(self, probs_TE: Tensor, map_TE: Tensor, pad: bool = False) -> Tensor:
+    def _cut_to_capacity(self, probs_TE, map_TE, pad=False):
         """The routing_map of kernels.apply_router_token_dropping."""
         config = self.config
         return kernels.apply_router_token_dropping(
             probs_TE, map_TE, config.topk, capacity_factor=config.capacity_factor,
             drop_policy=config.token_drop_policy, pad_to_capacity=pad)[1]
 
-    def _to_map(self, probs_TK: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def _to_map(self, probs_TK, indices_TK):
         """The [T, E] form. With pad_to_capacity the map also marks the fillers, for which
         the [T, K] form has no place.
         """
@@ -870,7 +864,7 @@ class TopKRouter(Router):
 
     # -- losses --
 
-    def _in_training_forward(self) -> bool:
+    def _in_training_forward(self):
         return self.training and torch.is_grad_enabled()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
@@ -903,7 +897,7 @@ class TopKRouter(Router):
             logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=group,
             valid_token_count=tokens)
 
-    def _apply_losses(self, probs: Tensor, logits: Tensor, padding_T: Tensor | None) -> Tensor:
+    def _apply_losses(self, probs, logits, padding_T):
         """probs [T, K] with every balance loss that is on. logits [S, B, E], or [T, E]:
         one sequence.
         """
@@ -944,9 +938,7 @@ class TopKRouter(Router):
         return self._apply_switch_loss(
             probs, scores_for_aux_loss, routing_map, kind="seq_aux_loss", S=seq_length, B=bsz)
 
-    def _apply_switch_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, kind: str, S: int, B: int,
-    ) -> Tensor:
+    def _apply_switch_loss(self, probs, scores, routing_map, kind, S, B):
         """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e].
 
         Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
@@ -1028,12 +1020,12 @@ class TopKRouter(Router):
         if self._in_training_forward():
             self._count(routing_map.sum(0))
 
-    def _count(self, counts_E: Tensor) -> None:
+    def _count(self, counts_E):
         _update_once(self.last_tokens_per_expert, counts_E, add=False)
         if self.local_tokens_per_expert is not None:
             _update_once(self.local_tokens_per_expert, counts_E, add=True)
 
-    def _update_histogram(self, logits_TE: Tensor, padding_T: Tensor | None) -> None:
+    def _update_histogram(self, logits_TE, padding_T):
         if self.bias_histogram is None:
             return
         score = kernels.SCORE_FUNCTIONS[self.config.score_function]
@@ -1055,7 +1047,7 @@ class TopKRouter(Router):
         super().reset_parameters()
         self._reset_counts()
 
-    def _reset_counts(self) -> None:
+    def _reset_counts(self):
         for name in (*_COUNTS, "expert_bias"):
             if getattr(self, name) is not None:
                 getattr(self, name).zero_()
@@ -1074,7 +1066,7 @@ class TopKRouter(Router):
         _loss_scale(self.weight.device)
         return self
 
-    def _move_counts(self, fn) -> None:
+    def _move_counts(self, fn):
         for name in _COUNTS:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -1083,7 +1075,7 @@ class TopKRouter(Router):
                     moved = tensor.to(moved.device)
                 setattr(self, name, _counter(moved))
 
-    def _maintain_float32_expert_bias(self) -> None:
+    def _maintain_float32_expert_bias(self):
         """Casts the expert bias back if something other than `_apply` has cast it."""
         if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = self.expert_bias.float()
@@ -1100,7 +1092,7 @@ class TopKRouter(Router):
 
 # ---- Routers of a whole model ----
 
-def _routers(model: nn.Module) -> list[TopKRouter]:
+def _routers(model):
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     if not routers:
         raise ValueError(f"model ({type(model).__name__}) has no TopKRouter")
@@ -1242,7 +1234,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
 
 # ---- Experts ----
 
-def _as_autocast(tokens: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+def _as_autocast(tokens, *others):
     """The tensors in the dtype of autocast where it is on."""
     device_type = tokens.device.type
     available = torch.amp.is_autocast_available(device_type)
@@ -1371,7 +1363,7 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
     RuntimeError, and nothing changes, if overlap is off, the state is another, or a tensor
     of the step before is missing. An exception inside the step drops all caches.
     """
-    def check(self, step: str) -> None:
+    def check(self, step):
         if not self.config.shared_expert_overlap:
             raise RuntimeError(f"{step} needs shared_expert_overlap=True, found False: "
                                f"call the module itself")
@@ -1409,17 +1401,17 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
 _SIDE_STREAMS: dict[torch.device, torch.Stream] = {}
 
 
-def _make_side_stream(device: torch.device) -> None:
+def _make_side_stream(device):
     """Called outside of compiled code, which can enter a stream but not make one."""
     if device.type not in ("cpu", "meta") and device not in _SIDE_STREAMS:
         _SIDE_STREAMS[device] = torch.Stream(device)
 
 
-def _current_stream(device: torch.device) -> torch.Stream:
+def _current_stream(device):
     return torch.accelerator.current_stream(device)
 
 
-def _empty_on_other_stream(tensor: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
+def _empty_on_other_stream(tensor, others=()):
     from torch._inductor import config
     if config.triton.cudagraphs:
         raise RuntimeError(
@@ -1566,23 +1558,23 @@ class SharedExpertMLP(ParallelModule):
     # The parts take their weights as arguments: in steps they get those that _ToSideStream
     # has returned, so that the gradients of the weights wait for the side stream.
 
-    def _score(self, x: Tensor, gate_weight: Tensor | None = None) -> Tensor | None:
+    def _score(self, x, gate_weight=None):
         H = self.config.hidden_size
         if x.shape[-1] != H:
             raise ValueError(f"hidden_states has shape {list(x.shape)}; needs [.., {H}]")
         return None if gate_weight is None else F.linear(x, gate_weight).sigmoid()
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _enter(self, x):
         return parallel.enter_tp(x, self.pg_collection.tp, self.config.sequence_parallel)
 
-    def _fc1_and_act(self, x: Tensor, fc1: Tensor) -> Tensor:
+    def _fc1_and_act(self, x, fc1):
         hidden = F.linear(x, fc1.flatten(0, 1))
         return kernels.activation(hidden, **self.config.activation_options)
 
-    def _fc2(self, x: Tensor, fc2: Tensor) -> Tensor:
+    def _fc2(self, x, fc2):
         return F.linear(x, fc2)
 
-    def _leave(self, y: Tensor) -> Tensor:
+    def _leave(self, y):
         return parallel.leave_tp(y, self.pg_collection.tp, self.config.sequence_parallel)
 
     # -- the same in five steps --

@@ -66,7 +66,7 @@ class ProcessGroups:
         if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
             raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
 
-        def group_over(wanted: str):
+        def group_over(wanted):
             dims = tuple(name for name in names if name in wanted.split())
             if not dims:
                 return None
@@ -167,7 +167,7 @@ class AllToAll:
 
 # ---- Over tp: into the sharded product and out of it ----
 
-def _gather(x: Tensor, group, sequence_parallel: bool) -> Tensor:
+def _gather(x, group, sequence_parallel):
     """With sequence_parallel the x of all ranks, one after the other along the first axis;
     else x.
     """
@@ -178,7 +178,7 @@ def _gather(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     return out
 
 
-def _sum(x: Tensor, group, sequence_parallel: bool) -> Tensor:
+def _sum(x, group, sequence_parallel):
     """The sum of x over the group; with sequence_parallel this rank's part of it, along axis 0.
     """
     if not sequence_parallel:
@@ -322,7 +322,7 @@ def reduce_gradients(module: nn.Module) -> None:
                 dist.all_reduce(parameter.grad, group=group)
 
 
-def _shards_of_module(module: nn.Module, pg_collection: ProcessGroups) -> list[tuple[Tensor, list]]:
+def _shards_of_module(module, pg_collection):
     """(parameter, the groups over which the layer shards it) of all parameters."""
     found = []
     for path, submodule in module.named_modules():
