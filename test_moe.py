@@ -2168,12 +2168,14 @@ def spawn_gloo(function, ranks: int, *args, seconds: float = 240) -> None:
     processes = start_ranks(_rank_main, ranks, function, args, errors)
     deadline = time.monotonic() + seconds
     try:
-        codes = [None]
-        while None in codes and not any(codes):
-            running = [process.sentinel for process in processes if process.exitcode is None]
+        while True:
+            codes = [process.exitcode for process in processes]
+            if any(codes) or None not in codes:
+                break
+            pairs = zip(processes, codes)
+            running = [process.sentinel for process, code in pairs if code is None]
             if not wait(running, deadline - time.monotonic()):
                 raise AssertionError(f"{function.__name__}: ranks hang")
-            codes = [process.exitcode for process in processes]
         if any(codes):
             texts = [f"exit codes of the ranks: {codes}"]
             while not errors.empty():
