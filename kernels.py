@@ -874,8 +874,8 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
 
     Rows without an assignment are fillers: their order is T·K, and gather_rows makes them
     zeros. Row E·C, beyond the last offset, stands for all unrouted assignments; so the order
-    has E·C + 1 entries. No expert
-    may have more than C rows. This is not checked: checking would sync the device.
+    has E·C + 1 entries. No expert may have more than C rows. This is not checked: checking
+    would sync the device.
     """
     (E,), (N,) = plan.counts.shape, plan.order.shape
     device = plan.order.device

@@ -3410,8 +3410,16 @@ def checkpointed_over_ranks(rank, ranks, ways):
         torch._dynamo.reset()
         other = copy.deepcopy(layer)
         compare_steps(layer, other, WAYS[way](other), T=5 + rank)
-    with torch.autograd.set_detect_anomaly(True):    # reads gradients that may be in flight
-        layer(torch.randn(5, 6, dtype=torch.float64, requires_grad=True)).sum().backward()
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    # It reads every gradient at once, also one in flight: each of the three exchanges is awaited
+    # where it is issued, and once more where it is due.
+    with torch.autograd.set_detect_anomaly(True), pytest.MonkeyPatch.context() as patch:
+        y = layer(x)
+        waits = []
+        wait = parallel.wait
+        patch.setattr(parallel, "wait", lambda buffer: waits.append(buffer) or wait(buffer))
+        y.sum().backward()
+        assert len(waits) == 6
 
 
 @pytest.mark.parametrize("ways", [
