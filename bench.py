@@ -33,7 +33,8 @@ import families
 import kernels
 import moe
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = ACCELERATOR.type if ACCELERATOR else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
 SHORT = {FP32: "fp32", BF16: "bf16"}
 TOLERANCE = {FP32: 1e-5, BF16: 2e-2}          # of ‖difference‖ / ‖right‖, for each tensor
@@ -136,8 +137,8 @@ class Candidate(NamedTuple):
 def in_fp64(function: Callable, like: Candidate) -> list[Tensor]:
     """Outputs and gradients of the function, on the inputs and parameters of another candidate."""
     leaves = like.inputs + like.parameters()
-    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    grads = [grad.double() for grad in like.grads]
+    wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    grads = [grad.cpu().double() for grad in like.grads]
     return Candidate(function, wide, grads).step()
 
 
@@ -145,7 +146,7 @@ def check(candidates: dict, right: Iterable[Tensor], dtype: torch.dtype) -> None
     """Ends the program if an output or a gradient is wrong."""
     for name, candidate in candidates.items():
         for pair in zip(candidate.step(), right, strict=True):
-            got, want = (x.detach().double().flatten() for x in pair)
+            got, want = (x.detach().cpu().double().flatten() for x in pair)
             size = want.norm().clamp(min=1e-30)
             error = (got - want).norm() / size
             if not error <= TOLERANCE[dtype]:
@@ -218,9 +219,11 @@ class Report:
         self.quick = args.quick
         self.against = args.against
         self.rounds, self.seconds = (5, 0.5) if args.quick else (20, 6.0)
-        device = f"cpu {torch.backends.cpu.get_cpu_capability()}"
-        if DEVICE == "cuda":
-            device = torch.cuda.get_device_name()
+        device = DEVICE
+        if DEVICE == "cpu":
+            device = f"cpu {torch.backends.cpu.get_cpu_capability()}"
+        elif DEVICE in ("cuda", "xpu"):
+            device = torch.get_device_module(DEVICE).get_device_name()
         given_back = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"}.isdisjoint(os.environ)
         self.header = {
             "device": device,
@@ -306,12 +309,11 @@ def layer_and_input(config: moe.MoEConfig, T: int) -> tuple[moe.MoELayer, Tensor
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = moe.MoELayer(config).to(DEVICE)
-    drawn = torch.randn(2 * T + 16, config.hidden_size)
-    drawn = drawn.to(DEVICE, config.params_dtype)
-    logits = F.linear(drawn.double(), layer.router.weight.double())
+    drawn = torch.randn(2 * T + 16, config.hidden_size).to(config.params_dtype)
+    logits = F.linear(drawn.double(), layer.router.weight.cpu().double())
     best = logits.topk(config.topk + 1).values
     clear = best[:, -2] - best[:, -1] > 1e-4
-    x = drawn[clear][:T, None].clone().requires_grad_()
+    x = drawn[clear][:T, None].to(DEVICE).clone().requires_grad_()
     return layer, x, [torch.randn_like(x)]
 
 
@@ -491,7 +493,7 @@ def bench_permute(report: Report, case: Case) -> None:
         return swiglu(x) * (mask * probs).sum(1, keepdim=True)
 
     candidates = {}
-    for function, probs, mask in ((index_path, probs_TK, 1), (map_path, probs_TE, map_TE)):
+    for function, probs, mask in ((index_path, probs_TK, 1), (map_path, probs_TE, map_TE.cpu())):
         path = Candidate(function, [x, probs.requires_grad_()], [grad]).compiled()
         candidates[function.__name__] = path
         want = in_fp64(partial(right, mask), like=path)

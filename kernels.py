@@ -34,10 +34,17 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 _NAMESPACE = "moe_" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
 
 
+# Dynamo of torch 2.11 cannot trace is_autocast_available. So its answer is a constant.
+@torch.compiler.assume_constant_result
+def has_autocast(device_type: str) -> bool:
+    """Whether tensors of this type of device can be under autocast."""
+    return torch.amp.is_autocast_available(device_type)
+
+
 def without_autocast(x: Tensor):
     """A context in which products of tensors on x's device are computed in their own dtype."""
     device_type = x.device.type
-    if not torch.amp.is_autocast_available(device_type):
+    if not has_autocast(device_type):
         device_type = "cpu"
     return torch.autocast(device_type, enabled=False)
 
@@ -77,17 +84,25 @@ def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
     return value.clone()
 
 
+# Compiled by torch 2.11, an autograd function whose forward ends in a cast that changes
+# nothing has a wrong gradient. So where the dtype fits there is no cast.
+
+def _cast(x, dtype):
+    """x in dtype; x itself if it is so already."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _upcast(x):
     """x in fp32 at least: fp64 stays fp64."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype == torch.float64 else _cast(x, torch.float32)
 
 
-def _sum_tokens(x):
-    """The sum over the first axis, in fp64: its rounding is far below a digit of fp32.
-
-    With an fp32 sum on a CPU, the compiler would also make a second graph from T = 4096 on.
-    """
-    return x.sum(0, dtype=torch.float64)
+# This is an op because the compiler's own code for a CPU is made for more, or for less, than
+# 4096 tokens, and adds them one after the other. torch adds in blocks, which rounds less.
+@_op(lambda x: x.new_empty(x.shape[1]))
+def _sum_tokens(x: Tensor) -> Tensor:
+    """[columns]: the sum over the tokens of x [T, columns], in x.dtype."""
+    return x.sum(0)
 
 
 def _check_known(name, value, known):
@@ -123,10 +138,15 @@ def _check_one_dtype(**tensors):
         raise TypeError(f"{found}; they need one dtype")
 
 
+def is_integer(x: Tensor) -> bool:
+    """Whether x has an integer dtype. Boolean is none."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def _as_map(routing_map):
     """routing_map [T, E] as bool. Any integer dtype is accepted."""
     check_shapes(routing_map=(routing_map, "T E"))
-    if routing_map.is_floating_point() or routing_map.is_complex():
+    if routing_map.dtype != torch.bool and not is_integer(routing_map):
         raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
     return routing_map.bool()
 
@@ -166,7 +186,7 @@ class _Gating(torch.autograd.Function):
             grad_weight = _product_in(
                 grad_TE.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
         if need_bias:
-            grad_bias = _sum_tokens(grad_TE).to(bias.dtype)
+            grad_bias = _sum_tokens(_upcast(grad_TE)).to(bias.dtype)
         # dtype, tokens, weight, bias
         return None, grad_tokens, grad_weight, grad_bias
 
@@ -250,6 +270,24 @@ def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Te
     return probs_TE, _map_of(indices, num_experts)
 
 
+def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(indices [T, K] int64, copies [T, K] int64) of given indices [T, K] in [0, E], of any
+    integer dtype.
+
+    An expert that is named more than once for a token keeps its first slot; the slots after
+    it become E. `copies` says how often the given indices name the expert of each slot.
+
+    >>> merge_repeats(torch.tensor([[1, 0, 1]]), num_experts=2)
+    (tensor([[1, 0, 2]]), tensor([[2, 1, 2]]))
+    """
+    indices_TK = indices.long()
+    same_TKK = indices_TK[:, :, None] == indices_TK[:, None, :]
+    slot_K = torch.arange(indices.shape[1], device=indices.device)
+    earlier_KK = slot_K < slot_K[:, None]
+    repeats_TK = (same_TKK & earlier_KK).any(-1)
+    return indices_TK.masked_fill(repeats_TK, num_experts), same_TKK.sum(-1)
+
+
 def _sqrtsoftplus(x):
     # Below -87 softplus underflows. The clamp keeps the gradient 0 there instead of NaN.
     tiny = torch.finfo(x.dtype).tiny
@@ -279,9 +317,10 @@ def topk_routing_with_score_function(
     2. The choice, best first, is the top K of the logits, which have the order of the
        scores. With `expert_bias` [E] it is the top K of scores + bias (arXiv 2408.15664;
        the bias only chooses). With `num_groups` it comes from the best `group_topk` groups
-       alone: see group_limited_topk. `precomputed_indices` [T, K] int64 in [0, E] replaces
-       the choice; E is unrouted, and the other indices of a token must be distinct. Range
-       and distinctness are not checked: checking would sync the device.
+       alone: see group_limited_topk. `precomputed_indices` [T, K] in [0, E], of any integer
+       dtype, replaces the choice; E is unrouted. An expert that is named more than once for
+       a token counts once, in its first slot, with the sum of its slots' probs. The slots
+       after it become E. The range is not checked: checking would sync the device.
     3. The probs are the scores of the chosen experts, without the bias. `norm_topk_prob`
        says whether they are divided by (their sum + norm_eps); use_pre_softmax then has no
        effect. With norm_topk_prob None, Megatron's convention holds:
@@ -312,6 +351,9 @@ def topk_routing_with_score_function(
     if (num_groups is None) != (group_topk is None):
         raise ValueError(f"num_groups = {num_groups} and group_topk = {group_topk} go together: "
                          f"give both or neither")
+    if precomputed_indices is not None and not is_integer(precomputed_indices):
+        raise TypeError(f"precomputed_indices is {precomputed_indices.dtype}; "
+                        f"needs an integer dtype")
 
     logits_TE = _upcast(logits)
     score = SCORE_FUNCTIONS[score_function]
@@ -322,7 +364,7 @@ def topk_routing_with_score_function(
 
     # The choice.
     if precomputed_indices is not None:
-        indices_TK = precomputed_indices
+        indices_TK, copies_TK = merge_repeats(precomputed_indices, E)
     elif num_groups is None and expert_bias is None:
         # The logits have the order of the scores, without the ties of saturated scores.
         indices_TK = logits_TE.topk(topk, dim=1).indices
@@ -338,17 +380,21 @@ def topk_routing_with_score_function(
                     scores_TE, topk, num_tokens=T, num_experts=E, num_groups=num_groups,
                     group_topk=group_topk, group_score_topk=group_score_topk)
 
-    # The probs. Only given indices may be unrouted.
+    # The probs. Only given indices may be unrouted or have copies.
     unrouted_TK = None
     if precomputed_indices is not None:
         unrouted_TK = indices_TK >= E
+        copies_TK = copies_TK.to(logits_TE.dtype)
     if softmax_over_chosen:
         chosen_TK = pick(logits_TE, indices_TK)
         if unrouted_TK is not None:
+            chosen_TK = chosen_TK + copies_TK.log()      # n · exp(x) = exp(x + log n)
             chosen_TK = chosen_TK.masked_fill(unrouted_TK, torch.finfo(chosen_TK.dtype).min)
         probs_TK = chosen_TK.softmax(-1)
     else:
         probs_TK = pick(score(logits_TE), indices_TK)
+        if unrouted_TK is not None:
+            probs_TK = probs_TK * copies_TK
     if norm_topk_prob:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
     if scaling_factor is not None:
@@ -446,22 +492,23 @@ class _WeightedTokenSum(torch.autograd.Function):
         # Not through save_for_backward: a checkpoint would replace them by its recomputed ones.
         ctx.factors = factors
         ctx.shape = scores.shape
-        return (_sum_tokens(scores) * factors).sum().to(scores.dtype)
+        return (_sum_tokens(scores) * factors).sum()
 
     @staticmethod
     def backward(ctx, grad):
         # grad_scores[t, e] = grad · factors[e]; then factors
-        return (grad * ctx.factors).to(grad.dtype).expand(ctx.shape), None
+        return (grad * ctx.factors).expand(ctx.shape), None
 
 
 def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
     """Σ_e factors[e] · Σ_t scores[t, e], a 0-d tensor.
 
-    scores [T, E] are taken in fp32 at least, factors [E] are fp64 and get no gradient. The
-    backward uses the factors of this forward, even if an activation checkpoint computes
-    others when it runs again.
+    scores [T, E] are taken in fp32 at least, factors [E] in the same dtype; they get no
+    gradient. The backward uses the factors of this forward, even if an activation
+    checkpoint computes others when it runs again.
     """
-    return _WeightedTokenSum.apply(_upcast(scores), factors.detach())
+    scores = _upcast(scores)
+    return _WeightedTokenSum.apply(scores, factors.detach().to(scores.dtype))
 
 
 def switch_load_balancing_loss_func(
@@ -488,7 +535,8 @@ def switch_load_balancing_loss_func(
     else:
         total = max(total_num_tokens, 1)
     scale = moe_aux_loss_coeff * num_experts / topk
-    return weighted_token_sum(probs, tokens_per_expert.double() / total / total * scale)
+    probs = _upcast(probs)
+    return weighted_token_sum(probs, tokens_per_expert.to(probs.dtype) / total / total * scale)
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
@@ -506,9 +554,8 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     # Masked twice: the logits so that no NaN of a padding token reaches the gradient.
     lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1)
     lse = lse.masked_fill(padding_mask, 0.0)
-    valid = (~padding_mask).sum().clamp(min=1)
-    total = _sum_tokens(lse.square().flatten())
-    return (total * z_loss_coeff / valid).to(logits.dtype)
+    valid = (~padding_mask).sum().clamp(min=1).to(lse.dtype)
+    return weighted_token_sum(lse.square().reshape(-1, 1), z_loss_coeff / valid)
 
 
 @_op(lambda cost, tol, padding_mask:
@@ -624,22 +671,21 @@ def get_updated_expert_bias(
 ) -> Tensor:
     """bias + rate · sign(mean(n) - n): up for experts with too few tokens (arXiv 2408.15664).
 
-    tokens_per_expert n [.., E] is first summed over `tp_dp_cp_group`, in a copy. The
-    result has expert_bias.dtype. Keep that fp32: in bf16 a step of 1e-3 is lost.
+    tokens_per_expert n [.., E], whole numbers of any dtype, is first summed over
+    `tp_dp_cp_group`, in a copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a
+    step of 1e-3 is lost.
 
     >>> counts, bias = torch.tensor([5, 1, 3]), torch.zeros(3)
     >>> get_updated_expert_bias(counts, bias, expert_bias_update_rate=0.5)
     tensor([-0.5000,  0.5000,  0.0000])
     """
     with torch.no_grad():
-        counts = tokens_per_expert
-        if tp_dp_cp_group is not None:
-            counts = counts.clone()
+        counts = tokens_per_expert.to(torch.int64, copy=True)
+        if tp_dp_cp_group is not None and tp_dp_cp_group.size() > 1:
             torch.distributed.all_reduce(counts, group=tp_dp_cp_group)
-        # The sum against E·n, not the mean against n: integers, so that an even load gives
-        # exactly 0.
-        total = counts.double().sum(-1, keepdim=True)
-        step = (total - counts.double() * counts.shape[-1]).sign()
+        # The sum against E·n, not the mean against n: in integers, so that an even load
+        # gives exactly 0, however many tokens there are.
+        step = (counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign()
         return expert_bias + step.to(expert_bias.dtype) * expert_bias_update_rate
 
 
@@ -699,7 +745,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
-    low, width = _bias_bins(expert_bias.double(), num_bins)
+    low, width = _bias_bins(expert_bias, num_bins)
     histogram = histogram.long()
     running = histogram.cumsum(1)
     # Counts are compared times E: K/E would not be exact.
@@ -708,7 +754,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     bin_E1 = bin_E1.clamp(max=num_bins - 1)
     inside_E1 = histogram.gather(1, bin_E1)
     below_E1 = running.gather(1, bin_E1) - inside_E1
-    share_E1 = (wanted_E1 - below_E1 * E).double() / (inside_E1 * E)
+    share_E1 = (wanted_E1 - below_E1 * E).to(low.dtype) / (inside_E1 * E)
     new_E = (low + width * (bin_E1 + share_E1)).flatten()
     new_E = (new_E - new_E.mean()).to(expert_bias.dtype)
     return torch.where(running[0, -1] > 0, new_E, expert_bias)
@@ -800,7 +846,7 @@ def _sum_rows(rows, inverse, offsets=None, probs=None):
     total_TH = picked(0)
     for k in range(1, inverse.shape[1]):
         total_TH = total_TH + picked(k)
-    return total_TH.to(rows.dtype)
+    return _cast(total_TH, rows.dtype)
 
 
 def _dot_rows(rows, index, tokens):
@@ -1051,18 +1097,18 @@ def sort_chunks_by_idxs(
 
 
 def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """routing_map [T, E] (bool or 0/1) as bool, with more ones: the first zeros of each
-    column, until its count is a multiple of pad_multiple, or T.
+    """routing_map [T, E] (bool or 0/1) with more ones, in its dtype: the first zeros of each
+    column become ones, until its count is a multiple of pad_multiple, or T.
 
     >>> pad_routing_map(torch.tensor([[0], [0], [1]]), pad_multiple=2).flatten()
-    tensor([ True, False,  True])
+    tensor([1, 0, 1])
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple is {pad_multiple}; needs 1 or more")
-    routing_map = _as_map(routing_map)
-    counts_E = routing_map.sum(0)
+    map_TE = _as_map(routing_map)
+    counts_E = map_TE.sum(0)
     wanted_E = (counts_E + pad_multiple - 1) // pad_multiple * pad_multiple
-    return _place_by_position(routing_map) < wanted_E
+    return (_place_by_position(map_TE) < wanted_E).to(routing_map.dtype)
 
 
 # ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
@@ -1159,7 +1205,7 @@ def _value(y, c):
 def _weighted(value, weights, dtype):
     if weights is not None:
         value = value * weights
-    return value.to(dtype)
+    return _cast(value, dtype)
 
 
 def _activate_back(g, y, weights, c):
@@ -1181,7 +1227,8 @@ def _activate_back(g, y, weights, c):
         if c.linear_beta is not None:
             grad_b = grad_b * (1 - (linear / c.linear_beta).square())         # tanh' = 1 - tanh²
         if c.clamp_value is not None:
-            # The gradient of torch.clamp is 1 at the bound. NaN counts as outside.
+            # The gradient passes at the bound. That of torch.clamp does so up to torch 2.13
+            # alone. NaN counts as outside.
             raw_a, raw_b = _split_halves(y_wide, c)
             grad_a = grad_a.masked_fill(~(raw_a <= c.clamp_value), 0.0)
             grad_b = grad_b.masked_fill(~(raw_b.abs() <= c.clamp_value), 0.0)
@@ -1292,14 +1339,15 @@ def activation_back(
     """The gradient of `activation`, given g [.., F]: grad_y in y.dtype.
 
     With weights it is (grad_y, grad_weights [.., 1]); grad_weights is summed over F in
-    fp32 at least and has weights.dtype. At the bound of the clamp the gradient passes, as
-    that of torch.clamp does.
+    fp32 at least and has weights.dtype. At the bound of the clamp the gradient passes. The
+    results have no gradient of their own.
     """
     constants = _checked_constants(
         kind, alpha=alpha, linear_offset=linear_offset, clamp_value=clamp_value, beta=beta,
         linear_beta=linear_beta)
     _check_activation(y, weights, constants, g=g)
-    grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, c=constants)
+    with torch.no_grad():                                # silu_backward has no derivative
+        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, c=constants)
     if weights is None:
         return grad_y
     return grad_y, grad_weights.to(weights.dtype)
@@ -1334,9 +1382,9 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 # ---- Grouped matrix product: row block e times matrix e ----
-# Where torch's grouped product does not work on the card itself (see _native), the two
-# products are custom ops, which read the offsets on the host. They loop over the experts and
-# gather the rows of one just before its product, while these are in the cache. Small blocks
+# Where torch's grouped product does not read the offsets on the card itself (see _native), the
+# two products are custom ops, which read a copy of them on the host. They loop over the experts
+# and gather the rows of one just before its product, while these are in the cache. Small blocks
 # on a CPU go to torch's own loop at once (see _loops_in_torch). Either way the compiler sees
 # no gathered rows, so it cannot keep them for the backward.
 
@@ -1469,20 +1517,46 @@ def _rows_times_rows(
 
 
 @torch.compiler.assume_constant_result
-def _one_kernel_card(device):
+def _reads_offsets_itself(device):
     """Whether torch's grouped product reads the offsets on this card, not on the host."""
-    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    on_cuda = device.type == "cuda" and torch.version.hip is None
+    return on_cuda and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _native(*operands):
-    """Whether torch's grouped product takes the operands, rows or matrices, as they are.
+    """Whether torch's grouped product takes the operands, rows or matrices [E, ..], as they
+    are, and reads the offsets on the card.
 
-    It does in bf16 on CUDA, on compute capability 9.0 and 10.0 (H100, H200, B200), if
-    widths and strides are multiples of 16 bytes. Elsewhere it would copy the offsets to
-    the host.
+    It does in bf16 on CUDA, not on ROCm, on compute capability 9.x and 10.x (H100, H200,
+    B200, B300), with fewer than 1,024 matrices, if widths, strides and data pointers are
+    multiples of 16 bytes. A graph cannot see data pointers: there they are taken as such.
     """
-    on_cuda = all(x.is_cuda and x.dtype == torch.bfloat16 for x in operands)
-    return on_cuda and _aligned(*operands) and _one_kernel_card(operands[0].device)
+    for x in operands:
+        if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
+            return False
+        if not torch.compiler.is_compiling() and x.data_ptr() % 16:
+            return False
+    return _aligned(*operands) and _reads_offsets_itself(operands[0].device)
+
+
+def _on_card(offsets):
+    return offsets.device.type != "cpu"
+
+
+@_op(lambda offsets: offsets.new_empty(len(offsets), device="cpu"), reads_on_host=True)
+def _copy_to_host(offsets: Tensor) -> Tensor:
+    return offsets.to("cpu", copy=True)
+
+
+def _where_read(offsets, *operands):
+    """The offsets where the products of the operands, and of their gradients, read them: on
+    the card if these are _native, else in a copy on the host.
+
+    One copy serves the forward and the backward, so a step syncs once.
+    """
+    if not _on_card(offsets) or _native(*operands):
+        return offsets
+    return _copy_to_host(offsets)
 
 
 def _zero_unrouted(rows, offsets):
@@ -1495,7 +1569,7 @@ def _zero_unrouted(rows, offsets):
 
 def _product(rows, weights, offsets, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]."""
-    if not _native(rows.x, weights):
+    if not _on_card(offsets):
         return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets)
     routed = _zero_unrouted(rows.block(), offsets)
     out = F.grouped_mm(routed, weights, offs=offsets)
@@ -1508,7 +1582,7 @@ def _product(rows, weights, offsets, bias=None):
 
 def _weight_grad(a, b, offsets):
     """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Only b may have probs."""
-    if not _native(a.x, b.x):
+    if not _on_card(offsets):
         return _rows_times_rows(
             a.x, a.token_N, b=b.x, token_b=b.token_N, probs=b.probs, offsets=offsets)
     rows_a = _zero_unrouted(a.block(), offsets)
@@ -1526,6 +1600,7 @@ def _bias_grad(rows, probs, offsets):
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, offsets):
+        offsets = _where_read(offsets, rows, weights)
         ctx.save_for_backward(rows, weights, offsets)
         return _product(_Rows(rows), weights, offsets)
 
@@ -1552,10 +1627,12 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     come out as zeros and get zero gradients. An expert without rows gets a zero weight
     gradient.
 
-    On CUDA in bf16, with H and F multiples of 8, on H100, H200 and B200, this is
-    torch.nn.functional.grouped_mm without a sync. Elsewhere the offsets are read on the
-    host, which syncs on CUDA. That the offsets ascend and end within N is not checked:
-    checking would sync too.
+    On H100, H200, B200 and B300, in bf16, with H and F multiples of 8 and E below 1024, this
+    is torch.nn.functional.grouped_mm without a sync. It needs data pointers that are
+    multiples of 16 bytes; compiled code does not check that. On other devices than the CPU
+    the forward otherwise copies the offsets to the host, the one sync of forward and
+    backward. That the offsets ascend and end within N is not checked: checking would sync
+    too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
@@ -1606,7 +1683,6 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(ctx, options, *tensors):
         inputs = _ExpertInputs(*tensors)
         ctx.probs_on, ctx.constants, fp8_input_store = options
-        offsets = inputs.offsets
         token_N, probs_N1 = _token_and_prob(inputs.order, inputs.probs)
         input_probs = activation_probs = output_probs = None
         if ctx.probs_on == "input":
@@ -1618,6 +1694,7 @@ class _ExpertMLP(torch.autograd.Function):
 
         # hidden = x · fc1ᵀ, value = activation(hidden), out = value · fc2ᵀ, and p times one:
         # "input" hidden = (p · x) · fc1ᵀ, "activation" act = p · value, "output" y = Σ p · out.
+        offsets = _where_read(inputs.offsets, inputs.fc1, inputs.fc2)
         latent = _project(inputs.tokens, inputs.down)
         rows = _Rows(latent, token_N, input_probs)
         hidden = _product(rows, inputs.fc1.transpose(1, 2), offsets, bias=inputs.fc1_bias)
@@ -1625,17 +1702,17 @@ class _ExpertMLP(torch.autograd.Function):
         out = _product(_Rows(act), inputs.fc2.transpose(1, 2), offsets, bias=inputs.fc2_bias)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
-        ctx.save_for_backward(kept, *tensors)
+        ctx.save_for_backward(kept, offsets, *tensors)
         return _sum_rows(out, inputs.inverse, probs=output_probs)
 
     @staticmethod
     def backward(ctx, grad):
-        kept, *tensors = ctx.saved_tensors
+        kept, offsets, *tensors = ctx.saved_tensors
         inputs = _ExpertInputs(*tensors)
         need = _ExpertInputs(*ctx.needs_input_grad[1:])
         need_latent = need.tokens or need.down
         on_input = ctx.probs_on == "input"
-        inverse, offsets = inputs.inverse, inputs.offsets
+        inverse = inputs.inverse
         grad = grad.contiguous()
         hidden = kept.to(grad.dtype)
         grads = {}
@@ -1704,9 +1781,11 @@ class _ExpertMLP(torch.autograd.Function):
             else:
                 grad_probs = grad_probs_N1.flatten()[inverse]
                 if inputs.fc2_bias is not None:
-                    expert_TK = _expert_of(inverse, offsets).clamp(max=len(offsets) - 1)
+                    expert_TK = _expert_of(inverse, inputs.offsets)
+                    expert_TK = expert_TK.clamp(max=len(offsets) - 1)
                     grad_probs = grad_probs + _dot_rows(inputs.fc2_bias, expert_TK, grad)
-            grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0)     # unrouted
+            unrouted_TK = inverse >= inputs.offsets[-1]
+            grad_probs = grad_probs.masked_fill(unrouted_TK, 0.0)
             grads["probs"] = grad_probs.to(inputs.probs.dtype)
 
         # options, *tensors

@@ -339,8 +339,8 @@ class MoELayer(ParallelModule):
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """hidden_states [S, B, H] or [T, H]. padding_mask [S, B] or [T] bool: a token with
-        True gets no routed expert. topk_indices [T, K] or [S, B, K] int64 replaces the
-        router's choice: see TopKRouter.forward.
+        True gets no routed expert. topk_indices [T, K] or [S, B, K] replaces the router's
+        choice: see TopKRouter.forward.
         """
         return self.forward_with_probs(hidden_states, padding_mask, topk_indices)[0]
 
@@ -393,7 +393,7 @@ class MoELayer(ParallelModule):
         the rows are x · downᵀ.
         """
         group = self.pg_collection.ep
-        if group is None:
+        if group_size(group) == 1:
             return Local(x_TH, probs_TK, plan=plan, down=down)
         if down is not None:
             x_TH = F.linear(x_TH, down).to(x_TH.dtype)
@@ -556,17 +556,17 @@ def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
 
 
 @kernels._op(
-    lambda sums, steps, counts: torch.empty_like(sums, dtype=torch.float64),
+    lambda sums, steps, counts: (torch.empty_like(sums), torch.empty_like(steps)),
     mutates_args=("sums", "steps"), reads_on_host=True)
-def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-    """Adds counts [E] to sums [E] and 1 to steps [], and returns sums / steps in fp64.
+def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds counts [E] to sums [E] and 1 to steps [], and returns copies of both.
 
     Nothing is added if a checkpoint is _recomputing.
     """
     if not _recomputing():
         sums.add_(counts)
         steps.add_(1)
-    return sums.double() / steps.double().clamp(min=1)
+    return sums.clone(), steps.clamp(min=1)
 
 
 _COUNTS = ("local_tokens_per_expert", "bias_histogram", "global_tokens_per_expert", "ga_steps",
@@ -574,8 +574,13 @@ _COUNTS = ("local_tokens_per_expert", "bias_histogram", "global_tokens_per_exper
 
 
 def _counter(tensor):
-    """The tensor, which will be updated in place: CUDA graphs may rely on its address."""
+    """The tensor, which keeps its shape and, since it is updated in place, its address.
+
+    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
+    shape for a variable, and for the same variable as an equal length of the first input.
+    """
     torch._dynamo.mark_static_address(tensor, guard=False)
+    torch._dynamo.mark_static(tensor)
     return tensor
 
 
@@ -693,9 +698,11 @@ class TopKRouter(Router):
         is unrouted and has prob 0.
 
         padding_mask [S, B] or [T] bool: tokens with True are unrouted. Within tp_cp either
-        every rank passes a mask or none does. topk_indices [T, K] or [S, B, K] int64 in
-        [0, E] takes the place of the choice (replay, hash routing). The range is not
-        checked: checking would sync the device.
+        every rank passes a mask or none does. topk_indices [T, K] or [S, B, K] in [0, E], of
+        any integer dtype, takes the place of the choice (replay, hash routing). An expert
+        that it names more than once for a token counts once: see
+        kernels.topk_routing_with_score_function. The range is not checked: checking would
+        sync the device.
         """
         H = self.config.hidden_size
         if input.ndim not in (2, 3) or input.shape[-1] != H:
@@ -735,24 +742,20 @@ class TopKRouter(Router):
     def _given_indices(self, topk_indices, axes):
         """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
         name = "topk_indices"
-        replays = self._replayed is not None
-        if replays:
-            name, topk_indices = self._replayed
+        if self._replayed is not None:
+            name, topk_indices, _ = self._replayed
             if topk_indices is None:
                 raise ValueError(f"{name} is None: this router had not run in record_routing; "
-                                 f"needs a tensor [T, {self.config.topk}] torch.int64")
+                                 f"needs a tensor [T, {self.config.topk}] of an integer dtype")
         if topk_indices is None:
             return None
-        E, K = self.config.num_experts, self.config.topk
+        K = self.config.topk
         T = math.prod(axes)
         fits = topk_indices.shape == (*axes, K) or topk_indices.shape == (T, K)
-        if not fits or topk_indices.dtype != torch.int64:
+        if not fits or not kernels.is_integer(topk_indices):
             raise ValueError(f"{name} is {list(topk_indices.shape)} {topk_indices.dtype}; "
-                             f"needs {[T, K]} or {[*axes, K]} torch.int64")
-        topk_indices = topk_indices.flatten(0, -2)
-        if replays:
-            topk_indices = topk_indices.masked_fill(topk_indices < 0, E)
-        return topk_indices
+                             f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
+        return topk_indices.flatten(0, -2).long()
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
         """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961). The experts
@@ -776,6 +779,8 @@ class TopKRouter(Router):
         if padding_mask is not None:
             padding_T = padding_mask.flatten()
 
+        if self._replayed is not None and topk_indices is not None:
+            topk_indices = self._fill_missing(topk_indices, logits_TE, padding_T)
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], config.num_experts)
@@ -791,6 +796,16 @@ class TopKRouter(Router):
         if self._recording:
             _allowing_side_effects(self._record, chosen_TK)
         return probs_TK, indices_TK
+
+    def _fill_missing(self, indices_TK, logits_TE, padding_T):
+        """Replayed indices without -1: see replay_routing."""
+        missing_TK = indices_TK < 0
+        _, _, missing = self._replayed
+        if missing == "unrouted":
+            return indices_TK.masked_fill(missing_TK, self.config.num_experts)
+        with torch.no_grad():
+            _, live_TK = self.choose(logits_TE, padding_T)
+        return torch.where(missing_TK.any(1, keepdim=True), live_TK, indices_TK)
 
     def _record(self, chosen_TK):
         self._recorded = chosen_TK
@@ -817,16 +832,20 @@ class TopKRouter(Router):
             norm_eps=config.norm_eps, group_score_topk=config.group_score_topk)
 
     def _choose_by_sinkhorn(self, logits, padding_mask=None, topk_indices=None):
-        K = self.config.topk
+        E, K = self.config.num_experts, self.config.topk
         logits_TE = kernels._upcast(logits)
-        if topk_indices is None:
+        scores_TE = logits_TE.sigmoid() if K == 1 else logits_TE.softmax(-1)
+        if topk_indices is not None:
+            indices_TK, copies_TK = kernels.merge_repeats(topk_indices, E)
+            probs_TK = kernels.pick(scores_TE, indices_TK) * copies_TK
+        else:
             with torch.no_grad():
                 balanced_TE = logits_TE
                 if self.training:
                     balanced_TE = kernels.sinkhorn(logits_TE, padding_mask=padding_mask)
-                topk_indices = balanced_TE.topk(K, dim=1).indices
-        scores_TE = logits_TE.sigmoid() if K == 1 else logits_TE.softmax(-1)
-        return kernels.pick(scores_TE, topk_indices).to(logits.dtype), topk_indices
+                indices_TK = balanced_TE.topk(K, dim=1).indices
+            probs_TK = kernels.pick(scores_TE, indices_TK)
+        return probs_TK.to(logits.dtype), indices_TK
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [.., E] -> (probs [T, E], routing_map [T, E]).
@@ -947,7 +966,7 @@ class TopKRouter(Router):
         coeff = self.get_aux_loss_coeff(kind)
         group = self.pg_collection.tp_cp
         counts_BE = routing_map.view(S, B * E).sum(0).view(B, E)
-        counts_BE = all_sum(counts_BE, group).double()
+        counts_BE = all_sum(counts_BE, group).to(scores.dtype)
         tokens_B1 = counts_BE.sum(1, keepdim=True) / K
         per_sequence = coeff * E / K / max(B, 1)
         factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
@@ -969,7 +988,8 @@ class TopKRouter(Router):
         coeff = self.get_aux_loss_coeff("global_aux_loss")
         local_E = routing_map.sum(0)
         counts_E = all_sum(local_E, groups.tp_dp_cp).float()
-        mean_E = _running_mean(self.global_tokens_per_expert, self.ga_steps, counts_E)
+        sums_E, steps = _running_sums(self.global_tokens_per_expert, self.ga_steps, counts_E)
+        mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
         loss = kernels.switch_load_balancing_loss_func(
             scores_for_aux_loss, mean_E, total_num_tokens=mean_E.sum() / K, topk=K, num_experts=E,
             moe_aux_loss_coeff=coeff)
@@ -1170,17 +1190,22 @@ def record_routing(model: nn.Module):
 
 
 @contextlib.contextmanager
-def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
+def replay_routing(
+    model: nn.Module, indices: Sequence[Tensor] | Tensor, missing: str = "unrouted",
+):
     """A context in which every router of the model takes `indices` as its choice.
 
-    indices: one tensor [T, K] int64 per router, in module order, as record_routing gives
-    them, or a tensor [layers, T, K]. E and -1 are unrouted. The probs are computed anew.
+    indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
+    a tensor [layers, T, K], of any integer dtype. E is unrouted. So is -1 with missing
+    "unrouted". With "live" a token whose row holds a -1 is routed by the router itself:
+    inference engines return one row too few. The probs are computed anew.
     An activation checkpoint runs the routers again in the backward: run the backward inside
     the context too. A topk_indices argument is not used meanwhile. ValueError: no router,
-    another number of layers, or nested on one model; in the forward, naming the router, a
-    wrong shape or dtype, or None.
+    another number of layers, an unknown `missing`, or nested on one model; in the forward,
+    naming the router, a wrong shape or dtype, or None.
     """
     _routers(model)
+    kernels._check_known("missing", missing, ("unrouted", "live"))
     modules = model.named_modules()
     routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
     if len(indices) != len(routers):
@@ -1190,7 +1215,7 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
         raise ValueError("model is replaying already; leave replay_routing first")
     try:
         for (name, router), choice in zip(routers.items(), indices):
-            router._replayed = f"indices of {name}", choice
+            router._replayed = f"indices of {name}", choice, missing
         yield
     finally:
         for router in routers.values():
@@ -1200,7 +1225,8 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
 def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
     """Metrics of each router's latest training forward. Layers are in module order.
 
-    "tokens_per_expert" [layers, E] int64: before dropping, without padding.
+    "tokens_per_expert" [layers, max E] int64: before dropping, without padding; -1 where a
+    layer has no such expert.
     "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664), NaN where nothing
     was counted. And each loss that is on in any layer, [layers], divided by its
     coefficient, NaN for a layer without it. The metrics are for logging only: the losses
@@ -1219,8 +1245,11 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
             shares = [ranks / (router._sharers[name] or ranks) for name in METRICS]
             counts[i] = all_sum(counts[i], group)
             losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
-    counts = torch.stack(counts)
     losses = torch.stack(losses)
+    most = max(len(counts_E) for counts_E in counts)
+    padded = [F.pad(counts_E, (0, most - len(counts_E)), value=-1) for counts_E in counts]
+    # 0 / 0 before any forward.
+    violations = [(c.amax() * len(c)).float() / c.sum() - 1 for c in counts]
 
     on = set()
     for router in routers:
@@ -1228,8 +1257,9 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
         if router.config.z_loss_coeff:
             on.add("z_loss")
     metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
-    violation = counts.amax(1) / counts.double().mean(1) - 1          # 0 / 0 before any forward
-    return {**metrics, "max_violation": violation.float(), "tokens_per_expert": counts}
+    metrics["max_violation"] = torch.stack(violations)
+    metrics["tokens_per_expert"] = torch.stack(padded)
+    return metrics
 
 
 # ---- Experts ----
@@ -1237,8 +1267,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
 def _as_autocast(tokens, *others):
     """The tensors in the dtype of autocast where it is on."""
     device_type = tokens.device.type
-    available = torch.amp.is_autocast_available(device_type)
-    if not available or not torch.is_autocast_enabled(device_type):
+    if not kernels.has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return [tokens, *others]
     dtype = torch.get_autocast_dtype(device_type)
     return [x if x is None else x.to(dtype) for x in (tokens, *others)]
@@ -1376,17 +1405,20 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
                 raise RuntimeError(f"{step} needs {name} from the step before, found None; "
                                    f"reset_overlap() starts again")
 
+    def run(step, self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        self._overlap_state = next_state
+        return result
+
     def decorate(step):
         @functools.wraps(step)
         def checked(self, *args, **kwargs):
             check(self, step.__name__)
             try:
-                result = _allowing_side_effects(step, self, *args, **kwargs)
+                return _allowing_side_effects(run, step, self, *args, **kwargs)
             except BaseException:
                 self.reset_overlap()
                 raise
-            self._overlap_state = next_state
-            return result
 
         return checked
 
@@ -1587,7 +1619,7 @@ class SharedExpertMLP(ParallelModule):
         return _SIDE_STREAMS.get(self.fc1.device)
 
     def _beside(self):
-        return self.stream or contextlib.nullcontext()
+        return contextlib.nullcontext() if self.stream is None else self.stream
 
     @overlap_state_check(_State.IDLE, _State.PRE_FORWARD_COMM_DONE)
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
@@ -1705,5 +1737,5 @@ class SharedExpertMLP(ParallelModule):
         # Without sequence parallelism every tp rank sees all tokens, so each has the whole
         # gradient of the gate.
         groups = self.pg_collection
-        partial = groups.tp is None or self.config.sequence_parallel
+        partial = group_size(groups.tp) == 1 or self.config.sequence_parallel
         return groups.tp_dp_cp if name == "gate_weight" and partial else groups.dp_cp

@@ -20,7 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """torch.distributed groups. None is a group of one rank, without communication.
+    """torch.distributed groups. None is a group of one rank. Nothing communicates over a group
+    of one rank, whether it is None or made.
 
     tp        ranks that shard the shared expert (enter_tp, leave_tp). The rest is whole on
               each of them. Each routes its own part of the sequence (sequence_parallel), so
@@ -90,9 +91,8 @@ def group_rank(group) -> int:
 
 
 def all_sum(x: Tensor, group) -> Tensor:
-    """The sum of x over the group, in a new tensor without gradient. Without a group, x itself.
-    """
-    if group is None:
+    """The sum of x over the group, in a new tensor without gradient. With one rank, x itself."""
+    if group_size(group) == 1:
         return x
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
@@ -195,7 +195,9 @@ class _CrossTP(torch.autograd.Function):
     def forward(ctx, x, functions, args):
         function, ctx.back = functions
         ctx.args = args
-        return function(x, *args)
+        out = function(x, *args)
+        # In a graph of torch 2.11 a collective's output as it is would lose its gradient.
+        return out.view_as(out)
 
     @staticmethod
     def backward(ctx, grad):
@@ -207,7 +209,7 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """The tokens of all ranks. With sequence_parallel x is this rank's part and is gathered,
     else x is all of them already. The backward sums over the ranks.
     """
-    if group is None:
+    if group_size(group) == 1:
         return x
     return _CrossTP.apply(x, (_gather, _sum), (group, sequence_parallel))
 
@@ -216,7 +218,7 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """The opposite of enter_tp: x is a partial sum for all tokens. The result is the whole
     sum, with sequence_parallel this rank's part of it.
     """
-    if group is None:
+    if group_size(group) == 1:
         return x
     return _CrossTP.apply(x, (_sum, _gather), (group, sequence_parallel))
 
@@ -295,7 +297,7 @@ class ParallelModule(nn.Module):
         for path, tensor in self.state_dict().items():
             owner, _, name = path.rpartition(".")
             group, axis = self.get_submodule(owner).shard(name)
-            if group is not None:
+            if group_size(group) > 1:
                 mesh = DeviceMesh.from_group(group, tensor.device.type)
                 placements = [Replicate() if axis is None else Shard(axis)]
                 tensor = DTensor.from_local(tensor, mesh, placements, run_check=False)
@@ -316,7 +318,7 @@ def reduce_gradients(module: nn.Module) -> None:
             continue
         for name, parameter in part.named_parameters(recurse=False):
             group = part.gradient_group(name)
-            if group is not None and parameter.requires_grad:
+            if group_size(group) > 1 and parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
@@ -330,7 +332,7 @@ def _shards_of_module(module, pg_collection):
             group = axis = None
             if isinstance(submodule, ParallelModule):
                 group, axis = submodule.shard(name)
-            if axis is None or group is None:
+            if axis is None or group_size(group) == 1:
                 found.append((parameter, []))
                 continue
             if group not in (pg_collection.ep, pg_collection.tp):

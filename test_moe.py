@@ -183,7 +183,20 @@ def route_loop(logits_TE: Tensor, c: MoEConfig, bias_E=None, given_TK=None):
         for k, x in zip(real, p):
             probs_TK[t, k] = x * (c.scaling_factor or 1.0)
         indices_TK[t] = torch.tensor(chosen)
-    return probs_TK, indices_TK
+    return merge_loop(probs_TK, indices_TK, c.num_experts)
+
+
+def merge_loop(probs_TK: Tensor, indices_TK: Tensor, E: int):
+    """An expert that a token names more than once: its first slot gets the probs of all."""
+    merged_TK = torch.zeros_like(probs_TK)
+    indices_TK = indices_TK.clone()
+    for t, chosen in enumerate(indices_TK.tolist()):
+        for k, e in enumerate(chosen):
+            first = chosen.index(e)
+            merged_TK[t, first] = merged_TK[t, first] + probs_TK[t, k]
+            if first < k:
+                indices_TK[t, k] = E
+    return merged_TK, indices_TK
 
 
 def act_loop(h_F: Tensor, c: MoEConfig) -> Tensor:
@@ -309,13 +322,19 @@ def random_layer(config: MoEConfig) -> MoELayer:
     return layer
 
 
-def random_indices(T: int, E: int, K: int, nowhere: float = 0.2) -> Tensor:
-    """[T, K]: distinct experts, some of them replaced by E, which means nowhere."""
+def random_indices(
+        T: int, E: int, K: int, nowhere: float = 0.2, repeats: float = 0.0) -> Tensor:
+    """[T, K]: distinct experts, some of them replaced by E, which means nowhere, and some by the
+    expert of another slot."""
     indices = torch.rand(T, E).argsort(1)[:, :K]
+    indices = torch.where(torch.rand(T, K) < repeats, indices[:, :1], indices)
     return torch.where(torch.rand(T, K) < nowhere, E, indices)
 
 
 # ---- Route ----
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
 
 def test_route_matches_loop():
     """Random configurations: indices exactly, probs and gradients to rounding, both forms equal."""
@@ -328,7 +347,7 @@ def test_route_matches_loop():
         bias = torch.randn(8) * 0.3 if c.enable_expert_bias else None
         given = None
         if rng.random() < 0.3:
-            given = random_indices(T, 8, c.topk, nowhere=0.3)
+            given = random_indices(T, 8, c.topk, nowhere=0.3, repeats=0.3).to(rng.choice(INTEGERS))
         route = functools.partial(
             topk_routing_with_score_function, logits, c.topk, use_pre_softmax=c.pre_softmax,
             num_groups=c.num_groups, group_topk=c.group_topk, scaling_factor=c.scaling_factor,
@@ -526,6 +545,9 @@ def test_balance_expert_bias_update():
     close(get_updated_expert_bias(counts, bias, 0.01), want, 1e-7)
     even = torch.full((3,), 2.0 ** 24 + 2)                  # the mean of three in fp32 could round
     same(get_updated_expert_bias(even, bias[:3], 0.01), bias[:3])
+    uneven = torch.tensor([2 ** 40 + 1, 2 ** 40, 2 ** 40])  # not even in fp64 could n·E round here
+    want = bias[:3] + torch.tensor([-0.01, 0.01, 0.01])
+    same(get_updated_expert_bias(uneven, bias[:3], 0.01), want)
 
 
 def bias_loop(scores_TE: list, bias_E: list, K: int, num_bins: int) -> list[list[int]]:
@@ -621,6 +643,23 @@ def test_balance_router_by_quantiles(score_function):
     same(router.bias_histogram, torch.zeros_like(router.bias_histogram))
     router.reset_bias_histogram()
     assert router.bias_histogram.sum() == 0 and router.bias_histogram.dtype == torch.int32
+
+
+@pytest.mark.parametrize("T", [1, 4095, 4097, pytest.param(10 ** 6, marks=slow)])
+def test_balance_sums_over_tokens_are_accurate(T):
+    """In fp32, eager and in one graph for all T, as in float64 to a few units of the last place."""
+    logits = torch.randn(T, 8) * 0.3
+    leaves = logits, torch.rand(8)
+    functions = [
+        lambda x, n: switch_load_balancing_loss_func(x.softmax(1), n, T, 2, 8, 0.1),
+        lambda x, n: z_loss_func(x, 0.1),
+        lambda x, n: kernels.weighted_token_sum(torch.full_like(x, 1 / 3), n)]
+    for function in functions:
+        want = function(*[x.double() for x in leaves])
+        for how in (function, compiled(function, "inductor")):
+            got = how(*leaves)
+            assert got.dtype == torch.float32
+            close(got.double(), want, 3e-7)
 
 
 def test_balance_errors():
@@ -935,12 +974,33 @@ def test_activation_rounds_once(dtype):
     assert weighted_swiglu_back(g, y, w.to(dtype))[1].dtype == dtype
 
 
-def test_activation_clamp_gradient_at_the_bound_is_torchs():
+def test_activation_gradient_passes_at_the_bound_of_the_clamp():
+    """By formula: torch.clamp's own gradient there is 1 up to torch 2.13, and 0 from 2.14 on."""
     y = torch.tensor([[0.7, -0.7, 0.71, 0.7, -0.7, -0.71]], requires_grad=True)
-    a, b = y.chunk(2, dim=1)
-    want = grads(F.silu(a.clamp(max=0.7)) * b.clamp(-0.7, 0.7), [y])
-    close(grads(activation(y, clamp_value=0.7), [y]), want, 1e-6)
-    assert (want[0] == 0).sum() == 2
+    a, b = y.detach().clamp(max=0.7).chunk(2, dim=1)
+    b = b.clamp(min=-0.7)
+    s = a.sigmoid()
+    within_a = torch.tensor([1.0, 1.0, 0.0])
+    within_b = torch.tensor([1.0, 1.0, 0.0])
+    want = torch.cat([b * s * (1 + a * (1 - s)) * within_a, a * s * within_b], 1)
+    for function in (activation, compiled(activation, "inductor")):
+        close(grads(function(y, clamp_value=0.7), [y])[0], want, 1e-6)
+    same(activation_back(torch.ones(1, 3), y, clamp_value=0.7) == 0, want == 0)
+
+
+@pytest.mark.parametrize("kind", list(kernels.ACTIVATIONS))
+def test_activation_back_compiles_where_its_input_requires_grad(kind):
+    """torch's backward functions have no derivative of their own."""
+    g, y = torch.randn(3, 4), torch.randn(3, 8, requires_grad=True)
+    if not kernels.ACTIVATIONS[kind].gated:
+        y = torch.randn(3, 4, requires_grad=True)
+    w = torch.rand(3, 1, requires_grad=True)
+    for weights in (None, w):
+        want = activation_back(g, y, kind, weights)
+        close(compiled(activation_back, "inductor")(g, y, kind, weights), want, 1e-6)
+    if kind == "swiglu":
+        same(compiled(swiglu_back)(g, y), swiglu_back(g, y))
+        close(compiled(weighted_swiglu_back)(g, y, w), weighted_swiglu_back(g, y, w), 1e-6)
 
 
 def saved_bytes(function, exclude=()) -> int:
@@ -1037,6 +1097,12 @@ def test_experts_backward_ignores_autocast(options):
     same(got, want)
 
 
+def with_native_products(monkeypatch) -> None:
+    """From now on the CPU is a card on which torch's grouped product reads the offsets."""
+    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
+    monkeypatch.setattr(kernels, "_native", lambda *operands: True)
+
+
 @pytest.mark.parametrize("options", [
     dict(),
     dict(add_bias_linear=True, apply_probs_on="input"),
@@ -1050,7 +1116,7 @@ def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
     inputs = [x, *layer.parameters()]
     want = layer(x, mask)
     want_grads = grads(want, inputs, upstream)
-    monkeypatch.setattr(kernels, "_native", lambda x, w: True)
+    with_native_products(monkeypatch)
     got = layer(x, mask)
     close([got, *grads(got, inputs, upstream)], [want, *want_grads], 1e-5)
 
@@ -1058,7 +1124,7 @@ def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
 @pytest.mark.parametrize("probs_on", ["activation", pytest.param("input", marks=slow)])
 def test_experts_formulas_for_cuda_keep_as_little(monkeypatch, probs_on):
     """Compiled, they keep neither the gathered rows nor the activation's output."""
-    monkeypatch.setattr(kernels, "_native", lambda *_: True)
+    with_native_products(monkeypatch)
     T, H, F_, K = 256, 64, 32, 4
     layer = MoELayer(MoEConfig(
         H, F_, 8, topk=K, params_dtype=torch.bfloat16, apply_probs_on=probs_on))
@@ -1343,7 +1409,8 @@ def failed_examples(docstring: str, names: dict) -> str:
     """What doctest reports of the `>>>` examples in a docstring; empty if they all hold."""
     test = doctest.DocTestParser().get_doctest(docstring, dict(names), "example", None, 0)
     reports = []
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=reports.append)
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)   # not pytest's -v
+    runner.run(test, out=reports.append)
     return "".join(reports)
 
 
@@ -1391,7 +1458,9 @@ def check_layer_against_loop(seed: int, backend: str | None = None) -> None:
     S, B = rng.choice([(3, 2), (5, 1), (2, 4)])
     x = leaf(S, B, 6)
     mask = torch.rand(S, B) < 0.3 if rng.random() < 0.4 else None
-    given = random_indices(S * B, 8, layer.config.topk, nowhere=0.0) if rng.random() < 0.3 else None
+    given = None
+    if rng.random() < 0.3:
+        given = random_indices(S * B, 8, layer.config.topk, nowhere=0.0, repeats=0.3)
     scale = rng.choice([1.0, 0.25])
     weights = dict(layer.named_parameters())
     upstream = torch.randn_like(x)
@@ -1572,6 +1641,17 @@ def test_layer_metrics_of_the_latest_training_forward():
         same(load_balancing_metrics(model.train())["tokens_per_expert"], counts)
 
 
+def test_layer_metrics_of_layers_of_different_sizes():
+    first, second = [MoELayer(MoEConfig(8, 4, E, topk=2)) for E in (3, 5)]
+    model = torch.nn.Sequential(first, second)
+    model(torch.randn(9, 8))
+    m = load_balancing_metrics(model)
+    counts = [layer.router.last_tokens_per_expert.tolist() for layer in model]
+    assert m["tokens_per_expert"].tolist() == [[*counts[0], -1, -1], counts[1]]
+    for violation, count in zip(m["max_violation"].tolist(), counts):
+        assert violation == pytest.approx(max(count) / (18 / len(count)) - 1)
+
+
 def test_layer_dtype_casts_keep_the_expert_bias():
     """fp32 through casts and round trips: steps of 1e-3 vanish in bf16 (Megatron-LM #1482)."""
     layer = MoELayer(MoEConfig(8, 4, 4, topk=2, enable_expert_bias=True))
@@ -1608,7 +1688,8 @@ def test_layer_errors():
         layer(x, torch.zeros(5).bool()) => padding_mask is [5] torch.bool
         layer(x, torch.zeros(6)) => padding_mask is [6] torch.float32
         layer(x, None, torch.zeros(6, 3).long()) => topk_indices is [6, 3] torch.int64
-        layer(x, None, torch.zeros(6, 2).int()) => topk_indices is [6, 2] torch.int32
+        layer(x, None, torch.zeros(6, 2)) => topk_indices is [6, 2] torch.float32
+        layer(x, None, torch.zeros(6, 2).bool()) => [6, 2] torch.bool; needs [6, 2] or [6, 2] of an
         load_balancing_metrics(torch.nn.Linear(2, 2)) => (Linear) has no TopKRouter
         """, layer=MoELayer(MoEConfig(8, 4, 4, topk=2)), x=torch.randn(6, 8))
 
@@ -1730,7 +1811,7 @@ class RouterLoop:
         for row, chosen in zip(logits_TE, indices):
             scores = [*score_loop(list(row), kind), row.new_zeros(())]
             rows.append(torch.stack([scores[e] for e in chosen]))
-        return torch.stack(rows), indices
+        return merge_loop(torch.stack(rows), indices, self.config.num_experts)
 
     def drop(self, probs, indices) -> None:
         """Each expert keeps its first C tokens, by prob or by position."""
@@ -1800,7 +1881,7 @@ def check_router_against_loop(seed: int, backend: str | None) -> None:
         if masked:
             mask = torch.rand(S, B) < 0.3
         if replay:
-            given = random_indices(S * B, 8, config.topk)
+            given = random_indices(S * B, 8, config.topk, repeats=0.3)
         probs, indices = route(x, mask, given)
 
         rows = [router.weight @ row for row in x.flatten(0, 1)]
@@ -1885,7 +1966,7 @@ ROUTER_ERRORS = [             # the method, its arguments, a phrase of the messa
     ("forward", (torch.zeros(8),), "input has shape [8]; needs [S, B, 8] or [T, 8]"),
     ("forward", (torch.zeros(2, 5, 3, 8),), "input has shape [2, 5, 3, 8]"),
     ("route", (torch.zeros(5, 3, 8), None, choice(5, 2)),
-     "topk_indices is [5, 2] torch.int64; needs [15, 2] or [5, 3, 2] torch.int64"),
+     "topk_indices is [5, 2] torch.int64; needs [15, 2] or [5, 3, 2] of an integer dtype"),
     ("route", (torch.zeros(5, 3, 8), None, choice(3, 5, 2)), "is [3, 5, 2]"),
     ("route", (torch.zeros(5, 8), None, torch.zeros(5, 2)), "is [5, 2] torch.float32"),
     ("attach_and_log_load_balancing_loss", (torch.zeros(5), 0.1, torch.zeros(()), "mse", None),
@@ -2190,6 +2271,7 @@ def _rank_main(rank, ranks, port, function, args, errors):
     try:
         with gloo_group(rank, ranks, port):
             function(rank, ranks, *args)
+            torch.distributed.barrier()              # nobody leaves while others still connect
     except BaseException:
         errors.put(f"rank {rank}: {traceback.format_exc()[-20000:]}")
         sys.exit(1)
@@ -2855,7 +2937,7 @@ def graphs_over_T(layer, options: dict, sizes, mask: bool = False, given: bool =
             if mask:
                 padding = torch.rand(T, 2) < 0.2
             if given:
-                choice = random_indices(2 * T, 4, layer.config.topk)
+                choice = random_indices(2 * T, 4, layer.config.topk, repeats=0.3)
             inputs.append((x, padding, choice))
         upstreams = [torch.randn_like(x) for x, *_ in inputs]
         want = everything_of(layer, layer, inputs, upstreams=upstreams)
@@ -2877,6 +2959,19 @@ def test_graph_dynamic_from_the_first_call(name):
     """One graph, also for a replayed choice."""
     layer = MoELayer(shared_config(shared_expert_overlap=True, init_std=0.5, **ONE_GRAPH[name]))
     assert graphs_over_T(layer, dict(dynamic=True), (7, 9, 40), given=name != "sinkhorn") == 1
+
+
+@pytest.mark.parametrize("first", [4, 6, 1000])
+def test_graph_dynamic_where_a_length_is_the_layers_own(first):
+    """The first T is E, or the number of the losses, or of the histogram's bins."""
+    layer = MoELayer(small_config(
+        z_loss_coeff=0.1, score_function="sigmoid", enable_expert_bias=True, bias_update="quantile",
+        load_balancing_type=TYPES, aux_loss_coeff=(0.1, 0.2, 0.3), add_bias_linear=True,
+        router_bias=True, shared_expert_intermediate_size=8, shared_expert_overlap=True))
+    function = compiled(layer, dynamic=True)
+    for T in (first, 5, 9):
+        function(torch.randn(T, 8)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @slow
@@ -2982,6 +3077,8 @@ def captured(layer: MoELayer, x: Tensor) -> str:
         patch.setattr(streams, "_get_stream_by_index", lambda index: side)
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         patch.setattr(torch.accelerator, "current_stream", lambda *_: main)
+        for module in (torch._dynamo.utils, torch._dynamo.guards):                # torch 2.15
+            patch.setattr(module, "get_current_stream", lambda *_: main, raising=False)
         patch.setattr(passes, "new_event", lambda *_: next(events))
         patch.setattr(passes, "get_roofline_estimate", lambda _: 0.0)
         patch.setattr(passes, "get_current_stream", lambda _: 0)
@@ -3131,6 +3228,22 @@ def check_ranks_without_tokens(rank, ranks, groups) -> None:
             x.grad = None
 
 
+def check_repeated_indices(rank, ranks, groups) -> None:
+    """Megatron-LM #6699: experts that a token names twice, with a capacity and over ep."""
+    for options in (dict(), dict(capacity_factor=0.8), PADDED):
+        whole, mine = whole_and_mine(shared_config(init_std=0.5, **options), groups)
+        xs = [leaf(7, 6) for _ in range(ranks)]
+        given = [random_indices(7, 4, 2, repeats=0.6).int() for _ in range(ranks)]
+        wants = [whole(x, topk_indices=indices) for x, indices in zip(xs, given)]
+        x_r = xs[rank].detach().clone().requires_grad_()
+        got = mine(x_r, topk_indices=given[rank])
+        close(got, wants[rank])
+        got.sin().sum().backward()
+        sum(want.sin().sum() for want in wants).backward()
+        close(x_r.grad, xs[rank].grad)
+        check_gradients(mine, whole)
+
+
 def check_gradient_norm(groups, mesh) -> None:
     """The norm of gradients that are the weights: experts over ep, the shared expert over tp, FSDP2
     over dp, all at once where the mesh has them; beside a dense layer."""
@@ -3154,6 +3267,39 @@ def check_gradient_norm(groups, mesh) -> None:
     close(parallel.gradient_norm(model, groups), torch.stack(norms).norm())
 
 
+def check_groups_of_one(rank, ranks) -> None:
+    """A mesh with dims of one rank, or groups made by hand: no collective but those over all ranks,
+    no read on the host, and the bits of the layer without groups."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    alone = [torch.distributed.new_group([r]) for r in range(ranks)][rank]
+    by_hand = ProcessGroups(*[alone] * 6)
+    for groups, options in itertools.product(
+            [by_hand, ProcessGroups.from_mesh(mesh_of(dp=ranks, ep=1, tp=1))],
+            [dict(**LOSSES, calculate_per_token_loss=True), dict(PADDED, z_loss_coeff=0.1)]):
+        whole, mine = whole_and_mine(shared_config(
+            score_function="sigmoid", enable_expert_bias=True, shared_expert_gate=True,
+            shared_expert_overlap=True, sequence_parallel=groups is not by_hand, **options), groups)
+        if groups is not by_hand:                            # its tp_dp_cp is all ranks
+            mine.router._apply_global_aux_loss = lambda probs, *_: probs
+            whole.router._apply_global_aux_loss = lambda probs, *_: probs
+        x = leaf(5, 3, 6)
+        mask = torch.rand(5, 3) < 0.2
+        want = whole(x, mask)
+        want_grads = grads(want, [x, *whole.parameters()])
+        with CommDebugMode() as comms, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", None)
+            patch.setattr(kernels, "_blocks", lambda ends, blocks=kernels._blocks: blocks(
+                types.SimpleNamespace(tolist=lambda: torch._C.TensorBase.tolist(ends))))
+            got = mine(x, mask)
+            same([got, *grads(got, [x, *mine.parameters()])], [want, *want_grads])
+            plain = mine.sharded_state_dict()
+            if groups is by_hand:
+                reduce_gradients(mine), update_expert_bias(mine), update_expert_bias(whole)
+                same(mine.router.expert_bias, whole.router.expert_bias)
+        assert comms.get_total_counts() == 0, comms.get_comm_counts()
+        assert type(plain["experts.fc1"]) is torch.nn.Parameter
+
+
 def layers_over_meshes(rank, ranks):
     for sizes in (dict(ep=4), dict(ep=2, tp=2), dict(dp=2, ep=2), dict(dp=4, ep=1)):
         mesh = mesh_of(**sizes)
@@ -3163,8 +3309,10 @@ def layers_over_meshes(rank, ranks):
             check_parallel_layer(rank, ranks, groups, case=case, overlap=overlap, how="eager")
         if sizes == dict(ep=4):
             check_ranks_without_tokens(rank, ranks, groups)
+            check_repeated_indices(rank, ranks, groups)
             text = error(MoELayer, shared_config(num_experts=6), groups)
             assert text == "ValueError: num_experts is 6; needs a multiple of the ep size, 4"
+    check_groups_of_one(rank, ranks)
 
 
 def test_parallel_layer_equals_one_process():
@@ -3794,6 +3942,34 @@ def test_trainer_record_holds_the_choice_before_dropping():
         model(x).sum().backward()
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_trainer_replay_routes_missing_rows_itself(how):
+    """missing="live": a token whose row has a -1 goes where its router sends it."""
+    model = two_layers(enable_expert_bias=True, score_function="sigmoid", capacity_factor=0.9)
+    model[0].router.expert_bias.normal_()
+    x = torch.randn(9, 8, requires_grad=True)
+    first, dense, second = model
+    others = [indices.clone() for indices in random_choices(9)]
+    others[0][[2, 8], 1] = -1
+    others[1][-1] = -1
+    with torch.no_grad():
+        chosen = first.router.choose(first.router.gating(x))[1]
+        given = torch.where((others[0] < 0).any(1, keepdim=True), chosen, others[0])
+        logits = second.router.gating(dense(first(x, topk_indices=given)))
+        last = torch.cat([others[1][:-1], second.router.choose(logits)[1][-1:]])
+    y = second(dense(first(x, topk_indices=given)), topk_indices=last)
+    leaves = [x, *model.parameters()]
+    want = [y, *grads(y, leaves)]
+    function = model if how == "eager" else compiled(model)
+    with replay_routing(model, others, missing="live"), record_routing(model) as record:
+        got = function(x)
+    same(record.indices, [given, last])
+    close([got, *grads(got, leaves)], want, 1e-5)
+    with replay_routing(model, [i.short() for i in others]), record_routing(model) as record:
+        function(x)
+    same(record.indices, [i.where(i >= 0, 6) for i in others])
+
+
 def test_trainer_replay_refuses_what_does_not_fit():
     model = two_layers(enable_expert_bias=True, score_function="sigmoid")
     x = torch.randn(5, 8)
@@ -3810,11 +3986,13 @@ def test_trainer_replay_refuses_what_does_not_fit():
     for phrase, call, *args in [
             ("is for 1 layers; the model has 2 routers: 0.router, 2.router", replayed, good[0]),
             ("is replaying already; leave replay_routing first", twice, replay_routing, good),
+            ("missing is 'drop'; known: 'unrouted', 'live'",
+             replay_routing(model, good, missing="drop").__enter__),
             ("recorded already; leave record_routing first", twice, record_routing),
             ("(Linear) has no TopKRouter", record_routing(torch.nn.Linear(2, 2)).__enter__)]:
         text = error(call, *args)
         assert text.startswith("ValueError: ") and phrase in text, text
-    needed = "needs [5, 2] or [5, 2] torch.int64"
+    needed = "needs [5, 2] or [5, 2] of an integer dtype"
     for bad, found in [
             (good[1][:4], "[4, 2] torch.int64"), (good[1][:, :1], "[5, 1] torch.int64"),
             (good[1].float(), "[5, 2] torch.float32")]:
@@ -3993,9 +4171,10 @@ def test_permute_rows_beyond_two_to_the_31_elements_on_cuda():
         same(how(combine_rows)(rows, plan)[-3:, -1].cpu(), (tokens[-3:, -1] * K).cpu())
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_permute_integer_routing_maps(dtype):
-    """0 and 1 in any integer dtype are the boolean map; what comes back is boolean."""
+    """0 and 1 in any integer dtype are the boolean map. What comes back is boolean; a padded map
+    has the dtype that was given."""
     routing_map = torch.rand(9, 4) < 0.4
     probs = torch.rand(9, 4)
     x = torch.randn(9, 6)
@@ -4011,7 +4190,9 @@ def test_permute_integer_routing_maps(dtype):
                     probs, routing_map, 2, capacity_factor=0.7, drop_policy=policy,
                     pad_to_capacity=pad)
         yield permute(x, routing_map)[0]
-        yield pad_routing_map(routing_map, 4)
+        padded = pad_routing_map(routing_map, 4)
+        assert padded.dtype == routing_map.dtype
+        yield padded.bool()
         config = MoEConfig(6, 4, 4, topk=2, enable_expert_bias=True, score_function="sigmoid")
         router = TopKRouter(config)
         router._apply_expert_bias(routing_map)
@@ -4033,19 +4214,24 @@ def test_files_kernels_under_a_name_with_a_hyphen(monkeypatch):
     assert op.name() == "moe_my_kernels_v2::plan_permutation"
 
 
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says it is on a CUDA device."""
+    device = torch.device("cuda", 0)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
 def test_experts_native_product_where_it_fits(monkeypatch):
-    """torch's grouped product on CUDA, in bf16, on two kinds of card, in multiples of 16 bytes.
-    What reads the card runs inside a graph."""
+    """torch's grouped product on CUDA: in bf16, on two generations of cards, never on ROCm, with
+    fewer than 1,024 experts, in multiples of 16 bytes. What reads the card runs inside a graph."""
     card = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    monkeypatch.setattr(torch.version, "hip", None)
 
-    def on_cuda(t):
-        return types.SimpleNamespace(
-            is_cuda=True, device="cuda", dtype=t.dtype, shape=t.shape, stride=t.stride,
-            itemsize=t.itemsize)
-
-    def native(rows, weights):
-        return kernels._native(on_cuda(rows), on_cuda(weights))
+    def native(*operands):
+        return kernels._native(*[x.as_subclass(OnCuda) for x in operands])
     rows = torch.empty(10, 16).bfloat16()
     weights = torch.empty(4, 16, 24).bfloat16()
     assert native(rows, weights)
@@ -4057,12 +4243,56 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     assert not native(rows, weights.repeat(1, 1, 2)[:, :, ::2])                     # strided
     assert not native(rows, torch.empty(4, 16, 20).bfloat16()[:, :, :16])           # 20 apart
     assert not native(rows, weights[:1].expand(4, 16, 24))
-    for card in ((8, 0), (8, 9), (12, 0)):
+    pair = torch.empty(4 * 16 * 24 + 8).bfloat16()
+    assert not native(rows, pair[1:1 - 8].view(4, 16, 24))                          # its pointer
+    assert native(rows, pair[8:].view(4, 16, 24))
+    many = torch.empty(1024, 8, 8).bfloat16()
+    assert native(many[1:]) and not native(many)
+    for card in ((7, 5), (8, 0), (8, 9), (11, 0), (12, 0)):
         assert not native(rows, weights), card
-    for card in ((9, 0), (10, 0)):
+    for card in ((9, 0), (10, 0), (10, 3)):
         assert native(rows, weights), card
-    function = compiled(lambda x: x + kernels._one_kernel_card(x.device))
-    same(function(torch.zeros(2)), torch.ones(2))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not native(rows, weights)
+    function = compiled(lambda x: x + kernels._reads_offsets_itself(x.device))
+    same(function(torch.zeros(2)), torch.zeros(2))
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(add_bias_linear=True), dict(apply_probs_on="input"), dict(latent_size=7)])
+def test_experts_read_the_offsets_on_the_host_once(monkeypatch, options):
+    """On a card without torch's own product: one copy for all products of forward and backward.
+    The card is the CPU; its offsets may not be read but in the copy."""
+    copies = []
+    read = []
+
+    def copy_to_host(offsets):
+        copies.append(offsets.clone())
+        return copies[-1]
+
+    def on_card(offsets):
+        return offsets.data_ptr() not in [copy.data_ptr() for copy in copies]
+
+    def blocks(offsets):
+        read.append(on_card(offsets))
+        return _blocks(offsets)
+    _blocks = kernels._blocks
+    layer = random_layer(MoEConfig(16, 8, 5, topk=3, init_std=0.5, **options))
+    x = torch.randn(20, 16, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    want = layer(x)
+    want_grads = grads(want, inputs)
+    monkeypatch.setattr(kernels, "_on_card", on_card)
+    monkeypatch.setattr(kernels, "_copy_to_host", copy_to_host)
+    monkeypatch.setattr(kernels, "_blocks", blocks)
+    monkeypatch.setattr(kernels, "_loops_in_torch", lambda *_: False)
+    monkeypatch.setattr(F, "grouped_mm", None)
+    got = layer(x)
+    close([got, *grads(got, inputs)], [want, *want_grads], 1e-5)
+    assert len(copies) == 1 and read == [False] * (8 if "add_bias_linear" in options else 6)
+    offsets = torch.tensor([3, 9, 20], dtype=torch.int32)
+    grads(grouped_mm(x, torch.randn(3, 16, 4, requires_grad=True), offsets), [x])
+    assert len(copies) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -4109,6 +4339,60 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
         assert kernels._loops_in_torch(x, token_N, 4) == loops, (x.shape, tokens)
 
 
+class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
+    """A device without float64, as Apple's and Intel's: refused in every op, and in the ops that
+    the project's own ops are made of."""
+    bodies = {op._qualname: op._init_fn for module in (kernels, moe) for op in vars(module).values()
+              if isinstance(op, torch._library.custom_ops.CustomOpDef)}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function.name().split(".")[0]
+        if name in self.bodies:
+            with self:
+                out = self.bodies[name](*args, **kwargs)
+        else:
+            out = function(*args, **kwargs)
+        for x in torch.utils._pytree.tree_leaves((args, kwargs, out)):
+            if isinstance(x, Tensor) and x.dtype == torch.float64:
+                raise TypeError(f"{name}: this device has no float64")
+        return out
+
+
+FLOAT32_CASES = {
+    **ONE_GRAPH,
+    **{f"activation {i}": fields for i, fields in enumerate(ACTIVATIONS)},
+    "fp8": dict(activation_fp8_input_store=True),
+    "random": dict(input_jitter_eps=0.1, force_load_balancing=True),
+    "bf16": dict(params_dtype=torch.bfloat16, router_dtype=torch.bfloat16, router_bias=True),
+    "sign": dict(enable_expert_bias=True, router_bias=True, capacity_factor=0.7),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32_CASES)
+def test_compile_nothing_is_float64_without_a_float64_input(name):
+    """pytorch #122602, torch-xpu-ops #1742: forward, backward, both bias updates and metrics."""
+    options = dict(params_dtype=torch.float32, router_dtype=torch.float32)
+    config = dataclasses.replace(
+        shared_config(shared_expert_overlap=True), **{**options, **FLOAT32_CASES[name]})
+    with NoFloat64():
+        with pytest.raises(TypeError, match="no float64"):
+            kernels.value_in_backward(torch.ones(2).double(), torch.ones(2))
+        layer = MoELayer(config)
+        x = torch.randn(5, 3, 6, dtype=config.params_dtype, requires_grad=True)
+        layer(x, torch.rand(5, 3) < 0.2).sum().backward()
+        parallel.gradient_norm(layer, None)
+        update_expert_bias(layer)
+        layer.router.reset_global_aux_loss_tracker()
+        load_balancing_metrics(layer, reduce=True)
+        with record_routing(layer) as record:
+            layer.eval()(x)
+        with replay_routing(layer, record.indices, missing="live"):
+            layer(x)
+        rows, _, order = permute(x[0], torch.ones(3, 2).bool(), torch.rand(3, 2), num_out_tokens=5)
+        unpermute(rows, order, (3, 6))
+
+
 def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
     lines = []
     for full_name in sorted(torch._C._dispatch_get_all_op_names()):
@@ -4119,6 +4403,7 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
         where = "host" if torch.Tag.cudagraph_unsafe in op.tags else "device"
         lines.append(f"{where:<6}  {name}")
     assert_expected_inline("\n".join(lines), """\
+host    copy_to_host
 device  count_experts
 device  fork_stream
 device  join_stream
@@ -4127,9 +4412,10 @@ device  plan_permutation
 device  product_in
 host    rows_times_rows
 host    rows_times_weights
-host    running_mean
+host    running_sums
 device  scatter_columns
 device  sinkhorn
+device  sum_tokens
 host    update_once
 device  value_in_backward""")
 
@@ -4155,7 +4441,7 @@ def test_experts_index_nowhere_gives_the_routers_gradient():
         layer = random_layer(MoEConfig(
             6, 5, 4, topk=3, params_dtype=torch.float64, router_dtype=torch.float64, **options))
         x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
-        given = random_indices(7, 4, 3, nowhere=0.5)
+        given = random_indices(7, 4, 3, nowhere=0.5, repeats=0.3)
         leaves = [x, *layer.parameters()]
         want = layer_loop(layer, x, given=given)[0]
         want_grads = grads(want.sin(), leaves)
@@ -4384,8 +4670,10 @@ def test_compile_ops_pass_opcheck():
             (kernels._rows_times_rows, (h, None, x, token, scale, offsets)),
             (kernels._product_in, (torch.randn(4, 9), x, wide, narrow)),
             (kernels.count_experts, (indices, 4)),
+            (kernels._sum_tokens, (x,)),
+            (kernels._copy_to_host, (offsets,)),
             (moe._update_once, (torch.zeros(4), torch.ones(4), True)),
-            (moe._running_mean, (torch.zeros(4), torch.zeros(()), torch.ones(4)))]:
+            (moe._running_sums, (torch.zeros(4), torch.zeros(()), torch.ones(4)))]:
         torch.library.opcheck(op, args)
 
 

@@ -341,21 +341,22 @@ def set_learning_rate(run):
 # ---- Machine: the device, and processes over which gradients are averaged ----
 
 def start_machine(run):
-    run.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gpu = run.device.type == "cuda"
-    if gpu:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    run.device = accelerator or torch.device("cpu")
+    if accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)     # attention's backward too
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     if run.dtype == "auto":
         # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
-        fast = gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = accelerator or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         run.dtype = "bfloat16" if fast else "float32"
 
     if run.world > 1:
         if run.rank:
             sys.stdout = open(os.devnull, "w")           # the first process speaks
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=5))
+        backend = dist.get_default_backend_for_device(run.device)
+        dist.init_process_group(backend, timeout=timedelta(minutes=5))
         run.groups = ProcessGroups.from_mesh(dist.init_device_mesh(
             run.device.type, (run.world // run.ep, run.ep), mesh_dim_names=("dp", "ep")))
     elif run.fsdp:
@@ -686,7 +687,7 @@ def evaluate(run, forward):
     run.model.eval()
     losses = [loss_of(run, forward, block) for block in run.held_out]
     run.model.train()
-    return torch.stack(losses).double().mean().item() / math.log(2)
+    return torch.stack(losses).cpu().double().mean().item() / math.log(2)
 
 
 @torch.no_grad()
