@@ -351,10 +351,10 @@ class MoELayer(ParallelModule):
         """(forward's result, the router's probs [T, K])."""
         shared = self.shared_experts
         overlap = self.config.shared_expert_overlap
-        x_TH = hidden_states.flatten(0, -2)
         try:
             if overlap:
-                shared.pre_forward_comm(hidden_states)
+                hidden_states = shared.pre_forward_comm(hidden_states)
+            x_TH = hidden_states.flatten(0, -2)
             probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
             plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
@@ -1474,30 +1474,44 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 class _ToSideStream(torch.autograd.Function):
-    """Tensors -> the same, for the side stream.
+    """(input, *weights) -> (input for the current stream, input and weights for the side stream).
 
-    In the backward the current stream waits for all of their gradients. The first is copied.
+    With `wait` the input for the side stream is a copy, for which that stream waits. In the
+    backward the current stream waits for the gradients of the side stream. The join takes the
+    gradient of the current stream's path as an argument: in a graph it then stands behind that
+    path, and the two overlap.
     """
 
     @staticmethod
-    def forward(ctx, stream, *tensors):
+    def forward(ctx, stream, wait, input, *weights):
         ctx.stream = stream
         ctx.set_materialize_grads(False)
-        tensors[0].record_stream(stream)
-        outputs = tuple(tensor.view_as(tensor) for tensor in tensors)
+        tensors = input, input, *weights
+        outputs = [tensor.view_as(tensor) for tensor in tensors]
+        if wait:
+            outputs[1] = _fork_stream(input)
+        else:
+            input.record_stream(stream)
         frozen = [y for x, y in zip(tensors, outputs) if not x.requires_grad]
         ctx.mark_non_differentiable(*frozen)
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, grad_main, *grads):
         first, *others = filter(torch.is_tensor, grads)
         # In a graph this view is the last op on the side stream that reads the gradient.
         with ctx.stream:
             joined = first.view_as(first)
+        if grad_main is not None:
+            others.append(grad_main)
         joined = _join_stream(joined, others)
-        # stream, *tensors
-        return None, *[joined if grad is first else grad for grad in grads]
+        grad_input, *grad_weights = [joined if grad is first else grad for grad in grads]
+        if grad_input is None:
+            grad_input = grad_main
+        elif grad_main is not None:
+            grad_input = grad_input + grad_main
+        # stream, wait, input, *weights
+        return None, None, grad_input, *grad_weights
 
 
 class _BackwardStreamWait(torch.autograd.Function):
@@ -1622,21 +1636,27 @@ class SharedExpertMLP(ParallelModule):
         return contextlib.nullcontext() if self.stream is None else self.stream
 
     @overlap_state_check(_State.IDLE, _State.PRE_FORWARD_COMM_DONE)
-    def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
-        """Computes the score of the gate, and gathers the tokens of all tp ranks."""
+    def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> Tensor:
+        """Computes the score of the gate, and gathers the tokens of all tp ranks.
+
+        Returns the input for the path beside this one. If that path goes on from it, the
+        graph of a backward waits for the side stream behind that path, not before it. Without
+        wait_current_stream the side stream must have waited for the input already.
+        """
         if isinstance(self.fc1, DTensor):
             raise RuntimeError("pre_forward_comm needs whole weights, found a DTensor: fully_shard "
                                "gathers them for a call, not for steps; shard the layer, not its "
                                "shared expert alone")
-        if wait_current_stream:
-            self.wait_current_stream()
+        main_input = input
         tensors = [x for x in (input, self.fc1, self.fc2, self.gate_weight) if x is not None]
         if self.stream is not None:
-            tensors = _ToSideStream.apply(self.stream, *tensors)
+            main_input, *tensors = _ToSideStream.apply(
+                self.stream, wait_current_stream, *tensors)
         input, *self._weights = tensors
         with self._beside():
             self.gate_score = self._score(input, *self._weights[2:])
             self.cached_fc1_input = self._enter(input)
+        return main_input
 
     @overlap_state_check(_State.PRE_FORWARD_COMM_DONE, _State.FC1_FORWARD_DONE)
     def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:

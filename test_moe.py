@@ -3099,6 +3099,7 @@ def test_graph_puts_the_shared_expert_on_the_side_stream():
     x = torch.randn(20, 32, requires_grad=True)
     assert_expected_inline(captured(layer, x), """\
 forward
+main  fork_stream
 side  mm
 main  mm
 side  mm
@@ -3107,6 +3108,7 @@ main  rows_times_weights
 side  mm
 main  join_stream, behind 0 more
 backward
+main  fork_stream
 main  rows_times_weights
 main  fork_stream
 side  mm
@@ -3119,7 +3121,7 @@ side  mm
 side  mm
 side  mm
 side  mm
-main  join_stream, behind 3 more""")
+main  join_stream, behind 4 more""")
 
 
 # ---- Expert parallel ----
@@ -3599,6 +3601,7 @@ def test_parallel_order_of_the_graph(tmp_path):
     spawn_gloo(graph_over_ranks, 2, str(tmp_path))
     assert_expected_inline((tmp_path / "graph").read_text(), """\
 forward
+main  fork_stream
 main  mm
 main  all_to_all_single
 main  wait_tensor
@@ -3614,6 +3617,7 @@ side  mm
 main  wait_tensor
 main  join_stream, behind 0 more
 backward
+main  fork_stream
 main  rows_times_weights
 main  fork_stream
 main  all_to_all_single
@@ -3630,7 +3634,7 @@ side  mm
 side  mm
 main  wait_tensor
 main  wait_tensor
-main  join_stream, behind 2 more""")
+main  join_stream, behind 3 more""")
 
 
 def failing_rank(rank, ranks, port, folder, how):
