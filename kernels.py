@@ -160,13 +160,27 @@ def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype
     return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
 
 
+def _multiplies_into_fp32(tokens, weight, dtype):
+    """Whether one product takes both as they are, in bf16, and gives fp32.
+
+    It does on CUDA: exact products, summed in fp32, without copies in fp32.
+    """
+    on_cuda = tokens.is_cuda and torch.version.hip is None
+    bf16 = tokens.dtype == weight.dtype == torch.bfloat16
+    return on_cuda and bf16 and dtype == torch.float32
+
+
 class _Gating(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dtype, tokens, weight, bias):
         ctx.save_for_backward(tokens, weight, bias)
         ctx.dtype = dtype
         with without_autocast(tokens):
-            logits = tokens.to(dtype) @ weight.to(dtype).t()
+            if _multiplies_into_fp32(tokens, weight, dtype):
+                logits_TE = torch.mm(tokens.flatten(0, -2), weight.t(), out_dtype=dtype)
+                logits = logits_TE.view(*tokens.shape[:-1], weight.shape[0])
+            else:
+                logits = tokens.to(dtype) @ weight.to(dtype).t()
             if bias is not None:
                 logits = logits + bias.to(dtype)
             return logits
@@ -834,13 +848,15 @@ def _sum_rows(rows, inverse, offsets=None, probs=None):
     With offsets, unrouted rows are left out. Without, they have to be zeros already.
     Compiled, the loop over K is one kernel of gathers and sums, without a tensor [T, K, H].
     """
+    if offsets is not None:
+        unrouted_TK = inverse >= offsets[-1]
+
     def picked(k):
-        row_T = inverse[:, k]
-        picked_TH = _upcast(rows.index_select(0, row_T))
+        picked_TH = _upcast(rows.index_select(0, inverse[:, k]))
         if probs is not None:
             picked_TH = picked_TH * probs[:, k, None]
         if offsets is not None:
-            picked_TH = picked_TH.masked_fill((row_T >= offsets[-1])[:, None], 0.0)
+            picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
         return picked_TH
 
     total_TH = picked(0)
@@ -1559,35 +1575,37 @@ def _where_read(offsets, *operands):
     return _copy_to_host(offsets)
 
 
-def _zero_unrouted(rows, offsets):
-    """The rows, with zeros from offsets[-1] on: torch's grouped product leaves those
-    uninitialised.
-    """
-    row_N = torch.arange(rows.shape[0], device=rows.device)
-    return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
-
-
 def _product(rows, weights, offsets, bias=None):
-    """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]."""
+    """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
+
+    On a card unrouted rows are left uninitialised, elsewhere they are zeros: see _row_limit.
+    """
     if not _on_card(offsets):
         return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets)
-    routed = _zero_unrouted(rows.block(), offsets)
-    out = F.grouped_mm(routed, weights, offs=offsets)
+    out = F.grouped_mm(rows.block(), weights, offs=offsets)
     if bias is not None:
         row_N = torch.arange(out.shape[0], device=out.device)
         expert_N = torch.bucketize(row_N, offsets, right=True)
         out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
-    return _zero_unrouted(out, offsets)
+    return out
+
+
+def _row_limit(offsets):
+    """What _sum_rows takes for the rows of a _product: the offsets where unrouted rows have to
+    be selected out, None where they are zeros.
+    """
+    return offsets if _on_card(offsets) else None
 
 
 def _weight_grad(a, b, offsets):
-    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Only b may have probs."""
+    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Only b may have probs.
+
+    Unrouted rows belong to no block.
+    """
     if not _on_card(offsets):
         return _rows_times_rows(
             a.x, a.token_N, b=b.x, token_b=b.token_N, probs=b.probs, offsets=offsets)
-    rows_a = _zero_unrouted(a.block(), offsets)
-    rows_b = _zero_unrouted(b.block(), offsets)
-    return F.grouped_mm(rows_a.t(), rows_b, offs=offsets)
+    return F.grouped_mm(a.block().t(), b.block(), offs=offsets)
 
 
 def _bias_grad(rows, probs, offsets):
@@ -1597,12 +1615,20 @@ def _bias_grad(rows, probs, offsets):
     return _weight_grad(rows, _Rows(column), offsets)[:, :, 0]
 
 
+def _zero_unrouted(rows, offsets):
+    """The rows of a _product, with zeros from offsets[-1] on."""
+    if not _on_card(offsets):
+        return rows
+    row_N = torch.arange(rows.shape[0], device=rows.device)
+    return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
+
+
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, offsets):
         offsets = _where_read(offsets, rows, weights)
         ctx.save_for_backward(rows, weights, offsets)
-        return _product(_Rows(rows), weights, offsets)
+        return _zero_unrouted(_product(_Rows(rows), weights, offsets), offsets)
 
     @staticmethod
     def backward(ctx, grad):
@@ -1613,6 +1639,7 @@ class _GroupedMM(torch.autograd.Function):
         # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:
             grad_rows = _product(grad, weights.transpose(1, 2), offsets)
+            grad_rows = _zero_unrouted(grad_rows, offsets)
         if need_weights:
             grad_weights = _weight_grad(_Rows(rows), grad, offsets)
         # rows, weights, offsets
@@ -1703,7 +1730,7 @@ class _ExpertMLP(torch.autograd.Function):
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(kept, offsets, *tensors)
-        return _sum_rows(out, inputs.inverse, probs=output_probs)
+        return _sum_rows(out, inputs.inverse, offsets=_row_limit(offsets), probs=output_probs)
 
     @staticmethod
     def backward(ctx, grad):
@@ -1757,14 +1784,13 @@ class _ExpertMLP(torch.autograd.Function):
             ones_N1 = torch.ones_like(probs_N1)
             grads["fc1_bias"] = _bias_grad(_Rows(grad_hidden), ones_N1, offsets)
 
-        # Through fc1: grad_rows = grad_hidden · fc1, with zeros in unrouted rows. Then
-        # back to the tokens, and with down: grad_tokens = grad_latent · down, grad_down =
-        # grad_latentᵀ · tokens.
+        # Through fc1: grad_rows = grad_hidden · fc1. Then back to the tokens, and with down:
+        # grad_tokens = grad_latent · down, grad_down = grad_latentᵀ · tokens.
         if need_latent or need.probs and on_input:
             grad_rows = _product(_Rows(grad_hidden), inputs.fc1, offsets)
         if need_latent:
             probs = inputs.probs if on_input else None
-            grad_latent = _sum_rows(grad_rows, inverse, probs=probs)
+            grad_latent = _sum_rows(grad_rows, inverse, offsets=_row_limit(offsets), probs=probs)
             if inputs.down is None:
                 grads["tokens"] = grad_latent
             else:

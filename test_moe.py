@@ -1098,7 +1098,15 @@ def test_experts_backward_ignores_autocast(options):
 
 
 def with_native_products(monkeypatch) -> None:
-    """From now on the CPU is a card on which torch's grouped product reads the offsets."""
+    """From now on the CPU is a card on which torch's grouped product reads the offsets. In eager
+    mode the rows that it leaves uninitialised are NaN."""
+    def poisoned(rows, other, offs):
+        out = product(rows, other, offs=offs)
+        if out.ndim == 2 and not torch.compiler.is_compiling():
+            out[offs[-1]:] = NAN
+        return out
+    product = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", poisoned)
     monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
     monkeypatch.setattr(kernels, "_native", lambda *operands: True)
 
@@ -1106,7 +1114,8 @@ def with_native_products(monkeypatch) -> None:
 @pytest.mark.parametrize("options", [
     dict(),
     dict(add_bias_linear=True, apply_probs_on="input"),
-    dict(add_bias_linear=True, activation="relu2")])
+    dict(add_bias_linear=True, activation="relu2"),
+    dict(add_bias_linear=True, apply_probs_on="output", activation_fp8_input_store=True)])
 def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
     """The branch that runs torch's own grouped product, on the CPU, where it runs eagerly."""
     layer = random_layer(MoEConfig(16, 8, 5, topk=3, init_std=0.5, **options))
@@ -1119,6 +1128,11 @@ def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
     with_native_products(monkeypatch)
     got = layer(x, mask)
     close([got, *grads(got, inputs, upstream)], [want, *want_grads], 1e-5)
+    rows = torch.randn(20, 16, requires_grad=True)
+    offsets = torch.tensor([3, 9, 14], dtype=torch.int32)
+    out = grouped_mm(rows, torch.randn(3, 16, 8), offsets)
+    same(out[14:], torch.zeros(6, 8))
+    same(grads(out, [rows])[0][14:], torch.zeros(6, 16))
 
 
 @pytest.mark.parametrize("probs_on", ["activation", pytest.param("input", marks=slow)])
