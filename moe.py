@@ -1469,7 +1469,8 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     """
     current = _current_stream(tensor.device)
     current.wait_stream(_SIDE_STREAMS[tensor.device])
-    tensor.record_stream(current)
+    for made_there in (tensor, *others):
+        made_there.record_stream(current)
     return tensor.clone()
 
 

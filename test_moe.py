@@ -11,6 +11,7 @@ The oracles share no code with their subjects, walk one token and one choice at 
 float64. Every letter has a different size wherever it can, so that a swapped axis fails.
 """
 import ast
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -35,6 +36,7 @@ import time
 import types
 import weakref
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import pytest
 import torch
@@ -2414,6 +2416,21 @@ def test_groups_share_counts_losses_and_bias():
 
 # ---- Shared expert ----
 
+ONE_GRAPH = {
+    "losses": dict(load_balancing_type=TYPES, aux_loss_coeff=(0.1, 0.2, 0.3), z_loss_coeff=0.1,
+                   calculate_per_token_loss=True, shared_expert_gate=True, latent_size=5,
+                   latent_norm=True, score_function="sigmoid", enable_expert_bias=True,
+                   bias_update="quantile"),
+    "sinkhorn": dict(load_balancing_type="sinkhorn"),
+    "bias and groups": dict(score_function="sigmoid", enable_expert_bias=True, num_groups=2,
+                            group_topk=1, scaling_factor=2.5),
+    "padding": dict(capacity_factor=0.7, pad_to_capacity=True, token_drop_policy="position"),
+    "gpt_oss": dict(activation="quick_geglu", glu_linear_offset=1.0, activation_clamp_value=0.5,
+                    add_bias_linear=True, router_bias=True),
+    "relu2 on the input": dict(activation="relu2", apply_probs_on="input", capacity_factor=0.7),
+    "situ": dict(activation="situ", situ_beta=1.5, situ_linear_beta=2.0, apply_probs_on="output"),
+}
+
 STEPS = {                     # each step, and the state that it needs
     "pre_forward_comm": "IDLE",
     "linear_fc1_forward_and_act": "PRE_FORWARD_COMM_DONE",
@@ -2618,6 +2635,14 @@ class Recorder:
         Recorder.current.pop()
 
 
+def stand_in(patch, main, side, record_stream=lambda tensor, stream: None) -> None:
+    """From now on the CPU is an accelerator with these two streams, on any build of torch."""
+    Recorder.current = [main]
+    patch.setattr(moe, "_current_stream", lambda device: Recorder.current[-1])
+    patch.setitem(moe._SIDE_STREAMS, torch.device("cpu"), side)
+    patch.setattr(torch.Tensor, "record_stream", record_stream)
+
+
 class Note(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, name, trace):
@@ -2634,11 +2659,8 @@ class Note(torch.autograd.Function):
 
 def recorded(shared, trace, monkeypatch) -> None:
     """From now on the shared expert's streams and products write to the trace."""
-    Recorder.current = [Recorder("main", trace)]
-    monkeypatch.setattr(moe, "_current_stream", lambda device: Recorder.current[-1])
-    monkeypatch.setitem(moe._SIDE_STREAMS, torch.device("cpu"), Recorder("side", trace))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: trace.append(
-        f"a tensor lives until {stream.name} has read it"))
+    stand_in(monkeypatch, Recorder("main", trace), Recorder("side", trace), lambda _, stream: (
+        trace.append(f"a tensor lives until {stream.name} has read it")))
 
     def noted(function, name, *args):
         y = function(*args)
@@ -2691,6 +2713,9 @@ shared_fc1_and_act backward
 shared_enter backward
 shared_score backward
 main waits for side
+a tensor lives until main has read it
+a tensor lives until main has read it
+a tensor lives until main has read it
 a tensor lives until main has read it""")
 
 
@@ -2772,6 +2797,233 @@ def test_shared_recomputation_starts_on_the_main_stream(gate, monkeypatch):
     x = leaf(4, 1, 6)
     checkpointed(layer, x, reentrant=False).sum().backward()
     assert asked_by == [None, "_FromSideStreamBackward"] and set(made_on) == {"main"}
+
+
+class Clock:
+    """A stream of a RaceCheck. `seen[stream]` is the last operation of that stream which is done
+    before the next operation here."""
+
+    def __init__(self, check, name):
+        self.check = check
+        self.name = name
+        self.seen = collections.Counter()
+
+    def wait_stream(self, other):
+        if self.check.notices("waits"):
+            self.seen |= other.seen
+
+    def __enter__(self):
+        self.check.entered.append(self)
+
+    def __exit__(self, *_):
+        self.check.entered.pop()
+
+
+class Used(NamedTuple):
+    """A block of memory: the stream whose pool it is from, and (stream, number) of operations."""
+    gone: Callable
+    home: Clock
+    recorded: set
+    written: list
+    read: list
+
+
+class RaceCheck(torch.utils._python_dispatch.TorchDispatchMode):
+    """Whether an eager forward and backward on two streams would race on an accelerator.
+
+    Each operation reads and writes memory at a time of its stream's clock. An operation of the
+    other stream has to be waited for before its result is read, before what it reads is written
+    over, and before its memory is given out again, unless the memory was recorded on that stream.
+    Autograd runs a node on the stream of its forward. Its own waits between nodes are not counted:
+    they would hide that one of the project's is missing, which a graph then lacks.
+
+    `ignored` is what does not happen: "_fork_stream waits, forward", ..
+    """
+    bodies = {op._qualname: op._init_fn for op in (moe._fork_stream, moe._join_stream)}
+
+    def __init__(self, patch, ignored=None):
+        super().__init__()
+        self.main, self.side = Clock(self, "main"), Clock(self, "side")
+        self.entered = []
+        self.node_streams = {}               # sequence number of a node -> the stream of its forward
+        self.memory = {}
+        self.freed = []                      # (pool, stream, number): freed before that was done
+        self.races = []
+        self.ignored = ignored
+        self.noticed = []
+        stand_in(patch, self.main, self.side, lambda tensor, stream: (
+            self.notices("records") and self.used(tensor).recorded.add(stream)))
+        patch.setattr(moe, "_current_stream", lambda device: self.current())
+
+    def notices(self, what) -> bool:
+        frame = sys._getframe()
+        while frame.f_code.co_filename != moe.__file__:
+            frame = frame.f_back
+        direction = "forward" if torch._C._current_autograd_node() is None else "backward"
+        self.noticed.append(f"{frame.f_code.co_name} {what}, {direction}")
+        return self.noticed[-1] != self.ignored
+
+    def current(self) -> Clock:
+        node = torch._C._current_autograd_node()
+        if self.entered:
+            return self.entered[-1]
+        return self.main if node is None else self.node_streams.get(node._sequence_nr(), self.main)
+
+    def used(self, tensor) -> Used:
+        from torch.multiprocessing.reductions import StorageWeakRef
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.memory:
+            gone = StorageWeakRef(storage).expired
+            self.memory[storage._cdata] = Used(gone, self.current(), set(), [], [])
+        return self.memory[storage._cdata]
+
+    def check(self, what, stream, operations):
+        for other, number in operations:
+            if stream.seen[other] < number:
+                self.races.append(f"{what} on {stream.name} before {other.name} is done")
+
+    def collect(self):
+        for key, used in list(self.memory.items()):
+            if used.gone():
+                del self.memory[key]
+                self.freed += [(used.home, *operation) for operation in used.written + used.read
+                               if operation[0] not in (used.home, *used.recorded)]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        stream = self.current()
+        # An autograd function's node is made before its forward runs.
+        self.node_streams.setdefault(torch._C._autograd._get_sequence_nr() - 1, stream)
+        body = self.bodies.get(function.name().split(".")[0])
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+
+        self.collect()
+        stream.seen[stream] += 1
+        now = stream, stream.seen[stream]
+        changed = {x.name for x in function._schema.arguments if x.alias_info and x.alias_info.is_write}
+        given = [*zip(function._schema.arguments, args), *[
+            (x, kwargs[x.name]) for x in function._schema.arguments if x.name in kwargs]]
+        inputs = [(x.name in changed, self.used(tensor)) for x, value in given
+                  for tensor in torch.utils._pytree.tree_leaves(value) if isinstance(tensor, Tensor)]
+        before = set(self.memory)
+        out = function(*args, **kwargs)
+        outputs = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        new = [x for x in outputs if x.untyped_storage()._cdata not in before]
+        if new:
+            freed = [operation for home, *operation in self.freed if home is stream]
+            self.check(f"memory is given to {function.name()}", stream, freed)
+            self.freed = [row for row in self.freed if row[0] is not stream]
+        if outputs and not new and not changed:              # a view touches nothing
+            return out
+        if re.match(r"aten::(new_\w+|\w+_like)$", function.name().split(".")[0]):
+            inputs = []                                      # a shape alone
+        for is_written, used in inputs:
+            self.check(f"{function.name()} reads", stream, used.written)
+            if is_written:
+                self.check(f"{function.name()} writes", stream, used.read)
+                used.written[:], used.read[:] = [now], []
+            else:
+                used.read.append(now)
+        for tensor in new:
+            self.used(tensor).written[:] = [now]
+        return out
+
+
+def races_of(function, x: Tensor, leaves, ignored=None, noticed=None) -> list[str]:
+    """The races of a forward without grad, of two forwards in a row, and of both backwards."""
+    for leaf in leaves:
+        leaf.grad = None
+    with pytest.MonkeyPatch.context() as patch, RaceCheck(patch, ignored) as check:
+        with torch.no_grad():
+            function(x.detach()).sin()
+        (function(x).sin().sum() + function(x).sin().sum()).backward()
+        for leaf in leaves:
+            leaf.grad.sin()
+    if noticed is not None:
+        noticed += check.noticed
+    return check.races
+
+
+class Normed(torch.nn.Module):
+    """A cheap op before each layer, in place of a model."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(F.rms_norm(x, x.shape[-1:]))
+        return x
+
+
+@pytest.mark.parametrize("way", EAGER_WAYS)
+@pytest.mark.parametrize("gate", [False, True])
+def test_shared_overlap_has_no_race(gate, way):
+    """Automodel #3109: every configuration, alone, behind a norm, twice, and in checkpoints."""
+    for options in ONE_GRAPH.values() if way in ("plain", "non-reentrant") else [{}]:
+        options = {**options, "shared_expert_overlap": True, "shared_expert_gate": gate}
+        layers = [MoELayer(shared_config(**options)) for _ in range(2)]
+        for model in (layers[0], Normed(layers[0]), Normed(*layers)):
+            x = leaf(4, 3, 6)
+            model(x)                                         # what is made at the first call
+            races = races_of(WAYS[way](model), x, [x, *model.parameters()])
+            assert not races, (options, races[:3])
+
+
+def test_shared_every_wait_is_needed():
+    """Without it, the check finds a race. In a layer the side stream waits before it works again, so
+    that a record for the current stream is needed where the steps do not wait by themselves. What
+    _BackwardStreamWait waits for is an order, not a tensor."""
+    config = shared_config(shared_expert_overlap=True, shared_expert_gate=True)
+    model = Normed(MoELayer(config))
+    shared = SharedExpertMLP(config, gate=True)
+
+    def without_waiting(x):
+        """Two inputs, for both of which the side stream waits at once."""
+        inputs = [x.cos(), x.sin()]
+        shared.wait_current_stream()
+        while inputs:
+            shared.pre_forward_comm(inputs.pop(), wait_current_stream=False)
+            for name in [*STEPS][1:]:
+                y = getattr(shared, name)()
+            y = y.cos()
+            if y.requires_grad:
+                y.sum().backward()
+        return y.detach().requires_grad_()
+    x = leaf(4, 3, 6)
+    lines = []
+    for function, module in ((model, model), (without_waiting, shared)):
+        noticed = []
+        leaves = [x, *module.parameters()]
+        assert not races_of(function, x, leaves, noticed=noticed)
+        for what in dict.fromkeys(noticed):
+            found = races_of(function, x, leaves, ignored=what)
+            lines.append(f"{what}: {found[0] if found else 'no race'}")
+        lines.append("")
+    assert_expected_inline("\n".join(lines), """\
+_fork_stream waits, forward: aten::mm reads on side before main is done
+_fork_stream records, forward: memory is given to aten::index_select on main before side is done
+_join_stream waits, forward: aten::clone reads on main before side is done
+_join_stream records, forward: no race
+_fork_stream waits, backward: aten::mul.Tensor reads on side before main is done
+_fork_stream records, backward: memory is given to moe_kernels::value_in_backward on main before side is done
+backward waits, backward: no race
+_join_stream waits, backward: aten::clone reads on main before side is done
+_join_stream records, backward: no race
+
+wait_current_stream waits, forward: aten::mm reads on side before main is done
+forward records, forward: memory is given to aten::new_empty on main before side is done
+_join_stream waits, forward: aten::clone reads on main before side is done
+_join_stream records, forward: memory is given to aten::mm on side before main is done
+_fork_stream waits, backward: aten::mul.Tensor reads on side before main is done
+_fork_stream records, backward: no race
+backward waits, backward: no race
+_join_stream waits, backward: aten::clone reads on main before side is done
+_join_stream records, backward: memory is given to aten::mm on side before main is done
+""")
 
 
 def test_shared_overlap_survives_pickle_and_deepcopy(monkeypatch):
@@ -2912,22 +3164,6 @@ def test_shared_overlap_on_cuda():
 
 # ---- One graph for every configuration ----
 
-ONE_GRAPH = {
-    "losses": dict(load_balancing_type=TYPES, aux_loss_coeff=(0.1, 0.2, 0.3), z_loss_coeff=0.1,
-                   calculate_per_token_loss=True, shared_expert_gate=True, latent_size=5,
-                   latent_norm=True, score_function="sigmoid", enable_expert_bias=True,
-                   bias_update="quantile"),
-    "sinkhorn": dict(load_balancing_type="sinkhorn"),
-    "bias and groups": dict(score_function="sigmoid", enable_expert_bias=True, num_groups=2,
-                            group_topk=1, scaling_factor=2.5),
-    "padding": dict(capacity_factor=0.7, pad_to_capacity=True, token_drop_policy="position"),
-    "gpt_oss": dict(activation="quick_geglu", glu_linear_offset=1.0, activation_clamp_value=0.5,
-                    add_bias_linear=True, router_bias=True),
-    "relu2 on the input": dict(activation="relu2", apply_probs_on="input", capacity_factor=0.7),
-    "situ": dict(activation="situ", situ_beta=1.5, situ_linear_beta=2.0, apply_probs_on="output"),
-}
-
-
 def everything_of(model, call, inputs, upstreams) -> list:
     """Of forwards that are all in flight before their backwards: outputs, gradients and counts."""
     leaves = [*model.parameters(), *(x for x, *_ in inputs)]
@@ -2978,7 +3214,7 @@ def test_graph_dynamic_from_the_first_call(name):
     assert graphs_over_T(layer, dict(dynamic=True), (7, 9, 40), given=name != "sinkhorn") == 1
 
 
-@pytest.mark.parametrize("first", [4, 6, 1000])
+@pytest.mark.parametrize("first", [4, pytest.param(6, marks=slow), pytest.param(1000, marks=slow)])
 def test_graph_dynamic_where_a_length_is_the_layers_own(first):
     """The first T is E, or the number of the losses, or of the histogram's bins."""
     layer = MoELayer(small_config(
@@ -3088,11 +3324,9 @@ def captured(layer: MoELayer, x: Tensor) -> str:
         bw_compiler=record("backward"),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(moe._SIDE_STREAMS, cpu, side)
-        patch.setattr(moe, "_current_stream", lambda device: main)
+        stand_in(patch, main, side)
         patch.setattr(torch._dynamo.symbolic_convert, "SymbolicStreamState", Current, raising=False)
         patch.setattr(streams, "_get_stream_by_index", lambda index: side)
-        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         patch.setattr(torch.accelerator, "current_stream", lambda *_: main)
         for module in (torch._dynamo.utils, torch._dynamo.guards):                # torch 2.15
             patch.setattr(module, "get_current_stream", lambda *_: main, raising=False)
@@ -3357,6 +3591,21 @@ def compiled_layers_over_meshes(rank, ranks):
 @slow
 def test_parallel_compiled_layer_equals_one_process():
     spawn_gloo(compiled_layers_over_meshes, 4, seconds=900)
+
+
+def overlap_over_ranks(rank, ranks):
+    for sizes, options in (dict(ep=2), {}), (dict(ep=2), PADDED), (dict(tp=2), {}):
+        groups = ProcessGroups.from_mesh(mesh_of(**sizes))
+        config = shared_config(
+            shared_expert_overlap=True, shared_expert_gate=True, sequence_parallel=True, **options)
+        model = Normed(MoELayer(config, groups))
+        x = leaf(6, 6)
+        races = races_of(model, x, [x, *model.parameters()])
+        assert not races, (sizes, options, races[:3])
+
+
+def test_parallel_overlap_has_no_race():
+    spawn_gloo(overlap_over_ranks, 2)
 
 
 def order_of_a_step(layer) -> str:
