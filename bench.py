@@ -1,6 +1,6 @@
 """What the layer costs, beside what else one could use.
 
-    python bench.py [layer | overlap | ranks | families | models] [--quick] [--json FILE]
+    python bench.py [layer | overlap | ranks | families | models | card] [--quick] [--json FILE]
     python bench.py ranks --against FOLDER           # beside another copy of these files
 
 Before anything is timed, the output and the gradients of every candidate are compared with those
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ SHORT = {FP32: "fp32", BF16: "bf16"}
 TOLERANCE = {FP32: 1e-5, BF16: 2e-2}          # of ‖difference‖ / ‖right‖, for each tensor
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
+FP64_DEVICE = DEVICE if DEVICE == "cuda" else "cpu"                  # not every device has fp64
 BF16_IS_SLOW = DEVICE == "cpu" and kernels._slow_on_cpu(BF16)         # no matrix instructions
 
 
@@ -100,6 +102,13 @@ PERMUTE = [Case(*A, dtype)._replace(E=E) for dtype in SHORT for E in (64, 256)]
 ROUTER = [Case(*A, BF16)._replace(E=256)]
 DECODE = [Case(*(1, 2048, 768, 128, 8), BF16)]
 RANKS = [Case(*(1024, 512, 256, 16, 4), FP32)]
+CARD_SIZES = (
+    (40960, 768, 256, 128, 8),
+    (24576, 1536, 256, 128, 8),
+    (32768, 4096, 512, 128, 8),
+    (32768, 4096, 1024, 64, 4),
+)
+CARD = [Case(*sizes, BF16) for sizes in CARD_SIZES]
 
 
 # ---- Candidates: functions to time ----
@@ -137,8 +146,8 @@ class Candidate(NamedTuple):
 def in_fp64(function: Callable, like: Candidate) -> list[Tensor]:
     """Outputs and gradients of the function, on the inputs and parameters of another candidate."""
     leaves = like.inputs + like.parameters()
-    wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
-    grads = [grad.cpu().double() for grad in like.grads]
+    wide = [leaf.detach().to(FP64_DEVICE).double().requires_grad_() for leaf in leaves]
+    grads = [grad.to(FP64_DEVICE).double() for grad in like.grads]
     return Candidate(function, wide, grads).step()
 
 
@@ -146,7 +155,7 @@ def check(candidates: dict, right: Iterable[Tensor], dtype: torch.dtype) -> None
     """Ends the program if an output or a gradient is wrong."""
     for name, candidate in candidates.items():
         for pair in zip(candidate.step(), right, strict=True):
-            got, want = (x.detach().cpu().double().flatten() for x in pair)
+            got, want = (x.detach().to(FP64_DEVICE).double().flatten() for x in pair)
             size = want.norm().clamp(min=1e-30)
             error = (got - want).norm() / size
             if not error <= TOLERANCE[dtype]:
@@ -493,7 +502,7 @@ def bench_permute(report: Report, case: Case) -> None:
         return swiglu(x) * (mask * probs).sum(1, keepdim=True)
 
     candidates = {}
-    for function, probs, mask in ((index_path, probs_TK, 1), (map_path, probs_TE, map_TE.cpu())):
+    for function, probs, mask in ((index_path, probs_TK, 1), (map_path, probs_TE, map_TE.to(FP64_DEVICE))):
         path = Candidate(function, [x, probs.requires_grad_()], [grad]).compiled()
         candidates[function.__name__] = path
         want = in_fp64(partial(right, mask), like=path)
@@ -717,6 +726,132 @@ def bench_models(report: Report) -> None:
             bench_model(report, model_type, case)
 
 
+# ---- card: the layer on one GPU ----
+
+def card_layer(report: Report, case: Case) -> None:
+    """The layer beside the bare products, a dense FFN and Hugging Face's block: times, TFLOP/s (6 or
+    18 · T·F·H·K), bytes. It is checked on the first 4096 tokens."""
+    layer, x, grads = layer_and_input(case.config(), case.T)
+
+    def layers(x, grads):
+        candidates = Candidate(layer, [x], grads).both("layer")
+        if HAS_TRANSFORMERS:
+            block = hugging_face_block(case, layer, "grouped_mm")
+            candidates |= Candidate(block, [x], grads).both("Hugging Face grouped_mm")
+        return candidates
+
+    candidates = layers(x[:4096].detach().requires_grad_(), [grads[0][:4096]])
+    right = in_fp64(partial(loop_over_experts, case.K), like=candidates[OURS])
+    check(candidates, right, case.dtype)
+    torch._dynamo.reset()                                  # graphs for this T alone
+    candidates = layers(x, grads) | dense_ffn(case, x, grads) | bare_products(layer, x)
+    for what, factor in ((FORWARD, 6), (BOTH, 18)):
+        report.compare(case, what, candidates, limits={"products": None, PEER: None})
+        for row in report.rows[-len(candidates):]:
+            rate = factor * case.T * case.F * case.H * case.K / row["ms"] / 1e9
+            report.figure(case, f"{what}: {row['candidate']}, TFLOP/s", value=rate)
+    for name, candidate in candidates.items():
+        kept = bytes_kept(candidate) / 2 ** 20
+        report.figure(case, f"{name}: MiB kept for the backward", value=kept)
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            candidate.step()
+            peak = (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+            report.figure(case, f"{name}: MiB at the peak of a step", value=peak)
+
+
+@torch.no_grad()
+def card_rows(report: Report, case: Case) -> None:
+    """Permute and combine beside a device copy, in GB/s."""
+    layer, x, _ = layer_and_input(case.config(), case.T)
+    x_TH = x.detach().flatten(0, 1)
+    _, indices_TK = layer.router.route(x_TH)
+    plan = kernels.plan_permutation(indices_TK, case.E)
+    rows = kernels.gather_rows(x_TH, plan)
+    candidates = {
+        "permute": Candidate(lambda x: kernels.gather_rows(x, plan), [x_TH]).compiled(),
+        "combine": Candidate(lambda rows: kernels.combine_rows(rows, plan), [rows]).compiled(),
+        "copy": Candidate(torch.clone, [rows]),
+    }
+    check({"permute": candidates["permute"]}, [x_TH[plan.order // case.K]], case.dtype)
+    combined = rows.to(FP64_DEVICE).double()[plan.inverse.to(FP64_DEVICE)].sum(1)
+    check({"combine": candidates["combine"]}, [combined], case.dtype)
+    report.compare(case, "rows, forward", candidates, limits={"copy": None})
+    moved = {"permute": 2 * rows.numel(), "combine": rows.numel() + x.numel()}
+    for row in report.rows[-len(candidates):]:
+        size = moved.get(row["candidate"], 2 * rows.numel()) * rows.itemsize
+        report.figure(case, f"{row['candidate']}, GB/s", value=size / row["ms"] / 1e6)
+
+
+class Exchanged:
+    """One rank's dispatch, which copies as many rows as the all-to-alls out and back would."""
+
+    def __init__(self, local, rows: Tensor):
+        self.local = local
+        self.rows = rows
+        self.wait_and_combine = local.wait_and_combine
+
+    def wait_for_rows(self) -> tuple:
+        self.rows.clone()
+        return self.local.wait_for_rows()
+
+    def send_back(self, y: Tensor) -> Tensor:
+        self.rows.clone()
+        return self.local.send_back(y)
+
+
+def card_overlap(report: Report, case: Case) -> None:
+    """The shared expert in steps on its own stream beside copies, and in one go. Eager mode."""
+    candidates = {}
+    for name, overlap in {"in steps": True, "one go": False}.items():
+        config = case.config(
+            shared_expert_intermediate_size=case.K * case.F, shared_expert_overlap=overlap)
+        layer, x, grads = layer_and_input(config, case.T)
+        rows = x.detach().flatten(0, 1).repeat(case.K, 1)
+        dispatch = layer.dispatch
+        layer.dispatch = lambda *args, dispatch=dispatch, rows=rows, **kwargs: Exchanged(
+            dispatch(*args, **kwargs), rows)
+        candidates[name] = Candidate(layer, [x], grads)
+    check({"in steps": candidates["in steps"]}, candidates["one go"].step(), case.dtype)
+    for what in (FORWARD, BOTH):
+        report.compare(case, what, candidates, limits={"one go": None})
+
+
+def card_syncs(report: Report, case: Case) -> None:
+    """How often a step makes the host wait for the card."""
+    for dtype in SHORT:
+        case = case._replace(dtype=dtype)
+        layer, x, grads = layer_and_input(case.config(), case.T)
+        for name, candidate in Candidate(layer, [x], grads).both("layer").items():
+            candidate.step()
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                candidate.step()
+            torch.cuda.set_sync_debug_mode("default")
+            syncs = sum("synchronizing" in str(warning.message) for warning in caught)
+            report.figure(case, f"{name}: host syncs of a step", value=syncs)
+
+
+def bench_card(report: Report) -> None:
+    """At most 8 minutes on one GPU."""
+    if DEVICE != "cuda":
+        print("card: no CUDA device. Without one only --quick runs, at small sizes, without syncs.")
+        if not report.quick:
+            return
+    if not HAS_TRANSFORMERS:
+        print("card: transformers is not installed, so its block is left out.")
+    print("card: the library's own kernels are left out: their package has the name of kernels.py.")
+    report.seconds = min(report.seconds, 2.0)
+    for case in report.cases(CARD):
+        card_layer(report, case)
+        card_rows(report, case)
+        card_overlap(report, case)
+    if DEVICE == "cuda":
+        card_syncs(report, case)
+
+
 # ---- Command line ----
 
 COMMANDS = dict(
@@ -724,7 +859,8 @@ COMMANDS = dict(
     overlap=bench_overlap,
     ranks=bench_ranks,
     families=bench_families,
-    models=bench_models)
+    models=bench_models,
+    card=bench_card)
 
 
 def main() -> None:

@@ -3784,6 +3784,8 @@ RANKS_ONE_GRAPH = [
      [(4, 4), (6, 6), (8, 8)], {}, 2),
     (dict(shared_expert_gate=True), "ep",
      [(40, 33), (52, 64), (90, 41)], dict(backend="inductor"), 2),
+    (dict(BALANCED, score_function="sigmoid", enable_expert_bias=True, bias_update="quantile"), "ep",
+     [(4, 4), (7, 5), (9, 4)], dict(dynamic=True), 1),                    # 4 is E, and the losses
 ]
 
 
@@ -3858,6 +3860,17 @@ def graph_over_ranks(rank, ranks, folder):
     lines = captured(overlapped_layer(ranks), x)
     if rank == 0:
         Path(folder, "graph").write_text(lines)
+    # Padded, and over tp: the side stream works between its fork and a join that comes last.
+    x = torch.randn(20, 6, dtype=torch.float64, requires_grad=True)
+    for dim, options in (("ep", PADDED), ("tp", {})):
+        torch._dynamo.reset()
+        config = shared_config(shared_expert_overlap=True, sequence_parallel=True, **options)
+        layer = MoELayer(config, ProcessGroups.from_mesh(mesh_of(**{dim: ranks})))
+        for half in captured(layer, x).removeprefix("forward\n").split("\nbackward\n"):
+            half = half.splitlines()
+            sides = [i for i, line in enumerate(half) if line.startswith("side")]
+            assert sides and "main  fork_stream" in half[:sides[0]], half
+            assert half[-1].startswith("main  join_stream"), half
 
 
 def test_parallel_order_of_the_graph(tmp_path):
