@@ -502,7 +502,8 @@ def bench_permute(report: Report, case: Case) -> None:
         return swiglu(x) * (mask * probs).sum(1, keepdim=True)
 
     candidates = {}
-    for function, probs, mask in ((index_path, probs_TK, 1), (map_path, probs_TE, map_TE.to(FP64_DEVICE))):
+    wide_map = map_TE.to(FP64_DEVICE)
+    for function, probs, mask in ((index_path, probs_TK, 1), (map_path, probs_TE, wide_map)):
         path = Candidate(function, [x, probs.requires_grad_()], [grad]).compiled()
         candidates[function.__name__] = path
         want = in_fp64(partial(right, mask), like=path)
@@ -729,8 +730,8 @@ def bench_models(report: Report) -> None:
 # ---- card: the layer on one GPU ----
 
 def card_layer(report: Report, case: Case) -> None:
-    """The layer beside the bare products, a dense FFN and Hugging Face's block: times, TFLOP/s (6 or
-    18 · T·F·H·K), bytes. It is checked on the first 4096 tokens."""
+    """The layer beside the bare products, a dense FFN and Hugging Face's block: times, TFLOP/s (6
+    or 18 · T·F·H·K), bytes. It is checked on the first 4096 tokens."""
     layer, x, grads = layer_and_input(case.config(), case.T)
 
     def layers(x, grads):

@@ -97,11 +97,11 @@ def _upcast(x):
     return x if x.dtype == torch.float64 else _cast(x, torch.float32)
 
 
-# This is an op because the compiler's own code for a CPU is made for more, or for less, than
-# 4096 tokens, and adds them one after the other. torch adds in blocks, which rounds less.
+# This is an op because the compiler's own code for a CPU is made either for up to 4096 rows or
+# for more. And it adds row after row, where torch adds blocks, which rounds less.
 @_op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
-    """[columns]: the sum over the tokens of x [T, columns], in x.dtype."""
+    """[columns]: the sum over the first axis of x [rows, columns], in x.dtype."""
     return x.sum(0)
 
 
@@ -506,7 +506,8 @@ class _WeightedTokenSum(torch.autograd.Function):
         # Not through save_for_backward: a checkpoint would replace them by its recomputed ones.
         ctx.factors = factors
         ctx.shape = scores.shape
-        return (_sum_tokens(scores) * factors).sum()
+        weighted_E = _sum_tokens(scores) * factors
+        return _sum_tokens(weighted_E[:, None])[0]
 
     @staticmethod
     def backward(ctx, grad):

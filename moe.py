@@ -966,14 +966,16 @@ class TopKRouter(Router):
         coeff = self.get_aux_loss_coeff(kind)
         group = self.pg_collection.tp_cp
         counts_BE = routing_map.view(S, B * E).sum(0).view(B, E)
-        counts_BE = all_sum(counts_BE, group).to(scores.dtype)
+        counts_BE = all_sum(counts_BE, group)
+        valid = counts_BE.sum().to(scores.dtype) / K
+        counts_BE = counts_BE.to(scores.dtype)
         tokens_B1 = counts_BE.sum(1, keepdim=True) / K
         per_sequence = coeff * E / K / max(B, 1)
         factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
         loss = kernels.weighted_token_sum(scores.view(S, B * E), factors_BE.flatten())
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind], reduce_group=group,
-            valid_token_count=tokens_B1.sum())
+            valid_token_count=valid)
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
@@ -1405,17 +1407,17 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
                 raise RuntimeError(f"{step} needs {name} from the step before, found None; "
                                    f"reset_overlap() starts again")
 
-    def run(step, self, *args, **kwargs):
-        result = step(self, *args, **kwargs)
-        self._overlap_state = next_state
-        return result
-
     def decorate(step):
+        def run(self, *args, **kwargs):
+            result = step(self, *args, **kwargs)
+            self._overlap_state = next_state
+            return result
+
         @functools.wraps(step)
         def checked(self, *args, **kwargs):
             check(self, step.__name__)
             try:
-                return _allowing_side_effects(run, step, self, *args, **kwargs)
+                return _allowing_side_effects(run, self, *args, **kwargs)
             except BaseException:
                 self.reset_overlap()
                 raise

@@ -1936,6 +1936,24 @@ def test_router_matches_loop(first, last):
             check_router_against_loop(seed, backend="aot_eager")
 
 
+@pytest.mark.parametrize("K", [1, 3])
+def test_router_sinkhorn_takes_given_indices(K):
+    """Unrouted and repeated ones too: probs and gradients of the loop."""
+    config = MoEConfig(
+        6, 5, 8, topk=K, load_balancing_type="sinkhorn", params_dtype=torch.float64,
+        router_dtype=torch.float64)
+    router = TopKRouter(config)
+    x = torch.randn(7, 1, 6, dtype=torch.float64)
+    given = random_indices(7, 8, K, repeats=0.5)
+    probs, indices = router.route(x, topk_indices=given)
+    logits = torch.stack([router.weight @ row for row in x.flatten(0, 1)]).view(7, 1, 8)
+    want_probs, want_indices, _ = RouterLoop(config, None)(logits, given=given)
+    same(indices, want_indices)
+    close(probs, want_probs)
+    upstream = torch.randn_like(probs)
+    close(grads(probs, [router.weight], upstream), grads(want_probs, [router.weight], upstream))
+
+
 def test_router_base_class_is_ready_to_use():
     """A router of one's own: two methods, and the weight is drawn as TopKRouter's."""
     class Argmax(moe.Router):
@@ -2773,6 +2791,27 @@ shared_enter backward
 main waits for side""")
 
 
+def test_shared_layer_on_two_streams_matches_one(monkeypatch):
+    """Output and gradients of the layer without overlap, also where the input is frozen."""
+    for frozen in ((), ("x",), ("router.weight", "experts.fc1", "experts.fc2")):
+        layer = MoELayer(shared_config(shared_expert_overlap=True, shared_expert_gate=True))
+        plain = MoELayer(dataclasses.replace(layer.config, shared_expert_overlap=False))
+        plain.load_state_dict(layer.state_dict())
+        x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad="x" not in frozen)
+        results = []
+        for model in (plain, layer):
+            leaves = [x] if x.requires_grad else []
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+                leaves += [parameter] if parameter.requires_grad else []
+            with monkeypatch.context() as patch:
+                if model is layer:
+                    recorded(layer.shared_experts, [], patch)
+                y = model(x)
+                results.append([y, *grads(y.sin(), leaves)])
+        close(*results)
+
+
 @pytest.mark.parametrize("gate", [False, True])
 def test_shared_recomputation_starts_on_the_main_stream(gate, monkeypatch):
     """A non-reentrant checkpoint recomputes at the first node that unpacks a tensor, on that node's
@@ -2845,7 +2884,7 @@ class RaceCheck(torch.utils._python_dispatch.TorchDispatchMode):
         super().__init__()
         self.main, self.side = Clock(self, "main"), Clock(self, "side")
         self.entered = []
-        self.node_streams = {}               # sequence number of a node -> the stream of its forward
+        self.node_streams = {}               # a node's sequence number -> its forward's stream
         self.memory = {}
         self.freed = []                      # (pool, stream, number): freed before that was done
         self.races = []
@@ -2902,14 +2941,17 @@ class RaceCheck(torch.utils._python_dispatch.TorchDispatchMode):
         self.collect()
         stream.seen[stream] += 1
         now = stream, stream.seen[stream]
-        changed = {x.name for x in function._schema.arguments if x.alias_info and x.alias_info.is_write}
-        given = [*zip(function._schema.arguments, args), *[
-            (x, kwargs[x.name]) for x in function._schema.arguments if x.name in kwargs]]
-        inputs = [(x.name in changed, self.used(tensor)) for x, value in given
-                  for tensor in torch.utils._pytree.tree_leaves(value) if isinstance(tensor, Tensor)]
+        leaves = torch.utils._pytree.tree_leaves
+        inputs = []
+        changed = False
+        for i, argument in enumerate(function._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            is_written = bool(argument.alias_info and argument.alias_info.is_write)
+            changed |= is_written
+            inputs += [(is_written, self.used(x)) for x in leaves(value) if isinstance(x, Tensor)]
         before = set(self.memory)
         out = function(*args, **kwargs)
-        outputs = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        outputs = [x for x in leaves(out) if isinstance(x, Tensor)]
         new = [x for x in outputs if x.untyped_storage()._cdata not in before]
         if new:
             freed = [operation for home, *operation in self.freed if home is stream]
@@ -2974,8 +3016,8 @@ def test_shared_overlap_has_no_race(gate, way):
 
 
 def test_shared_every_wait_is_needed():
-    """Without it, the check finds a race. In a layer the side stream waits before it works again, so
-    that a record for the current stream is needed where the steps do not wait by themselves. What
+    """Without it, the check finds a race. In a layer the side stream waits before it works again:
+    a record for the current stream is needed only where the steps do not wait by themselves. What
     _BackwardStreamWait waits for is an order, not a tensor."""
     config = shared_config(shared_expert_overlap=True, shared_expert_gate=True)
     model = Normed(MoELayer(config))
@@ -3001,7 +3043,8 @@ def test_shared_every_wait_is_needed():
         assert not races_of(function, x, leaves, noticed=noticed)
         for what in dict.fromkeys(noticed):
             found = races_of(function, x, leaves, ignored=what)
-            lines.append(f"{what}: {found[0] if found else 'no race'}")
+            race = found[0].replace("moe_kernels::", "") if found else "no race"
+            lines.append(f"{what}: {race}")
         lines.append("")
     assert_expected_inline("\n".join(lines), """\
 _fork_stream waits, forward: aten::mm reads on side before main is done
@@ -3009,7 +3052,7 @@ _fork_stream records, forward: memory is given to aten::index_select on main bef
 _join_stream waits, forward: aten::clone reads on main before side is done
 _join_stream records, forward: no race
 _fork_stream waits, backward: aten::mul.Tensor reads on side before main is done
-_fork_stream records, backward: memory is given to moe_kernels::value_in_backward on main before side is done
+_fork_stream records, backward: memory is given to value_in_backward on main before side is done
 backward waits, backward: no race
 _join_stream waits, backward: aten::clone reads on main before side is done
 _join_stream records, backward: no race
@@ -3784,8 +3827,8 @@ RANKS_ONE_GRAPH = [
      [(4, 4), (6, 6), (8, 8)], {}, 2),
     (dict(shared_expert_gate=True), "ep",
      [(40, 33), (52, 64), (90, 41)], dict(backend="inductor"), 2),
-    (dict(BALANCED, score_function="sigmoid", enable_expert_bias=True, bias_update="quantile"), "ep",
-     [(4, 4), (7, 5), (9, 4)], dict(dynamic=True), 1),                    # 4 is E, and the losses
+    (dict(BALANCED, score_function="sigmoid", enable_expert_bias=True, bias_update="quantile"),
+     "ep", [(4, 4), (7, 5), (9, 4)], dict(dynamic=True), 1),              # 4 is E, and the losses
 ]
 
 
