@@ -1501,12 +1501,10 @@ class _ToSideStream(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_main, *grads):
-        first, *others = filter(torch.is_tensor, grads)
+        first, *others = filter(torch.is_tensor, (*grads, grad_main))
         # In a graph this view is the last op on the side stream that reads the gradient.
         with ctx.stream:
             joined = first.view_as(first)
-        if grad_main is not None:
-            others.append(grad_main)
         joined = _join_stream(joined, others)
         grad_input, *grad_weights = [joined if grad is first else grad for grad in grads]
         if grad_input is None:
