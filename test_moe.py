@@ -3001,7 +3001,7 @@ class Normed(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", EAGER_WAYS)
+@pytest.mark.parametrize("way", slow_but(["plain", "non-reentrant"], EAGER_WAYS))
 @pytest.mark.parametrize("gate", [False, True])
 def test_shared_overlap_has_no_race(gate, way):
     """Automodel #3109: every configuration, alone, behind a norm, twice, and in checkpoints."""
