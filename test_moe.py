@@ -3186,7 +3186,8 @@ def saved_layer(groups=None) -> MoELayer:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_shared_overlap_on_cuda():
-    """Overlap on and off give the same bits. The kernels of the two streams run side by side."""
+    """Overlap on and off give the same bits, but for the input's gradient: its three parts are added
+    in another order. The kernels of the two streams run side by side."""
     from torch.profiler import ProfilerActivity, profile
     one, two = [MoELayer(MoEConfig(
         1024, 512, 16, topk=4, shared_expert_intermediate_size=2048, shared_expert_gate=True,
@@ -3195,7 +3196,10 @@ def test_shared_overlap_on_cuda():
     two.load_state_dict(one.state_dict())
     for _ in range(100):
         x = torch.randn(4096, 1, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        same(outcome(two, x, two), outcome(one, x, one))
+        y, grad_x, *others = outcome(two, x, two)
+        want_y, want_grad_x, *want_others = outcome(one, x, one)
+        same([y, *others], [want_y, *want_others])
+        close(grad_x, want_grad_x, 2e-2)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         two(x).sum().backward()
         torch.cuda.synchronize()
@@ -5018,11 +5022,31 @@ def test_compile_cuda_layer_matches_cpu():
     want = layer(x)
     gpu = copy.deepcopy(layer).cuda().bfloat16()
     x_gpu = x.cuda().bfloat16().requires_grad_()
+    logits = x_gpu.double() @ gpu.router.weight.double().t()          # not of rounded products
+    close(gpu.router.gating(x_gpu).double(), logits, 1e-5)
     for function in (gpu, compiled(gpu, "inductor")):
         first = outcome(function, x_gpu, gpu)
         close(first[0].float().cpu(), want, 0.05)
         for _ in range(20):
             same(outcome(function, x_gpu, gpu), first)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compile_cuda_syncs_of_a_step(dtype):
+    """None where torch's grouped product reads the offsets on the card, else one."""
+    import warnings
+    layer = MoELayer(MoEConfig(64, 32, 8, topk=2, params_dtype=dtype, add_bias_linear=True)).cuda()
+    x = torch.randn(100, 64, device="cuda", dtype=dtype, requires_grad=True)
+    native = dtype == torch.bfloat16 and kernels._reads_offsets_itself(x.device)
+    for function in (layer, compiled(layer, "inductor")):
+        function(x).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            function(x).sum().backward()
+            torch.cuda.set_sync_debug_mode("default")
+        assert sum("synchronizing" in str(w.message) for w in caught) == (0 if native else 1)
 
 
 # ---- Files: copied, run, benchmarked ----
