@@ -97,8 +97,8 @@ def _upcast(x):
     return x if x.dtype == torch.float64 else _cast(x, torch.float32)
 
 
-# This is an op because the compiler's own code for a CPU is made either for up to 4096 rows or
-# for more. And it adds row after row, where torch adds blocks, which rounds less.
+# This is an op because Inductor's code for a CPU is made either for up to 4096 rows or for
+# more. And Inductor adds row after row; torch's sum adds blocks and rounds less.
 @_op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
     """[columns]: the sum over the first axis of x [rows, columns], in x.dtype."""
@@ -177,7 +177,8 @@ class _Gating(torch.autograd.Function):
         ctx.dtype = dtype
         with without_autocast(tokens):
             if _multiplies_into_fp32(tokens, weight, dtype):
-                logits_TE = torch.mm(tokens.flatten(0, -2), weight.t(), out_dtype=dtype)
+                tokens_TH = tokens.reshape(-1, tokens.shape[-1])
+                logits_TE = torch.mm(tokens_TH, weight.t(), out_dtype=dtype)
                 logits = logits_TE.view(*tokens.shape[:-1], weight.shape[0])
             else:
                 logits = tokens.to(dtype) @ weight.to(dtype).t()
@@ -686,22 +687,25 @@ def get_updated_expert_bias(
 ) -> Tensor:
     """bias + rate · sign(mean(n) - n): up for experts with too few tokens (arXiv 2408.15664).
 
-    tokens_per_expert n [.., E], whole numbers of any dtype, is first summed over
-    `tp_dp_cp_group`, in a copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a
-    step of 1e-3 is lost.
+    tokens_per_expert n [.., E] of any dtype is first summed over `tp_dp_cp_group`, in a
+    copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a step of 1e-3 is lost.
 
     >>> counts, bias = torch.tensor([5, 1, 3]), torch.zeros(3)
     >>> get_updated_expert_bias(counts, bias, expert_bias_update_rate=0.5)
     tensor([-0.5000,  0.5000,  0.0000])
     """
     with torch.no_grad():
-        counts = tokens_per_expert.to(torch.int64, copy=True)
+        counts = tokens_per_expert.clone()
         if tp_dp_cp_group is not None and tp_dp_cp_group.size() > 1:
             torch.distributed.all_reduce(counts, group=tp_dp_cp_group)
         # The sum against E·n, not the mean against n: in integers, so that an even load
-        # gives exactly 0, however many tokens there are.
-        step = (counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign()
-        return expert_bias + step.to(expert_bias.dtype) * expert_bias_update_rate
+        # gives exactly 0, however many tokens there are. Averaged counts have a rest.
+        E = counts.shape[-1]
+        whole = counts.long()
+        rest = counts - whole
+        missing = whole.sum(-1, keepdim=True) - whole * E
+        missing = missing + (rest.sum(-1, keepdim=True) - rest * E)
+        return expert_bias + missing.sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
 def _bias_bins(expert_bias, num_bins):
@@ -1540,6 +1544,10 @@ def _reads_offsets_itself(device):
     return on_cuda and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def _begins_aligned(x):
+    return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
+
+
 def _native(*operands):
     """Whether torch's grouped product takes the operands, rows or matrices [E, ..], as they
     are, and reads the offsets on the card.
@@ -1551,7 +1559,7 @@ def _native(*operands):
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
             return False
-        if not torch.compiler.is_compiling() and x.data_ptr() % 16:
+        if not _begins_aligned(x):
             return False
     return _aligned(*operands) and _reads_offsets_itself(operands[0].device)
 
@@ -1635,7 +1643,10 @@ class _GroupedMM(torch.autograd.Function):
     def backward(ctx, grad):
         rows, weights, offsets = ctx.saved_tensors
         need_rows, need_weights, _ = ctx.needs_input_grad
-        grad = _Rows(grad.contiguous())
+        grad = grad.contiguous()
+        if not _begins_aligned(grad):
+            grad = grad.clone()
+        grad = _Rows(grad)
         grad_rows = grad_weights = None
         # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:

@@ -794,7 +794,12 @@ class TopKRouter(Router):
             self._count(kernels.count_experts(chosen_TK, config.num_experts))
             self._update_histogram(logits_TE.detach(), padding_T)
         if self._recording:
-            _allowing_side_effects(self._record, chosen_TK)
+            recorded_TK = chosen_TK
+            if topk_indices is not None:             # with the repeats, which count in the probs
+                recorded_TK = topk_indices
+                if padding_T is not None:
+                    recorded_TK = topk_indices.masked_fill(padding_T[:, None], config.num_experts)
+            _allowing_side_effects(self._record, recorded_TK)
         return probs_TK, indices_TK
 
     def _fill_missing(self, indices_TK, logits_TE, padding_T):
@@ -807,8 +812,8 @@ class TopKRouter(Router):
             _, live_TK = self.choose(logits_TE, padding_T)
         return torch.where(missing_TK.any(1, keepdim=True), live_TK, indices_TK)
 
-    def _record(self, chosen_TK):
-        self._recorded = chosen_TK
+    def _record(self, recorded_TK):
+        self._recorded = recorded_TK
 
     def choose(
         self, logits: Tensor, padding_mask: Tensor | None = None,
@@ -819,7 +824,8 @@ class TopKRouter(Router):
 
         Override this for a routing of your own. Index E is unrouted, and its prob must be
         0. The balance losses still see the plain top K of the logits. padding_mask [T]
-        bool and topk_indices [T, K] are those of `forward`, or None.
+        bool and topk_indices [T, K] are those of `forward`, or None. The given indices may
+        name an expert twice, the returned ones may not: see kernels.merge_repeats.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
@@ -1139,7 +1145,7 @@ def update_expert_bias(model: nn.Module) -> None:
             bias = kernels.quantile_expert_bias(histogram, router.expert_bias, config.topk)
         else:
             bias = kernels.get_updated_expert_bias(
-                router.local_tokens_per_expert, router.expert_bias,
+                router.local_tokens_per_expert.long(), router.expert_bias,
                 expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
         router.expert_bias.copy_(bias)
         router.local_tokens_per_expert.zero_()
@@ -1437,7 +1443,9 @@ _SIDE_STREAMS: dict[torch.device, torch.Stream] = {}
 
 def _make_side_stream(device):
     """Called outside of compiled code, which can enter a stream but not make one."""
-    if device.type not in ("cpu", "meta") and device not in _SIDE_STREAMS:
+    if device.type in ("cpu", "meta") or device in _SIDE_STREAMS:
+        return
+    if hasattr(torch.get_device_module(device), "Stream"):           # MPS has none
         _SIDE_STREAMS[device] = torch.Stream(device)
 
 
@@ -1481,15 +1489,18 @@ class _ToSideStream(torch.autograd.Function):
 
     With `wait` the input for the side stream is a copy, for which that stream waits. In the
     backward the current stream waits for the gradients of the side stream. The join takes the
-    gradient of the current stream's path as an argument: in a graph it then stands behind that
-    path, and the two overlap.
+    gradient of the current stream's path as an argument, if the input needs one: in a graph it
+    then stands behind that path, and the two overlap.
     """
 
+    # Without grad, Dynamo up to torch 2.14 calls a forward without its ctx if that fits the
+    # number of its named arguments. So the tensors have no names.
     @staticmethod
-    def forward(ctx, stream, wait, input, *weights):
+    def forward(ctx, stream, wait, *tensors):
         ctx.stream = stream
         ctx.set_materialize_grads(False)
-        tensors = input, input, *weights
+        input = tensors[0]
+        tensors = input, *tensors
         outputs = [tensor.view_as(tensor) for tensor in tensors]
         if wait:
             outputs[1] = _fork_stream(input)
@@ -1501,6 +1512,11 @@ class _ToSideStream(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_main, *grads):
+        # In a graph what needs no gradient gets zeros.
+        _, _, *need = ctx.needs_input_grad
+        grads = [grad if needed else None for grad, needed in zip(grads, need)]
+        if not need[0]:
+            grad_main = None
         first, *others = filter(torch.is_tensor, (*grads, grad_main))
         # In a graph this view is the last op on the side stream that reads the gradient.
         with ctx.stream:
@@ -1653,6 +1669,9 @@ class SharedExpertMLP(ParallelModule):
         if self.stream is not None:
             main_input, *tensors = _ToSideStream.apply(
                 self.stream, wait_current_stream, *tensors)
+            if torch.compiler.is_compiling() and not tensors[0].requires_grad:
+                # A copy that is made of both: else a graph may put the fork behind the main path.
+                main_input = kernels.value_in_backward(main_input, tensors[0])
         input, *self._weights = tensors
         with self._beside():
             self.gate_score = self._score(input, *self._weights[2:])

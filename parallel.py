@@ -382,5 +382,6 @@ def gradient_norm(
         squares[key] = squares.get(key, 0.0) + square
     for shard_groups, square in squares.items():
         for group in shard_groups:
-            dist.all_reduce(square, group=group)
+            if group_size(group) > 1:
+                dist.all_reduce(square, group=group)
     return torch.stack(list(squares.values())).sum().sqrt()

@@ -45,6 +45,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
+from torch.distributed.device_mesh import DeviceMesh
 
 import families
 import kernels
@@ -545,6 +546,7 @@ def test_balance_expert_bias_update():
     bias = torch.tensor([0.1, 0.2, 0.3, 0.4])
     want = torch.tensor([0.09, 0.21, 0.30, 0.40])
     close(get_updated_expert_bias(counts, bias, 0.01), want, 1e-7)
+    close(get_updated_expert_bias(counts / 7, bias, 0.01), want, 1e-7)       # means of counts
     even = torch.full((3,), 2.0 ** 24 + 2)                  # the mean of three in fp32 could round
     same(get_updated_expert_bias(even, bias[:3], 0.01), bias[:3])
     uneven = torch.tensor([2 ** 40 + 1, 2 ** 40, 2 ** 40])  # not even in fp64 could n·E round here
@@ -3326,7 +3328,7 @@ SHOWN = ("mm", "addmm", "rows_times_weights", "rows_times_rows", "fork_stream", 
          "all_to_all_single", "wait_tensor")
 
 
-def captured(layer: MoELayer, x: Tensor) -> str:
+def captured(layer: MoELayer, x: Tensor, grad: bool = True) -> str:
     """The products, exchanges and stream crossings of the layer's compiled forward and backward, in
     the graphs' order, each with its stream. Streams of the CPU stand in for an accelerator's, and
     what AOTAutograd asks an accelerator for is answered here. The partitioner is Inductor's."""
@@ -3381,7 +3383,10 @@ def captured(layer: MoELayer, x: Tensor) -> str:
         patch.setattr(passes, "get_roofline_estimate", lambda _: 0.0)
         patch.setattr(passes, "get_current_stream", lambda _: 0)
         patch.setattr(passes, "get_device", lambda _: types.SimpleNamespace(type="cuda"))
-        compiled(layer, backend)(x).sum().backward()
+        with torch.set_grad_enabled(grad):
+            y = compiled(layer, backend)(x)
+        if grad:
+            y.sum().backward()
     return "\n".join(lines)
 
 
@@ -3417,6 +3422,25 @@ side  mm
 side  mm
 side  mm
 main  join_stream, behind 4 more""")
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_graph_on_two_streams_without_gradients(gate):
+    """In evaluation, and in training where the input or the shared expert is frozen. The fork comes
+    first; a frozen weight has no product in the backward."""
+    layer = MoELayer(MoEConfig(
+        32, 24, 4, topk=2, shared_expert_intermediate_size=40, shared_expert_overlap=True,
+        shared_expert_gate=gate))
+    want = captured(layer, torch.randn(20, 32, requires_grad=True)).split("\nbackward\n")
+    assert captured(layer, torch.randn(20, 32), grad=False).splitlines()[1] == "main  fork_stream"
+    forward, backward = captured(layer, torch.randn(20, 32)).split("\nbackward\n")
+    assert forward.splitlines()[1] == "main  fork_stream"
+    assert backward.count("side  mm") < want[1].count("side  mm")
+    layer.shared_experts.requires_grad_(False)
+    x = torch.randn(20, 32, requires_grad=True)
+    forward, backward = captured(layer, x).split("\nbackward\n")
+    assert backward.count("side  mm") == want[1].count("side  mm") - 2 - gate
+    assert backward.splitlines()[-1] == "main  join_stream, behind 1 more"
 
 
 # ---- Expert parallel ----
@@ -3604,6 +3628,12 @@ def check_groups_of_one(rank, ranks) -> None:
                 reduce_gradients(mine), update_expert_bias(mine), update_expert_bias(whole)
                 same(mine.router.expert_bias, whole.router.expert_bias)
         assert type(plain["experts.fc1"]) is Tensor
+    from torch.distributed.fsdp import fully_shard
+    layer = fully_shard(saved_layer(), mesh=DeviceMesh.from_group(alone, "cpu"))
+    for p in layer.parameters():
+        p.grad = p.detach().clone()
+    with NoExchange():
+        parallel.gradient_norm(layer, None)
     with NoExchange(), pytest.raises(AssertionError, match="allreduce"):
         torch.distributed.all_reduce(torch.ones(1))
 
@@ -4274,6 +4304,10 @@ def test_trainer_record_holds_the_choice_before_dropping():
         assert (dropped == 6).sum() > (chosen == 6).sum()
         with replay_routing(model, [chosen.where(~mask[:, None], -1), other]):    # -1 is E
             same(function(x)[1], dropped)
+    with record_routing(model) as record:                     # repeats as given: replayed the same
+        want = router.route(x, mask, torch.zeros(9, 2, dtype=torch.int16))
+    with replay_routing(model, record.indices):
+        same(router.route(x, mask), want)
     with torch.inference_mode(), record_routing(model) as record:
         model(x)
     with replay_routing(model, record.indices):      # tensors of inference mode, in training
