@@ -3188,8 +3188,8 @@ def saved_layer(groups=None) -> MoELayer:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_shared_overlap_on_cuda():
-    """Overlap on and off give the same bits, but for the input's gradient: its three parts are added
-    in another order. The kernels of the two streams run side by side."""
+    """Overlap on and off give the same bits, but for the input's gradient: its three parts are
+    added in another order. The kernels of the two streams run side by side."""
     from torch.profiler import ProfilerActivity, profile
     one, two = [MoELayer(MoEConfig(
         1024, 512, 16, topk=4, shared_expert_intermediate_size=2048, shared_expert_gate=True,
