@@ -326,9 +326,9 @@ AXES = {
     "shared_experts.fc1": "p s h",
     "shared_experts.fc2": "h s",
     "shared_experts.gate_weight": "1 h",
-    "latent.down": "l h",
-    "latent.up": "h l",
-    "latent.norm": "l",
+    "latent_down.weight": "l h",
+    "latent_up.weight": "h l",
+    "latent_up.norm": "l",
     "hash_table": "v k",
 }
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -758,20 +758,15 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     return names
 
 
-class BatchFirstRouter(moe.TopKRouter):
-    """TopKRouter on [B, S, H].
-
-    Its logits also go through what is left of the library's router. The hooks there collect them
-    for output_router_logits.
+class HuggingFaceRouter(moe.TopKRouter):
+    """A TopKRouter whose logits also go through what is left of the library's router. The hooks
+    there collect them for output_router_logits.
     """
 
     def gating(self, input: Tensor) -> Tensor:
         logits = super().gating(input)
         self.library_router(logits.flatten(0, -2))
         return logits
-
-    def _apply_losses(self, probs, logits, padding_T):
-        return super()._apply_losses(probs, logits.transpose(0, 1), padding_T)
 
 
 class HuggingFaceBlock(moe.MoELayer):
@@ -784,7 +779,7 @@ class HuggingFaceBlock(moe.MoELayer):
     def __init__(self, config: moe.MoEConfig, model_type: str):
         super().__init__(config)
         self.model_type = model_type
-        self.router = BatchFirstRouter(config)
+        self.router = HuggingFaceRouter(config)
         self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
 
     @property
@@ -843,7 +838,7 @@ def _blank_block(model, prefix, changes):
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
-    config = dataclasses.replace(published, **changes)
+    config = dataclasses.replace(dataclasses.replace(published, batch_first=True), **changes)
     if config.parts != published.parts:
         raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
                          f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")
@@ -1123,8 +1118,8 @@ DBRX = """
 NEMOTRON = CORRECTED + """
     shared_experts.up_proj.weight      shared_experts.fc1[0]    s h
     shared_experts.down_proj.weight    shared_experts.fc2       h s
-    fc1_latent_proj.weight             latent.down              l h
-    fc2_latent_proj.weight             latent.up                h l
+    fc1_latent_proj.weight             latent_down.weight       l h
+    fc2_latent_proj.weight             latent_up.weight         h l
 """
 NEMOTRON_EACH = """
     experts.{e}.up_proj.weight      experts.fc1[0]    f h
@@ -1135,9 +1130,9 @@ NEMOTRON_FUSED = """
     experts.down_proj    experts.fc2       e h f
 """
 LATENT = """
-    routed_expert_down_proj.weight    latent.down    l h
-    routed_expert_up_proj.weight      latent.up      h l
-    routed_expert_norm.weight         latent.norm    l
+    routed_expert_down_proj.weight    latent_down.weight    l h
+    routed_expert_up_proj.weight      latent_up.weight      h l
+    routed_expert_norm.weight         latent_up.norm        l
 """
 INKLING = """
     experts.w13_weight    experts.fc1    e (f p) h

@@ -1692,7 +1692,6 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 class _ExpertInputs(NamedTuple):
     """The tensors of `expert_mlp`: fc1 as [E, P·F, H], and the plan."""
     tokens: Tensor
-    down: Tensor | None
     probs: Tensor
     fc1: Tensor
     fc2: Tensor
@@ -1701,14 +1700,6 @@ class _ExpertInputs(NamedTuple):
     order: Tensor
     inverse: Tensor
     offsets: Tensor
-
-
-def _project(tokens, down):
-    """tokens [T, H] · down [ℓ, H]ᵀ, the latent space. Without `down`, the tokens."""
-    if down is None:
-        return tokens
-    with without_autocast(tokens):
-        return tokens @ down.t()
 
 
 def _token_and_prob(order, probs):
@@ -1734,8 +1725,7 @@ class _ExpertMLP(torch.autograd.Function):
         # hidden = x · fc1ᵀ, value = activation(hidden), out = value · fc2ᵀ, and p times one:
         # "input" hidden = (p · x) · fc1ᵀ, "activation" act = p · value, "output" y = Σ p · out.
         offsets = _where_read(inputs.offsets, inputs.fc1, inputs.fc2)
-        latent = _project(inputs.tokens, inputs.down)
-        rows = _Rows(latent, token_N, input_probs)
+        rows = _Rows(inputs.tokens, token_N, input_probs)
         hidden = _product(rows, inputs.fc1.transpose(1, 2), offsets, bias=inputs.fc1_bias)
         act = _weighted(_value(hidden, ctx.constants), activation_probs, hidden.dtype)
         out = _product(_Rows(act), inputs.fc2.transpose(1, 2), offsets, bias=inputs.fc2_bias)
@@ -1749,7 +1739,6 @@ class _ExpertMLP(torch.autograd.Function):
         kept, offsets, *tensors = ctx.saved_tensors
         inputs = _ExpertInputs(*tensors)
         need = _ExpertInputs(*ctx.needs_input_grad[1:])
-        need_latent = need.tokens or need.down
         on_input = ctx.probs_on == "input"
         inverse = inputs.inverse
         grad = grad.contiguous()
@@ -1763,9 +1752,6 @@ class _ExpertMLP(torch.autograd.Function):
         grad_out = _Rows(grad, token_N)
         if on_input:
             hidden = value_in_backward(hidden, grad)
-        latent = inputs.tokens
-        if inputs.down is not None and (need.fc1 or need.probs and on_input):
-            latent = _project(value_in_backward(inputs.tokens, grad), inputs.down)
 
         # p · (fc2 · value) = fc2 · (p · value): "output" and "activation" have one backward,
         # which does not need fc2's output.
@@ -1773,7 +1759,7 @@ class _ExpertMLP(torch.autograd.Function):
 
         # Through fc2 and the activation: grad_act = grad · fc2, grad_hidden = p · grad_act
         # · act', grad_p = Σ_f grad_act · value
-        if need_latent or need.probs or need.fc1 or need.fc1_bias:
+        if need.tokens or need.probs or need.fc1 or need.fc1_bias:
             grad_act = _product(grad_out, inputs.fc2, offsets)
             grad_hidden, grad_probs_N1, value = _activate_back(
                 grad_act, hidden, weights=activation_probs, c=ctx.constants)
@@ -1788,34 +1774,26 @@ class _ExpertMLP(torch.autograd.Function):
             probs = torch.ones_like(probs_N1) if on_input else activation_probs
             grads["fc2_bias"] = _bias_grad(grad_out, probs, offsets)
 
-        # grad_fc1 = grad_hiddenᵀ · latent[token], with probs_on "input" · p · latent[token]
+        # grad_fc1 = grad_hiddenᵀ · x[token], with probs_on "input" · p · x[token]
         if need.fc1:
-            rows = _Rows(latent, token_N, input_probs)
+            rows = _Rows(inputs.tokens, token_N, input_probs)
             grads["fc1"] = _weight_grad(_Rows(grad_hidden), rows, offsets)
         if need.fc1_bias:
             ones_N1 = torch.ones_like(probs_N1)
             grads["fc1_bias"] = _bias_grad(_Rows(grad_hidden), ones_N1, offsets)
 
-        # Through fc1: grad_rows = grad_hidden · fc1. Then back to the tokens, and with down:
-        # grad_tokens = grad_latent · down, grad_down = grad_latentᵀ · tokens.
-        if need_latent or need.probs and on_input:
+        # Through fc1: grad_rows = grad_hidden · fc1. Then back to the tokens.
+        if need.tokens or need.probs and on_input:
             grad_rows = _product(_Rows(grad_hidden), inputs.fc1, offsets)
-        if need_latent:
+        if need.tokens:
             probs = inputs.probs if on_input else None
-            grad_latent = _sum_rows(grad_rows, inverse, offsets=_row_limit(offsets), probs=probs)
-            if inputs.down is None:
-                grads["tokens"] = grad_latent
-            else:
-                with without_autocast(grad):
-                    if need.tokens:
-                        grads["tokens"] = grad_latent @ inputs.down
-                    if need.down:
-                        grads["down"] = grad_latent.t() @ inputs.tokens
+            limit = _row_limit(offsets)
+            grads["tokens"] = _sum_rows(grad_rows, inverse, offsets=limit, probs=probs)
 
-        # grad_p += grad · fc2_bias; with probs on the input grad_p = grad_rows · latent.
+        # grad_p += grad · fc2_bias; with probs on the input grad_p = grad_rows · x.
         if need.probs:
             if on_input:
-                grad_probs = _dot_rows(grad_rows, inverse, latent)
+                grad_probs = _dot_rows(grad_rows, inverse, inputs.tokens)
             else:
                 grad_probs = grad_probs_N1.flatten()[inverse]
                 if inputs.fc2_bias is not None:
@@ -1835,7 +1813,7 @@ def expert_mlp(
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None, probs_on: str = "activation",
     kind: str = "swiglu", alpha: float = 1.702, linear_offset: float = 0.0,
     clamp_value: float | None = None, fp8_input_store: bool = False, *, beta: float = 1.0,
-    linear_beta: float | None = None, down: Tensor | None = None,
+    linear_beta: float | None = None,
 ) -> Tensor:
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where expert_e(x) is
     fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
@@ -1848,8 +1826,6 @@ def expert_mlp(
       after them, differ in rounding only; with fc2_bias both are "output". "input" is
       expert(p·x), another function.
     kind to linear_beta: see `activation`.
-    down [ℓ, H]: the experts take x · downᵀ and return width ℓ. fc1 is then [E, P, F, ℓ],
-      fc2 [E, ℓ, F], and the result [T, ℓ].
 
     fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
     weight is copied as long as P and F are adjacent axes there. The plan is one of
@@ -1868,14 +1844,11 @@ def expert_mlp(
         linear_beta=linear_beta)
     T, K = plan.inverse.shape
     parts = 2 if ACTIVATIONS[kind].gated else 1
-    width = "H" if down is None else "ℓ"
     check_shapes(
         {"T": T, "K": K, "E": len(plan.counts), "P": parts},
-        tokens=(tokens, "T H"), probs=(probs, "T K"), down=(down, "ℓ H"),
-        fc1=(fc1, f"E P F {width}"), fc2=(fc2, f"E {width} F"),
-        fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, f"E {width}"))
-    _check_one_dtype(
-        tokens=tokens, down=down, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
+        tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"),
+        fc2=(fc2, "E H F"), fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
+    _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
     if probs_on == "activation" and fc2_bias is not None:
         probs_on = "output"                              # p · (fc2·act + bias)
@@ -1887,13 +1860,13 @@ def expert_mlp(
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
     inputs = _ExpertInputs(
-        tokens=tokens, down=down, probs=probs,
+        tokens=tokens, probs=probs,
         fc1=fc1.flatten(1, 2), fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias,
         order=plan.order, inverse=plan.inverse, offsets=plan.offsets)
     return _ExpertMLP.apply((probs_on, constants, fp8_input_store), *inputs)
 
 
-# ---- Latent experts: the way back from their space ----
+# ---- Latent experts: the products into their space and back ----
 
 def _rms_norm(rows, norm, eps):
     """(unit · norm in rows.dtype, unit, inverse_rms), where unit = rows · inverse_rms."""
@@ -1903,48 +1876,53 @@ def _rms_norm(rows, norm, eps):
     return (unit * norm).to(rows.dtype), unit, inverse_rms
 
 
-class _LatentUp(torch.autograd.Function):
+class _LatentLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps, rows, up, norm):
-        ctx.save_for_backward(rows, up, norm)
+    def forward(ctx, eps, rows, weight, norm):
+        ctx.save_for_backward(rows, weight, norm)
         ctx.eps = eps
-        normed, _, _ = _rms_norm(rows, norm, eps)
-        return normed @ up.t()
+        normed = rows
+        if norm is not None:
+            normed, _, _ = _rms_norm(rows, norm, eps)
+        return normed @ weight.t()
 
     @staticmethod
     def backward(ctx, grad):
-        rows, up, norm = ctx.saved_tensors
-        _, need_rows, need_up, need_norm = ctx.needs_input_grad
-        rows = value_in_backward(rows, grad)
-        normed, unit, inverse_rms = _rms_norm(rows, norm, ctx.eps)
-        grad_rows = grad_up = grad_norm = None
-        # grad_up = gradᵀ · normed, grad_normed = grad · up, grad_unit = grad_normed · norm,
-        # grad_norm = Σ_t grad_normed · unit,
-        # grad_rows = (grad_unit - unit · mean(grad_unit · unit)) / rms
+        rows, weight, norm = ctx.saved_tensors
+        _, need_rows, need_weight, need_norm = ctx.needs_input_grad
+        normed = rows
+        if norm is not None:
+            rows = value_in_backward(rows, grad)
+            normed, unit, inverse_rms = _rms_norm(rows, norm, ctx.eps)
+        grad_rows = grad_weight = grad_norm = None
+        # grad_weight = gradᵀ · normed, grad_normed = grad · weight
         with without_autocast(grad):
-            if need_up:
-                grad_up = grad.t() @ normed
+            if need_weight:
+                grad_weight = grad.t() @ normed
             if need_rows or need_norm:
-                grad_normed = grad @ up
+                grad_normed = grad_rows = grad @ weight
+        # grad_norm = Σ_t grad_normed · unit, grad_unit = grad_normed · norm,
+        # grad_rows = (grad_unit - unit · mean(grad_unit · unit)) / rms
         if need_norm:
             grad_norm = _sum_tokens(grad_normed * unit).to(norm.dtype)
-        if need_rows:
+        if need_rows and norm is not None:
             grad_unit = _upcast(grad_normed) * norm
             along_unit = (grad_unit * unit).mean(-1, keepdim=True)
             grad_rows = (inverse_rms * (grad_unit - unit * along_unit)).to(rows.dtype)
-        # eps, rows, up, norm
-        return None, grad_rows, grad_up, grad_norm
+        # eps, rows, weight, norm
+        return None, grad_rows if need_rows else None, grad_weight, grad_norm
 
 
-def latent_up(rows: Tensor, up: Tensor, norm: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """rows [T, ℓ] -> [T, H]: rows · upᵀ, and with norm [ℓ] (rows / rms(rows) · norm) ·
-    upᵀ, for up [H, ℓ] (arXiv 1910.07467).
+def latent_linear(
+    rows: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:
+    """rows [T, in] · weightᵀ -> [T, out], for weight [out, in]. With norm [in] the rows go
+    through an RMSNorm first: rows / rms(rows) · norm (arXiv 1910.07467).
 
-    The norm is computed in fp32 at least. Of the activations, only the rows are kept for
-    the backward.
+    The norm is computed in fp32 at least. The product is in the dtype of the rows, also in
+    a backward under autocast. Of the activations, only the rows are kept for the backward.
     """
-    if norm is None:
-        return F.linear(rows, up)
-    tensors = rows, up, norm
+    check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
+    _check_one_dtype(rows=rows, weight=weight)
     with without_autocast(rows):
-        return _LatentUp.apply(guard_scalar(eps), *tensors)
+        return _LatentLinear.apply(guard_scalar(eps), *(rows, weight, norm))

@@ -15,7 +15,8 @@ Where is it?
     the router alone            TopKRouter; copy all three files
     kept for the backward       kernels._ExpertMLP
     index E                     "Unrouted" at the top of kernels.py
-    the all-to-all, its waits   ExpertParallel; parallel.AllToAll
+    the all-to-all, its waits   parallel.ExpertParallel; parallel.AllToAll
+    a dispatcher of your own    MoELayer.dispatch; parallel.Dispatch
     what tp changes             SharedExpertMLP._enter and _leave; parallel.ProcessGroups
     a score function            kernels.SCORE_FUNCTIONS
     bitwise repeatability       "Permute, index form" in kernels.py
@@ -29,7 +30,9 @@ from dataclasses import dataclass
 from typing import Callable, NamedTuple, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -85,7 +88,8 @@ class MoEConfig:
     scaling_factor see kernels.topk_routing_with_score_function, for the activation fields
     kernels.activation, for apply_probs_on kernels.expert_mlp. load_balancing_type and
     aux_loss_coeff are one type and a float, or tuples of the same length; every balance
-    loss needs a positive coefficient.
+    loss needs a positive coefficient. batch_first says which axis is the sequence: it
+    matters to seq_aux_loss alone.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing
     {'none': 0.0}
@@ -134,6 +138,13 @@ class MoEConfig:
     sequence_parallel: bool = False                # over tp each rank has its part of the sequence
     params_dtype: torch.dtype = torch.float32
     init_std: float = 0.02
+    output_init_std: float | None = None           # of fc2, latent_up; None: init_std
+    batch_first: bool = False                      # hidden_states are [B, S, H], token t is b·S + s
+
+    @property
+    def output_std(self) -> float:
+        """The standard deviation that output projections are drawn with."""
+        return self.init_std if self.output_init_std is None else self.output_init_std
 
     @property
     def balancing(self) -> dict[str, float]:
@@ -186,7 +197,8 @@ class MoEConfig:
             ("situ_beta latent_norm_eps", positive, "a positive number"),
             ("activation_clamp_value situ_linear_beta capacity_factor", optional(positive),
              "a positive number, or None"),
-            ("z_loss_coeff input_jitter_eps", optional(lambda x: x >= 0), "0 or more, or None"),
+            ("z_loss_coeff input_jitter_eps output_init_std", optional(lambda x: x >= 0),
+             "0 or more, or None"),
         )
         for names, fits, need in rules:
             for name in names.split():
@@ -307,8 +319,9 @@ class MoELayer(ParallelModule):
     """y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the shared expert's output.
 
     hidden_states [S, B, H] -> the same shape and dtype. The parts are layer.router,
-    layer.experts, layer.latent (see Latent) and layer.shared_experts; the last two are
-    None if the config has none.
+    layer.experts, layer.latent_down and layer.latent_up (see LatentDown), and
+    layer.shared_experts; the last three are None if the config has none. With batch_first
+    hidden_states are [B, S, H], and masks and given indices [B, S, ..].
 
     `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. (CUDA
     graphs do not go together with shared_expert_overlap.) The same input and state give
@@ -327,9 +340,11 @@ class MoELayer(ParallelModule):
         super().__init__(config, pg_collection)
         self.router = TopKRouter(config, pg_collection)
         self.experts = Experts(config, pg_collection)
-        self.latent = None
+        self.latent_down = None
+        self.latent_up = None
         if config.latent_size is not None:
-            self.latent = Latent(config, pg_collection)
+            self.latent_down = LatentDown(config, pg_collection)
+            self.latent_up = LatentUp(config, pg_collection)
         self.shared_experts = None
         if config.shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, config.shared_expert_gate, pg_collection)
@@ -358,22 +373,23 @@ class MoELayer(ParallelModule):
             probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
             plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
-            def routed(x_TH, down=None):
-                # Send the rows to their experts. With overlap the shared expert computes
-                # fc1 meanwhile.
-                dispatched = self.dispatch(x_TH, down, probs_TK=probs_TK, plan=plan)
-                if overlap:
-                    shared.linear_fc1_forward_and_act()
-                # Wait for the rows that arrive, run the experts, and send their output back.
-                # With overlap the shared expert computes fc2 and its sum over tp meanwhile.
-                output = self.experts(*dispatched.wait_for_rows())
-                sent_back = dispatched.send_back(output)
-                if overlap:
-                    shared.linear_fc2_forward()
-                    shared.post_forward_comm()
-                return dispatched.wait_and_combine(sent_back)
+            if self.latent_down is not None:
+                x_TH = self.latent_down(x_TH)
 
-            y_TH = routed(x_TH) if self.latent is None else self.latent(x_TH, routed)
+            # Rows go to their experts and come back. With overlap the shared expert computes
+            # while they are on their way.
+            dispatched = self.dispatch(x_TH, probs_TK, indices_TK, plan)
+            if overlap:
+                shared.linear_fc1_forward_and_act()
+            rows, probs, local_plan = dispatched.wait_for_rows()
+            handle = dispatched.send_back(self.experts(rows, probs, local_plan))
+            if overlap:
+                shared.linear_fc2_forward()
+                shared.post_forward_comm()
+            y_TH = dispatched.wait_and_combine(handle)
+
+            if self.latent_up is not None:
+                y_TH = self.latent_up(y_TH)
             y = y_TH.view(hidden_states.shape)
             if overlap:
                 y = y + shared.get_output().to(y.dtype)
@@ -386,96 +402,18 @@ class MoELayer(ParallelModule):
             raise
 
     def dispatch(
-        self, x_TH: Tensor, down: Tensor | None, probs_TK: Tensor, plan: kernels.Permutation,
-    ):
-        """Sends the rows to their experts. Returns a Local or an ExpertParallel: its methods
-        wait for the rows, send the experts' output back, and combine it. With `down` [ℓ, H]
-        the rows are x · downᵀ.
+        self, x: Tensor, probs: Tensor, indices: Tensor, plan: kernels.Permutation,
+    ) -> parallel.Dispatch:
+        """Sends the rows to their experts. Override this for a dispatcher of your own.
+
+        x [T, H] is what the experts see: [T, ℓ] with latent experts. probs and indices
+        [T, K] are the router's, index E is unrouted, and the plan is that of the indices.
         """
         group = self.pg_collection.ep
         if group_size(group) == 1:
-            return Local(x_TH, probs_TK, plan=plan, down=down)
-        if down is not None:
-            x_TH = F.linear(x_TH, down).to(x_TH.dtype)
-        return ExpertParallel(x_TH, probs_TK, plan=plan, config=self.config, group=group)
-
-
-class Local(NamedTuple):
-    """Nothing crosses ranks, so there is nothing to wait for. kernels.expert_mlp gathers
-    the rows from the tokens and combines them, and the methods pass their input on.
-    """
-    tokens: Tensor
-    probs: Tensor
-    plan: kernels.Permutation
-    down: Tensor | None
-
-    def wait_for_rows(self) -> tuple:
-        return self.tokens, self.probs, self.plan, self.down
-
-    def send_back(self, y_TH: Tensor) -> Tensor:
-        return y_TH
-
-    def wait_and_combine(self, y_TH: Tensor) -> Tensor:
-        return y_TH
-
-
-class ExpertParallel:
-    """Rows go to the ranks that hold their experts, and back.
-
-    The ranks first exchange how many rows go where, and read it on the host: the one sync
-    of the dispatch. With pad_to_capacity every expert gets equally many rows from every
-    rank: no exchange of counts, no sync. M is the number of rows that this rank receives.
-    """
-
-    def __init__(
-        self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Permutation, config: MoEConfig, group,
-    ):
-        T, K = plan.inverse.shape
-        E, ranks = config.num_experts, group.size()
-        local = E // ranks                                   # experts of one rank
-        if config.pad_to_capacity:
-            capacity = min(T, kernels.get_capacity(T * K, E, config.capacity_factor))
-            plan = kernels.pad_plan(plan, capacity)
-            send = receive = [local * capacity] * ranks
-            received = plan.counts                           # the same from every rank: C rows
-        else:
-            # Issued before the rows are gathered, so that it runs beside that.
-            counts_in_flight = parallel.exchange(
-                plan.counts, send=[local] * ranks, receive=[local] * ranks, group=group)
-            # Add one unrouted row. Then the slices below are always shorter than the
-            # tensor, so that the compiler needs only one graph.
-            plan = plan._replace(order=F.pad(plan.order, (0, 1)))
-        rows = kernels.gather_rows(x_TH, plan)
-        probs = kernels.gather_probs(probs_TK, plan)
-        if not config.pad_to_capacity:
-            received = parallel.wait(counts_in_flight)
-            # This lets Dynamo trace the read on the host.
-            with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
-                counts = torch.stack((plan.counts, received)).view(2, ranks, -1)
-                send, receive = counts.sum(2).tolist()
-
-        # The local expert of each row that arrives: one block for each expert from every rank.
-        expert_M = torch.arange(local, device=x_TH.device).repeat(ranks)
-        expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
-        self.plan = plan
-        self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
-        self.splits_back = {"send": receive, "receive": send, "group": group}
-        splits = {"send": send, "receive": receive, "group": group}
-        self.rows_in_flight = parallel.AllToAll(rows[:sum(send)], **splits)
-        self.probs_in_flight = parallel.AllToAll(probs[:sum(send)], **splits)
-
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
-        rows_MH = self.rows_in_flight.wait()
-        probs_M = self.probs_in_flight.wait()
-        return rows_MH, probs_M[:, None], self.local_plan
-
-    def send_back(self, y_MH: Tensor) -> parallel.AllToAll:
-        return parallel.AllToAll(y_MH, **self.splits_back)
-
-    def wait_and_combine(self, sent_back: parallel.AllToAll) -> Tensor:
-        rows = sent_back.wait()
-        unrouted = self.plan.order.shape[0] - rows.shape[0]
-        return kernels.combine_rows(F.pad(rows, (0, 0, 0, unrouted)), self.plan)
+            return parallel.Local(x, probs, plan)
+        padded = self.config.capacity_factor if self.config.pad_to_capacity else None
+        return parallel.ExpertParallel(x, probs, plan=plan, group=group, capacity_factor=padded)
 
 
 # ---- Router: the loss scale, and a loss in the backward ----
@@ -596,6 +534,9 @@ class Router(ParallelModule, ABC):
         if ranks > 1 and not config.sequence_parallel:
             raise ValueError(f"tp has {ranks} ranks and sequence_parallel is False: they would "
                              f"route the same tokens; set sequence_parallel=True")
+        if ranks > 1 and config.batch_first:
+            raise ValueError(f"tp has {ranks} ranks and batch_first is True: they cut the first "
+                             f"axis, which has to be the sequence; leave batch_first out")
         self.layer_number = None
         self.weight = self.parameter(config.num_experts, config.hidden_size)
         self.bias = None
@@ -706,7 +647,9 @@ class TopKRouter(Router):
         """
         H = self.config.hidden_size
         if input.ndim not in (2, 3) or input.shape[-1] != H:
-            raise ValueError(f"input has shape {list(input.shape)}; needs [S, B, {H}] or [T, {H}]")
+            axes = "B, S" if self.config.batch_first else "S, B"
+            raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or "
+                             f"[T, {H}]")
         self._check_mask(padding_mask, input.shape[:-1])
         topk_indices = self._given_indices(topk_indices, input.shape[:-1])
         if self.last_losses.device != self.weight.device:
@@ -923,8 +866,8 @@ class TopKRouter(Router):
             valid_token_count=tokens)
 
     def _apply_losses(self, probs, logits, padding_T):
-        """probs [T, K] with every balance loss that is on. logits [S, B, E], or [T, E]:
-        one sequence.
+        """probs [T, K] with every balance loss that is on. logits [S, B, E], with
+        batch_first [B, S, E], or [T, E]: one sequence.
         """
         map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
             logits.flatten(0, -2), self.config.topk, score_function=self.config.score_function,
@@ -933,8 +876,12 @@ class TopKRouter(Router):
             probs = self._apply_aux_loss(probs, scores_TE, map_TE)
         if self.get_aux_loss_coeff("seq_aux_loss"):
             S, *batch = logits.shape[:-1]
-            probs = self._apply_seq_aux_loss(
-                probs, scores_TE, map_TE, seq_length=S, bsz=math.prod(batch))
+            B = math.prod(batch)
+            scores_SBE = scores_TE, map_TE
+            if self.config.batch_first and logits.ndim == 3:
+                B, S = S, B
+                scores_SBE = [rearrange(x, "(b s) e -> (s b) e", b=B) for x in scores_SBE]
+            probs = self._apply_seq_aux_loss(probs, *scores_SBE, seq_length=S, bsz=B)
         if self.get_aux_loss_coeff("global_aux_loss"):
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
         return probs
@@ -1007,7 +954,7 @@ class TopKRouter(Router):
             reduce_group=groups.tp_dp_cp, reduce_group_has_dp=True, valid_token_count=valid)
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Starts the averages of the global loss anew. Call it after each optimizer step."""
+        """Starts the averages of the global loss anew. finish_step calls it."""
         if self.ga_steps is not None:
             self.global_tokens_per_expert.zero_()
             self.ga_steps.zero_()
@@ -1127,16 +1074,46 @@ def _routers(model):
     return routers
 
 
+def finish_step(model: nn.Module) -> None:
+    """Ends a training step. Call it after the optimizer's step.
+
+    It updates the expert biases (update_expert_bias) and starts the averages of the global
+    loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
+    Under torch.distributed.pipelining give the stage its shapes, PipelineStage(..,
+    input_args=.., output_args=..): else it finds them by a training forward on empty
+    tensors, whose tokens are counted. This is collective.
+    """
+    update_expert_bias(model)
+    for router in _routers(model):
+        router.reset_global_aux_loss_tracker()
+
+
+def _check_ranks_are_known(router):
+    """Without process groups each rank would balance its own tokens, and the models would
+    drift apart.
+    """
+    if router.pg_collection.tp_dp_cp is not None or not dist.is_initialized():
+        return
+    if dist.get_world_size() > 1:
+        raise ValueError(
+            f"tp_dp_cp is None and {dist.get_world_size()} ranks run: the ranks' expert biases "
+            f"would drift apart. For one model on all ranks give the layer their group, "
+            f"MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for independent models "
+            f"ProcessGroups(tp_dp_cp=group) with a group of one rank")
+
+
 def update_expert_bias(model: nn.Module) -> None:
-    """Updates the expert bias of every router. Call it after the optimizer step.
+    """Updates the expert bias of every router. finish_step calls it.
 
     It uses the tokens of all ranks since the last update. With bias_update="sign" the bias
     moves by bias_update_rate towards an even load (arXiv 2408.15664). With "quantile" it
-    becomes that of kernels.quantile_expert_bias.
+    becomes that of kernels.quantile_expert_bias. This is collective. ValueError: several
+    ranks run, and the router does not know over which to pool the counts.
     """
-    for router in _routers(model):
-        if router.expert_bias is None:
-            continue
+    routers = [router for router in _routers(model) if router.expert_bias is not None]
+    for router in routers:
+        _check_ranks_are_known(router)
+    for router in routers:
         router._maintain_float32_expert_bias()
         config = router.config
         group = router.pg_collection.tp_dp_cp
@@ -1302,31 +1279,31 @@ class Experts(ParallelModule):
             self.fc2_bias = self.parameter(local_experts, width)
         self.reset_parameters()
 
-    def forward(
-        self, tokens: Tensor, probs: Tensor, plan: kernels.Permutation, down: Tensor | None = None,
-    ) -> Tensor:
-        """tokens [T, H], probs [T, K] and their plan -> [T, H], or [T, ℓ] with latent
-        experts, in tokens.dtype.
+    def forward(self, tokens: Tensor, probs: Tensor, plan: kernels.Permutation) -> Tensor:
+        """tokens [T, H], probs [T, K] and their plan -> [T, H] in tokens.dtype. With latent
+        experts the width is ℓ.
 
         Under autocast the products are in its dtype. Gradients arrive in the dtypes of the
-        parameters. For `down` see kernels.expert_mlp.
+        parameters.
         """
         weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
-        x, down, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(tokens, down, *weights)
+        x, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(tokens, *weights)
         out = kernels.expert_mlp(
             x, probs, plan, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias,
-            probs_on=self.config.apply_probs_on, down=down, **self.config.activation_options)
+            probs_on=self.config.apply_probs_on, **self.config.activation_options)
         return out.to(tokens.dtype)
 
     def reset_parameters(self) -> None:
-        """Draws the weights of all E experts (normal, init_std) on every rank and keeps
-        its own, so that the model is the same at every ep. Biases become zero.
+        """Draws the weights of all E experts (normal, fc1 with init_std, fc2 with
+        output_init_std) on every rank and keeps its own, so that the model is the same at
+        every ep. Biases become zero.
         """
+        config = self.config
         first = group_rank(self.pg_collection.ep) * len(self.fc1)
         with torch.no_grad():
-            for e in range(self.config.num_experts):
-                for weight in (self.fc1, self.fc2):
-                    drawn = _normal((1, *weight.shape[1:]), self.config.init_std, weight)
+            for e in range(config.num_experts):
+                for weight, std in ((self.fc1, config.init_std), (self.fc2, config.output_std)):
+                    drawn = _normal((1, *weight.shape[1:]), std, weight)
                     copy_rows(weight, drawn, e - first)      # an expert of another rank: nothing
             for bias in (self.fc1_bias, self.fc2_bias):
                 if bias is not None:
@@ -1339,35 +1316,52 @@ class Experts(ParallelModule):
         return self.pg_collection.expt_dp
 
 
-class Latent(ParallelModule):
-    """The way into a space of ℓ = latent_size dimensions, where the routed experts are, and
-    back (arXiv 2601.18089): y = norm(routed(x · downᵀ)) · upᵀ. With latent_norm the norm is
-    an RMSNorm, else there is none.
+# ---- Latent experts: into a space of ℓ dimensions, and back ----
 
-    `forward` takes the routed path as a function, so that down and up are both used inside one
-    call: FSDP2 gathers the weights of a module for its call.
+class LatentDown(ParallelModule):
+    """x [T, H] -> x · weightᵀ [T, ℓ], with ℓ = latent_size: the space in which the routed
+    experts are (arXiv 2601.18089).
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
-        self.down = self.parameter(config.latent_size, config.hidden_size)
-        self.up = self.parameter(config.hidden_size, config.latent_size)
+        self.weight = self.parameter(config.latent_size, config.hidden_size)
+        self.reset_parameters()
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        x, weight = _as_autocast(x_TH, self.weight)
+        return kernels.latent_linear(x, weight).to(x_TH.dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew (normal, init_std)."""
+        with torch.no_grad():
+            copy_rows(self.weight, _normal(self.weight.shape, self.config.init_std, self.weight))
+
+
+class LatentUp(ParallelModule):
+    """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. With latent_norm the norm is
+    an RMSNorm, else there is none.
+    """
+
+    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
+        super().__init__(config, pg_collection)
+        self.weight = self.parameter(config.hidden_size, config.latent_size)
         self.norm = None
         if config.latent_norm:
             self.norm = self.parameter(config.latent_size)
         self.reset_parameters()
 
-    def forward(self, x_TH: Tensor, routed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """x [T, H] -> [T, H]; routed(x, down) gives [T, ℓ]."""
-        rows, up = _as_autocast(routed(x_TH, self.down), self.up)
-        y_TH = kernels.latent_up(rows, up, norm=self.norm, eps=self.config.latent_norm_eps)
-        return y_TH.to(x_TH.dtype)
+    def forward(self, rows_TL: Tensor) -> Tensor:
+        rows, weight = _as_autocast(rows_TL, self.weight)
+        eps = self.config.latent_norm_eps
+        y_TH = kernels.latent_linear(rows, weight, norm=self.norm, eps=eps)
+        return y_TH.to(rows_TL.dtype)
 
     def reset_parameters(self) -> None:
-        """Draws down and up anew (normal, init_std). The norm becomes ones."""
+        """Draws the weight anew (normal, output_init_std). The norm becomes ones."""
         with torch.no_grad():
-            for weight in (self.down, self.up):
-                copy_rows(weight, _normal(weight.shape, self.config.init_std, weight))
+            std = self.config.output_std
+            copy_rows(self.weight, _normal(self.weight.shape, std, self.weight))
             if self.norm is not None:
                 self.norm.fill_(1.0)
 
@@ -1755,18 +1749,20 @@ class SharedExpertMLP(ParallelModule):
     # -- over ranks --
 
     def reset_parameters(self) -> None:
-        """Draws the unsharded weights (normal, init_std) on every rank and keeps its part,
-        so that the model is the same at every tp.
+        """Draws the unsharded weights (normal, init_std, fc2 with output_init_std) on every
+        rank and keeps its part, so that the model is the same at every tp.
         """
+        config = self.config
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 group, axis = self.shard(name)
+                std = config.output_std if name == "fc2" else config.init_std
                 if axis is None:
-                    copy_rows(weight, _normal(weight.shape, self.config.init_std, weight))
+                    copy_rows(weight, _normal(weight.shape, std, weight))
                     continue
                 shape = list(weight.shape)
                 shape[axis] *= group_size(group)
-                drawn = _normal(shape, self.config.init_std, weight)
+                drawn = _normal(shape, std, weight)
                 copy_rows(weight, drawn.chunk(group_size(group), axis)[group_rank(group)])
 
     def shard(self, name: str) -> tuple:

@@ -1,19 +1,26 @@
-"""What crosses ranks: process groups, the all-to-all over ep in two halves, the
-tensor-parallel pair, and the weights, state dicts and gradients of which each rank holds a
-part.
+"""What crosses ranks: process groups, the dispatch of rows to their experts, the all-to-all
+over ep in two halves, the tensor-parallel pair, and the weights, state dicts and gradients
+of which each rank holds a part.
 
 To understand the layer in one process, read moe.py: without process groups nothing here
 communicates.
 """
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if __package__:
+    from . import kernels
+else:
+    import kernels
 
 
 # ---- Process groups ----
@@ -163,6 +170,112 @@ class AllToAll:
 
     def wait(self) -> Tensor:
         return _Finish.apply(self.buffer, self.shadow, self.splits)
+
+
+# ---- Dispatch: rows to their experts, and their outputs back ----
+
+class Dispatch(Protocol):
+    """What MoELayer.dispatch returns. The layer calls the three methods once each, in this
+    order, with the experts between the first and the second.
+
+    What the experts see has the width H, or ℓ with latent experts. The experts multiply by
+    the probs. So the way back is a sum without weights.
+    """
+
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+        """(rows [M, H], probs [M, 1], plan): the arguments of Experts.forward.
+
+        The plan is kernels.plan_permutation(expert [M, 1], E / ep). It holds for each row
+        the number of its expert among those of this rank. A row that stands for several
+        experts has K columns in probs and plan instead of one.
+        """
+
+    def send_back(self, output: Tensor):
+        """output [M, H] of the experts, in the order of the rows -> a handle. It may start
+        to send and not wait. The shared expert computes next.
+        """
+
+    def wait_and_combine(self, handle) -> Tensor:
+        """[T, H]: for each token of this rank the sum of what its experts returned."""
+
+
+class Local(NamedTuple):
+    """Nothing crosses ranks, so there is nothing to wait for. kernels.expert_mlp gathers
+    the rows from the tokens and combines them, and the methods pass their input on.
+    """
+    tokens: Tensor
+    probs: Tensor
+    plan: kernels.Permutation
+
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+        return self.tokens, self.probs, self.plan
+
+    def send_back(self, output: Tensor) -> Tensor:
+        return output
+
+    def wait_and_combine(self, handle: Tensor) -> Tensor:
+        return handle
+
+
+class ExpertParallel:
+    """Rows go to the ranks that hold their experts, and back.
+
+    The ranks first exchange how many rows go where, and read it on the host: the one sync
+    of the dispatch. With a capacity_factor (pad_to_capacity) every expert gets equally many
+    rows from every rank: no exchange of counts, no sync. M is the number of rows that this
+    rank receives.
+    """
+
+    def __init__(
+        self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Permutation, group,
+        capacity_factor: float | None,
+    ):
+        T, K = plan.inverse.shape
+        E, ranks = len(plan.counts), group.size()
+        local = E // ranks                                   # experts of one rank
+        if capacity_factor is not None:
+            capacity = min(T, kernels.get_capacity(T * K, E, capacity_factor))
+            plan = kernels.pad_plan(plan, capacity)
+            send = receive = [local * capacity] * ranks
+            received = plan.counts                           # the same from every rank: C rows
+        else:
+            # Issued before the rows are gathered, so that it runs beside that.
+            counts_in_flight = exchange(
+                plan.counts, send=[local] * ranks, receive=[local] * ranks, group=group)
+            # Add one unrouted row. Then the slices below are always shorter than the
+            # tensor, so that the compiler needs only one graph.
+            plan = plan._replace(order=F.pad(plan.order, (0, 1)))
+        rows = kernels.gather_rows(x_TH, plan)
+        probs = kernels.gather_probs(probs_TK, plan)
+        if capacity_factor is None:
+            received = wait(counts_in_flight)
+            # This lets Dynamo trace the read on the host.
+            with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
+                counts = torch.stack((plan.counts, received)).view(2, ranks, -1)
+                send, receive = counts.sum(2).tolist()
+
+        # The local expert of each row that arrives: one block for each expert from every rank.
+        expert_M = torch.arange(local, device=x_TH.device).repeat(ranks)
+        expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
+        self.plan = plan
+        self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
+        self.splits_back = {"send": receive, "receive": send, "group": group}
+        splits = {"send": send, "receive": receive, "group": group}
+        self.rows_in_flight = AllToAll(rows[:sum(send)], **splits)
+        self.probs_in_flight = AllToAll(probs[:sum(send)], **splits)
+
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+        rows_MH = self.rows_in_flight.wait()
+        probs_M = self.probs_in_flight.wait()
+        return rows_MH, probs_M[:, None], self.local_plan
+
+    def send_back(self, output: Tensor) -> AllToAll:
+        return AllToAll(output, **self.splits_back)
+
+    def wait_and_combine(self, handle: AllToAll) -> Tensor:
+        rows = handle.wait()
+        unrouted = self.plan.order.shape[0] - rows.shape[0]
+        return kernels.combine_rows(F.pad(rows, (0, 0, 0, unrouted)), self.plan)
 
 
 # ---- Over tp: into the sharded product and out of it ----

@@ -54,14 +54,14 @@ import parallel
 from kernels import (
     activation, activation_back, apply_router_token_dropping, combine_rows,
     compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-    get_updated_expert_bias, group_limited_topk, grouped_mm, latent_up, pad_routing_map, permute,
+    get_updated_expert_bias, group_limited_topk, grouped_mm, latent_linear, pad_routing_map, permute,
     plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn, sort_chunks_by_idxs,
     swiglu, swiglu_back, switch_load_balancing_loss_func, topk_routing_with_score_function,
     unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
-    load_balancing_metrics, record_routing, reduce_gradients, replay_routing, set_aux_loss_scale,
-    update_expert_bias)
+    finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
+    set_aux_loss_scale, update_expert_bias)
 
 HERE = Path(__file__).resolve().parent
 INF = math.inf
@@ -236,7 +236,7 @@ def moe_loop(x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, c: MoEConfig, w
     rows = []
     for x, p_K, e_K in zip(x_TH, probs_TK, indices_TK.tolist()):
         if c.latent_size is not None:
-            x = w["latent.down"] @ x
+            x = w["latent_down.weight"] @ x
         y = torch.zeros_like(x)
         for p, e in zip(p_K, e_K):
             if e < c.num_experts and c.apply_probs_on == "input":
@@ -244,9 +244,9 @@ def moe_loop(x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, c: MoEConfig, w
             elif e < c.num_experts:
                 y = y + p * expert_loop(x, e, c, w=w)
         if c.latent_norm:
-            y = y / ((y * y).sum() / len(y) + c.latent_norm_eps).sqrt() * w["latent.norm"]
+            y = y / ((y * y).sum() / len(y) + c.latent_norm_eps).sqrt() * w["latent_up.norm"]
         if c.latent_size is not None:
-            y = w["latent.up"] @ y
+            y = w["latent_up.weight"] @ y
         rows.append(y)
     return torch.stack(rows) if rows else x_TH * 0
 
@@ -1181,10 +1181,9 @@ def test_experts_errors():
         mlp(fc2_bias=torch.zeros(4, 1)) => fc2_bias has shape [4, 1]
         mlp(fc1_bias=torch.zeros(4, 2, 4).double()) => TypeError: tokens is torch.float32
         mlp(fc2_bias=torch.zeros(4, 8).double()) => TypeError: tokens is torch.float32
-        mlp(down=torch.zeros(5, 8)) => needs [E = 4, P = 2, F, ℓ = 5]
-        mlp(down=torch.zeros(8, 5)) => down has shape [8, 5]
-        mlp(down=torch.zeros(8)) => down has shape [8]
-        mlp(down=torch.zeros(8, 8).double()) => TypeError: tokens is torch.float32
+        latent_linear(x, torch.zeros(5, 7)) => weight has shape [5, 7]; needs [out, in = 8]
+        latent_linear(x, torch.zeros(5, 8), norm=x[0, :5]) => norm has shape [5]; needs [in = 8]
+        latent_linear(x, torch.zeros(5, 8).double()) => TypeError: rows is torch.float32
         mlp(x.double()) => TypeError: tokens is torch.float64
         mlp(fc2=fc2.double()) => TypeError: tokens is torch.float32
         mlp(kind="silu") => kind is 'silu'
@@ -1367,10 +1366,11 @@ weighted_swiglu_back(g, y, weights)
 grouped_mm(rows, weights, offsets)
 expert_mlp(tokens, probs, plan, fc1, fc2, fc1_bias=None, fc2_bias=None, probs_on='activation',
     kind='swiglu', alpha=1.702, linear_offset=0.0, clamp_value=None, fp8_input_store=False, *,
-    beta=1.0, linear_beta=None, down=None)
-latent_up(rows, up, norm=None, eps=1e-05)""")
+    beta=1.0, linear_beta=None)
+latent_linear(rows, weight, norm=None, eps=1e-05)""")
     assert_expected_inline(signatures(moe), """\
 set_aux_loss_scale(scale)
+finish_step(model)
 update_expert_bias(model)
 record_routing(model)
 replay_routing(model, indices, missing='unrouted')
@@ -2416,11 +2416,8 @@ def balanced_over_ranks(rank, ranks):
             for name in want:
                 exact = name in ("tokens_per_expert", "max_violation")
                 close(got[name].double(), want[name].double(), 0 if exact else 1e-5)
-            for layer in (mine, whole):
-                update_expert_bias(layer)
-                layer.zero_grad()
-                layer.router.reset_global_aux_loss_tracker()
-            same(mine.router.expert_bias, whole.router.expert_bias)
+            finish_both(mine, whole)
+            mine.zero_grad(), whole.zero_grad()
 
     whole, mine = whole_and_mine(config, ProcessGroups(tp_cp=world))      # and tp_cp alone
     x = torch.randn(8, 4, 8, dtype=torch.float64)
@@ -3164,8 +3161,7 @@ def layer_over_tp(rank, ranks):
         want.backward(upstream)
         got.backward(upstream.chunk(ranks)[rank].contiguous())
         check_gradients(mine, whole)
-        update_expert_bias(mine), update_expert_bias(whole)
-        same(mine.router.expert_bias, whole.router.expert_bias)
+        finish_both(mine, whole)
 
 
 def shared_and_layer_over_tp(rank, ranks):
@@ -3479,6 +3475,22 @@ def whole_and_mine(config: MoEConfig, groups) -> tuple[MoELayer, MoELayer]:
     return whole, MoELayer(config, groups)
 
 
+@functools.cache
+def one_rank() -> ProcessGroups:
+    """For a model of its own on every rank. This is collective."""
+    return ProcessGroups(tp_dp_cp=torch.distributed.new_subgroups(1)[0])
+
+
+def finish_both(mine: MoELayer, whole: MoELayer) -> None:
+    """The end of a step: the same biases, averages that start anew."""
+    whole.router.pg_collection = one_rank()
+    for layer in (mine, whole):
+        finish_step(layer)
+        if layer.router.ga_steps is not None:
+            assert layer.router.ga_steps == 0 == layer.router.global_tokens_per_expert.sum()
+    same(mine.router.expert_bias, whole.router.expert_bias)
+
+
 def check_gradients(mine: MoELayer, whole: MoELayer) -> None:
     reduce_gradients(mine)
     for (name, a), b in zip(mine.named_parameters(), whole.parameters(), strict=True):
@@ -3527,8 +3539,7 @@ def check_parallel_layer(rank, ranks, groups, case, overlap, how) -> None:
         b = load_balancing_metrics(whole)
         same(a["tokens_per_expert"], b["tokens_per_expert"])
         close(a["global_load_balancing_loss"], b["global_load_balancing_loss"], 1e-6)
-        update_expert_bias(mine), update_expert_bias(whole)
-        same(mine.router.expert_bias, whole.router.expert_bias)
+        finish_both(mine, whole)
 
 
 def check_ranks_without_tokens(rank, ranks, groups) -> None:
@@ -3616,17 +3627,17 @@ def check_groups_of_one(rank, ranks) -> None:
         x = leaf(5, 3, 6)
         mask = torch.rand(5, 3) < 0.2
         probs, indices = whole.eval().router.route(x)
-        given = probs, plan_permutation(indices, 4)
+        given = probs, indices, plan_permutation(indices, 4)
         want = whole.train()(x, mask)
         want_grads = grads(want, [x, *whole.parameters()])
         with NoExchange():
-            assert type(mine.dispatch(x.flatten(0, 1), None, *given)) is moe.Local
+            assert type(mine.dispatch(x.flatten(0, 1), *given)) is parallel.Local
             got = mine(x, mask)
             same([got, *grads(got, [x, *mine.parameters()])], [want, *want_grads])
             plain = mine.sharded_state_dict()
             if groups is by_hand:
-                reduce_gradients(mine), update_expert_bias(mine), update_expert_bias(whole)
-                same(mine.router.expert_bias, whole.router.expert_bias)
+                reduce_gradients(mine)
+                finish_both(mine, whole)
         assert type(plain["experts.fc1"]) is Tensor
     from torch.distributed.fsdp import fully_shard
     layer = fully_shard(saved_layer(), mesh=DeviceMesh.from_group(alone, "cpu"))
@@ -4071,7 +4082,7 @@ def shards_of_rows(parameter):
     return torch.distributed.tensor.Shard(1) if parameter.ndim == 3 else None
 
 
-PARTS = ("router", "latent", "experts", "shared_experts", "")
+PARTS = ("router", "latent_down", "experts", "latent_up", "shared_experts", "")
 
 
 def sharded_from_meta(rank, ranks):
@@ -4222,11 +4233,11 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how, probs_on):
 
 
 def test_trainer_frozen_latent_experts_cost_nothing():
-    """Products in the backward: x · downᵀ is computed again for fc1's gradient alone."""
+    """Products in the backward, beside those of the experts."""
     layer = MoELayer(MoEConfig(6, 5, 4, topk=2, latent_size=7, latent_norm=True))
     x = torch.randn(9, 6, requires_grad=True)
     products = {}
-    for frozen in ("nothing", "experts.fc1", "experts", "latent.down", "latent", "x"):
+    for frozen in ("nothing", "experts.fc1", "experts", "latent_down", "latent", "x"):
         for name, tensor in {"x": x, **dict(layer.named_parameters())}.items():
             tensor.requires_grad_(not name.startswith(frozen))
         loss = layer(x).sum()
@@ -4234,7 +4245,7 @@ def test_trainer_frozen_latent_experts_cost_nothing():
             loss.backward()
         products[frozen] = count.calls["mm"]
     assert products == {
-        "nothing": 5, "experts.fc1": 4, "experts": 4, "latent.down": 4, "latent": 3, "x": 4}
+        "nothing": 4, "experts.fc1": 4, "experts": 4, "latent_down": 3, "latent": 2, "x": 3}
 
 
 def two_layers(**options) -> torch.nn.Module:
@@ -4875,11 +4886,11 @@ def test_compile_kernels_and_bytes(dtype, count, no_cpp_compiler):
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_compile_bytes_kept_with_latent_experts(norm, no_cpp_compiler):
-    """T·H + T·ℓ + N·2F elements, indices, probs: down · x is computed again, and so is the norm."""
+    """T·H + 2·T·ℓ + N·2F elements, indices, probs: the norm is computed again."""
     T, H, width, F_, K = 512, 512, 256, 64, 4
     layer = MoELayer(MoEConfig(H, F_, 16, topk=K, latent_size=width, latent_norm=norm))
     x = torch.randn(T, H, requires_grad=True)
-    least = 4 * (T * H + T * width + T * K * 2 * F_)
+    least = 4 * (T * H + 2 * T * width + T * K * 2 * F_)
     small = T * K * (8 + 8 + 4) + 4 * T * 16
     for call in (layer, compiled(layer, "inductor")):
         kept = saved_bytes(lambda: call(x), exclude=layer.parameters())
@@ -4976,7 +4987,7 @@ def all_kernels(tokens, logits, y, w):
     plan = plan_permutation(indices, E)
     gathered = gather_rows(tokens, plan)
     out = out + combine_rows(grouped_mm(gathered, w, plan.offsets), plan, probs[:, :2])
-    out = out + latent_up(combine_rows(gathered, plan), w[0], w[1, 0], eps=1e-5)
+    out = out + latent_linear(combine_rows(gathered, plan), w[0], w[1, 0], eps=1e-5)
     chunks = sort_chunks_by_idxs(gathered, plan.counts, torch.arange(E - 1, -1, -1))[0]
 
     map_TE, scores = compute_routing_scores_for_aux_loss(logits, 2, "sigmoid")

@@ -45,8 +45,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moe import (
-    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, TopKRouter, gradient_norm,
-    load_balancing_metrics, reduce_gradients, update_expert_bias)
+    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, TopKRouter, finish_step, gradient_norm,
+    load_balancing_metrics, reduce_gradients)
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
@@ -581,10 +581,7 @@ def train_step(run, forward):
     run.optimizer.zero_grad()
 
     if run.kind == "moe":
-        update_expert_bias(run.model)
-        for router in run.model.modules():
-            if isinstance(router, TopKRouter):
-                router.reset_global_aux_loss_tracker()
+        finish_step(run.model)
     return loss.detach()
 
 
