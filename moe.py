@@ -374,15 +374,17 @@ class MoELayer(ParallelModule):
             plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
             if self.latent_down is not None:
-                x_TH = self.latent_down(x_TH)
+                x_TH = self.latent_down(x_TH).to(x_TH.dtype)
 
             # Rows go to their experts and come back. With overlap the shared expert computes
-            # while they are on their way.
+            # while they are on their way. (Each part returns the dtype that it is given, but
+            # FSDP2's output_dtype may change it.)
             dispatched = self.dispatch(x_TH, probs_TK, indices_TK, plan)
             if overlap:
                 shared.linear_fc1_forward_and_act()
             rows, probs, local_plan = dispatched.wait_for_rows()
-            handle = dispatched.send_back(self.experts(rows, probs, local_plan))
+            output = self.experts(rows, probs, local_plan).to(rows.dtype)
+            handle = dispatched.send_back(output)
             if overlap:
                 shared.linear_fc2_forward()
                 shared.post_forward_comm()
@@ -884,7 +886,7 @@ class TopKRouter(Router):
             probs = self._apply_seq_aux_loss(probs, *scores_SBE, seq_length=S, bsz=B)
         if self.get_aux_loss_coeff("global_aux_loss"):
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
-        return probs
+        return probs.clone()                         # FSDP2 warns of a module that returns a view
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,

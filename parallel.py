@@ -400,16 +400,16 @@ class ParallelModule(nn.Module):
         of each.
 
         Pass it to torch.distributed.checkpoint's save or load. No other step is needed. It
-        loads at other sizes of tp and ep, and without any process group. ValueError:
-        sharded_offsets or metadata are not empty.
+        loads at other sizes of tp and ep, and without any process group. The tensors of a
+        parametrization go with the parameter that they make. ValueError: sharded_offsets or
+        metadata are not empty; a parametrization that lacks the sharded axis.
         """
         if sharded_offsets or metadata:
             raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
                              f"both need to be empty: layers are told apart by their prefix")
         state = {}
         for path, tensor in self.state_dict().items():
-            owner, _, name = path.rpartition(".")
-            group, axis = self.get_submodule(owner).shard(name)
+            group, axis, _ = _place(self, path, tensor)
             if group_size(group) > 1:
                 mesh = DeviceMesh.from_group(group, tensor.device.type)
                 placements = [Replicate() if axis is None else Shard(axis)]
@@ -418,40 +418,60 @@ class ParallelModule(nn.Module):
         return state
 
 
+def _place(module, path, tensor):
+    """(group, axis, gradient group) of the tensor at this path of the module: see
+    ParallelModule. All are None where no ParallelModule holds it.
+
+    The tensors of a parametrization (torch.nn.utils.parametrize) go with the parameter that
+    they make. If that is sharded, they need its axis and are sharded like it.
+    """
+    owner, parametrized, made = f".{path}".partition(".parametrizations.")
+    name = made.split(".")[0]
+    if not parametrized:
+        owner, _, name = owner.rpartition(".")
+    owner = module.get_submodule(owner.removeprefix("."))
+    if not isinstance(owner, ParallelModule):
+        return None, None, None
+    group, axis = owner.shard(name)
+    if parametrized and axis is not None and group_size(group) > 1:
+        size = getattr(owner, name).shape[axis]
+        if tensor.ndim <= axis or tensor.shape[axis] != size:
+            raise ValueError(
+                f"{path} has shape {list(tensor.shape)}, and {name} is sharded along axis {axis}: "
+                f"needs {size} there too, else the ranks' copies would drift apart")
+    return group, axis, owner.gradient_group(name)
+
+
 def reduce_gradients(module: nn.Module) -> None:
     """Sums the gradients of all MoE parameters in `module` over the ranks that hold them.
 
     Each module says over which ranks: router and latent weights over tp_dp_cp, the shared
     expert over dp_cp (its gate over tp_dp_cp with sequence_parallel), the experts over
     expt_dp. Call it before the optimizer step if you train without FSDP or DDP. This is
-    collective. A parameter without a gradient on this rank counts as zero.
+    collective. A parameter without a gradient on this rank counts as zero. A parametrization's
+    parameters (LoRA) go with the one that they make. ValueError: that one is sharded, and
+    they lack its sharded axis.
     """
-    for part in module.modules():
-        if not isinstance(part, ParallelModule):
-            continue
-        for name, parameter in part.named_parameters(recurse=False):
-            group = part.gradient_group(name)
-            if group_size(group) > 1 and parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
+    for path, parameter in module.named_parameters():
+        _, _, group = _place(module, path, parameter)
+        if group_size(group) > 1 and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
 
 
 def _shards_of_module(module, pg_collection):
     """(parameter, the groups over which the layer shards it) of all parameters."""
     found = []
-    for path, submodule in module.named_modules():
-        for name, parameter in submodule.named_parameters(recurse=False):
-            group = axis = None
-            if isinstance(submodule, ParallelModule):
-                group, axis = submodule.shard(name)
-            if axis is None or group_size(group) == 1:
-                found.append((parameter, []))
-                continue
-            if group not in (pg_collection.ep, pg_collection.tp):
-                raise ValueError(f"{path}.{name} is sharded over a group that groups lacks; "
-                                 f"needs the layer's own, layer.pg_collection")
-            found.append((parameter, [group]))
+    for path, parameter in module.named_parameters():
+        group, axis, _ = _place(module, path, parameter)
+        if axis is None or group_size(group) == 1:
+            found.append((parameter, []))
+            continue
+        if group not in (pg_collection.ep, pg_collection.tp):
+            raise ValueError(f"{path} is sharded over a group that groups lacks; "
+                             f"needs the layer's own, layer.pg_collection")
+        found.append((parameter, [group]))
     return found
 
 

@@ -3727,7 +3727,7 @@ def order_of_a_step(layer) -> str:
         noted(layer.shared_experts, "_fc2", "shared fc2")
         noted(layer.experts, "forward", "experts")
         out = layer(torch.randn(8, 16, dtype=torch.float64, requires_grad=True))
-        of_layer = [frame for frame in syncs if frame.f_code.co_filename == moe.__file__]
+        of_layer = [frame for frame in syncs if frame.f_code.co_filename == parallel.__file__]
         trace.append(f"{len(of_layer)} host syncs\n")
         out.sum().backward()
     return "\n".join(trace)

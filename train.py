@@ -45,7 +45,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moe import (
-    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, TopKRouter, finish_step, gradient_norm,
+    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, finish_step, gradient_norm,
     load_balancing_metrics, reduce_gradients)
 
 V = 256
@@ -249,6 +249,7 @@ def make_ffn(run):
         topk=run.topk,
         shared_expert_intermediate_size=shared,
         shared_expert_overlap=run.overlap,
+        batch_first=True,
         # Normalised after the choice, the one prob of K = 1 would be 1: the router would not learn.
         pre_softmax=run.topk == 1 and run.balance != "sinkhorn",
         **BALANCE[run.balance](run))
@@ -264,14 +265,10 @@ class Block(nn.Module):
         self.attention = Attention(run)
         self.ffn_norm = nn.RMSNorm(run.hidden)
         self.ffn = make_ffn(run)
-        self.sequence_first = run.balance == "seq"
 
     def forward(self, x_BSH):
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
-        if not self.sequence_first:
-            return x_BSH + self.ffn(self.ffn_norm(x_BSH))
-        # Only this loss asks which tokens are a sequence. The layer takes [S, B, H].
-        return x_BSH + self.ffn(self.ffn_norm(x_BSH).transpose(0, 1)).transpose(0, 1)
+        return x_BSH + self.ffn(self.ffn_norm(x_BSH))
 
 
 class ByteModel(nn.Module):
