@@ -16,6 +16,7 @@ The table FAMILIES is at the end of the file. It sets no balance loss: set load_
 dataclasses.replace, or as a change of replace_blocks. The letters are those of kernels.py.
 """
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -723,14 +724,15 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     requires_grad. It takes [B, S, H] and returns what the block returned.
 
     changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
-      add to a block is drawn anew.
+      add to a block is drawn anew. And pg_collection, the ProcessGroups of the layers, for a model
+      that is trained data-parallel.
 
     All is checked before the first block is touched. Memory holds one block twice at a time. Make
     the optimizer after the call. state_dict() has the library's names, and this project's names for
     what changes has added. A model that fully_shard has sharded is not supported.
 
     ValueError: an unknown model type, no block, a block that the layer cannot express, tensors on
-    the meta device. TypeError: no model of the library, or an unknown field in changes.
+    the meta device, groups with several ranks in ep or tp. TypeError: no model of the library, or an unknown field in changes.
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
@@ -749,9 +751,14 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     if any(tensor.is_meta for tensor in _tensors(model).values()):
         raise ValueError("model has tensors on the meta device; needs weights: load it first")
 
+    groups = changes.pop("pg_collection", None) or moe.ProcessGroups()
+    ep, tp = [moe.group_size(group) for group in (groups.ep, groups.tp)]
+    if max(ep, tp) > 1:
+        raise ValueError(f"pg_collection has {ep} ranks in ep and {tp} in tp; needs one: "
+                         f"the blocks' weights are whole on every rank")
     router_dtype = torch.promote_types(model.dtype, torch.float32)
     changes = {"router_dtype": router_dtype, **changes, "params_dtype": model.dtype}
-    layers = [_blank_block(model, prefix, changes) for prefix in prefixes]
+    layers = [_blank_block(model, prefix, changes, groups) for prefix in prefixes]
     names = [prefix.removesuffix(".") for prefix in prefixes]
     for name, layer in zip(names, layers):
         _put_block(model, name, layer)
@@ -776,10 +783,13 @@ class HuggingFaceBlock(moe.MoELayer):
     in memory. It loads those names, and the published ones.
     """
 
-    def __init__(self, config: moe.MoEConfig, model_type: str):
-        super().__init__(config)
+    def __init__(
+        self, config: moe.MoEConfig, model_type: str,
+        pg_collection: moe.ProcessGroups | None = None,
+    ):
+        super().__init__(config, pg_collection)
         self.model_type = model_type
-        self.router = HuggingFaceRouter(config)
+        self.router = HuggingFaceRouter(config, pg_collection)
         self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
 
     @property
@@ -833,7 +843,7 @@ class HuggingFaceBlock(moe.MoELayer):
         super()._load_from_state_dict(tensors, prefix, *others)
 
 
-def _blank_block(model, prefix, changes):
+def _blank_block(model, prefix, changes, groups):
     """Returns the layer on the meta device. It fits the block's tensors and has their dtypes."""
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
@@ -844,7 +854,7 @@ def _blank_block(model, prefix, changes):
                          f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")
 
     with torch.device("meta"):
-        layer = HuggingFaceBlock(config, model_type)
+        layer = HuggingFaceBlock(config, model_type, groups)
     source = Source(_tensors(model), prefix)
     if HASH_TABLE in source.names:
         layer.hash_table = source.load(HASH_TABLE).to("meta")
@@ -887,6 +897,62 @@ def _put_block(model, name, layer):
 
 def _same(logits):
     return logits
+
+
+# ---- The library's Trainer ----
+
+@functools.cache
+def _callback_class():
+    from transformers import TrainerCallback
+
+    class MoECallback(TrainerCallback):
+        """Does in the library's Trainer what a training loop does around this project's layers:
+
+            Trainer(model, args, train_dataset=data, callbacks=[MoECallback()])
+
+        Before a step it sets the scale of the balance losses from gradient_accumulation_steps, and
+        from the fp16 loss scaler if there is one. After the optimizer's step it calls finish_step.
+        To the training logs, and to their entry of state.log_history, it adds the metrics of
+        load_balancing_metrics, one number each: the mean over the layers whose router has run.
+
+        The last accumulation of an epoch may be shorter. Its balance losses get the same scale, so
+        they are weaker there. The Trainer calls the reporters of report_to before the callbacks it
+        is given. For reporters to get the metrics too, leave it out of `callbacks` and put it first:
+
+            trainer.callback_handler.callbacks.insert(0, MoECallback())
+        """
+
+        def on_step_begin(self, args, state, control, optimizer=None, **others):
+            scale = 1.0 / args.gradient_accumulation_steps
+            scaler = getattr(optimizer, "scaler", None)
+            if scaler is not None:
+                scale = scale * scaler.get_scale()
+            moe.set_aux_loss_scale(scale)
+
+        def on_optimizer_step(self, args, state, control, model=None, **others):
+            moe.finish_step(model)
+
+        def on_log(self, args, state, control, model=None, logs=None, **others):
+            if "loss" not in logs:                           # an evaluation's, or the last summary
+                return
+            metrics = moe.load_balancing_metrics(model, reduce=True)
+            del metrics["tokens_per_expert"]
+            means = {name: value.nanmean().item() for name, value in metrics.items()}
+            logs.update(means)
+            state.log_history[-1].update(means)
+
+        def on_train_end(self, args, state, control, **others):
+            moe.set_aux_loss_scale(1.0)
+
+    MoECallback.__qualname__ = "MoECallback"
+    return MoECallback
+
+
+def __getattr__(name):
+    """MoECallback is made at its first use, since its base is a class of the library."""
+    if name == "MoECallback":
+        return _callback_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ---- Words of the table: knobs ----

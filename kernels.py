@@ -1544,6 +1544,15 @@ def _reads_offsets_itself(device):
     return on_cuda and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@torch.compiler.assume_constant_result
+def _leaves_empty_blocks(device):
+    """Whether torch's product leaves the gradient of a weight without rows uninitialised.
+
+    It does on compute capability 10.x, built with a CUTLASS before 4.3 (pytorch #172439).
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 def _begins_aligned(x):
     return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
 
@@ -1614,7 +1623,11 @@ def _weight_grad(a, b, offsets):
     if not _on_card(offsets):
         return _rows_times_rows(
             a.x, a.token_N, b=b.x, token_b=b.token_N, probs=b.probs, offsets=offsets)
-    return F.grouped_mm(a.block().t(), b.block(), offs=offsets)
+    grad = F.grouped_mm(a.block().t(), b.block(), offs=offsets)
+    if _leaves_empty_blocks(offsets.device):
+        rows_E = offsets.diff(prepend=offsets.new_zeros(1))
+        grad = grad.masked_fill(rows_E[:, None, None] == 0, 0.0)
+    return grad
 
 
 def _bias_grad(rows, probs, offsets):

@@ -1082,7 +1082,7 @@ def finish_step(model: nn.Module) -> None:
     It updates the expert biases (update_expert_bias) and starts the averages of the global
     loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
     Under torch.distributed.pipelining give the stage its shapes, PipelineStage(..,
-    input_args=.., output_args=..): else it finds them by a training forward on empty
+    input_args=.., output_args=..): else it may find them by a training forward on empty
     tensors, whose tokens are counted. This is collective.
     """
     update_expert_bias(model)

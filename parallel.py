@@ -423,7 +423,8 @@ def _place(module, path, tensor):
     ParallelModule. All are None where no ParallelModule holds it.
 
     The tensors of a parametrization (torch.nn.utils.parametrize) go with the parameter that
-    they make. If that is sharded, they need its axis and are sharded like it.
+    they make. If that is sharded, they are sharded like it: each needs as many axes, and
+    its size on the sharded one.
     """
     owner, parametrized, made = f".{path}".partition(".parametrizations.")
     name = made.split(".")[0]
@@ -434,11 +435,12 @@ def _place(module, path, tensor):
         return None, None, None
     group, axis = owner.shard(name)
     if parametrized and axis is not None and group_size(group) > 1:
-        size = getattr(owner, name).shape[axis]
-        if tensor.ndim <= axis or tensor.shape[axis] != size:
+        whole = getattr(owner, name)
+        if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
             raise ValueError(
-                f"{path} has shape {list(tensor.shape)}, and {name} is sharded along axis {axis}: "
-                f"needs {size} there too, else the ranks' copies would drift apart")
+                f"{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is sharded "
+                f"along axis {axis}: needs as many axes and that size there, else the ranks' "
+                f"copies would drift apart")
     return group, axis, owner.gradient_group(name)
 
 

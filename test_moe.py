@@ -1715,6 +1715,51 @@ def test_layer_errors():
         """, layer=MoELayer(MoEConfig(8, 4, 4, topk=2)), x=torch.randn(6, 8))
 
 
+def test_layer_batch_first_is_the_transposed_layer():
+    """[B, S, H] in and out, masks and indices too; each loss has its gradient, in one graph too."""
+    torch.manual_seed(0)
+    config = shared_config(
+        init_std=0.5, z_loss_coeff=0.1, load_balancing_type=tuple(moe.LOSS_NAMES),
+        aux_loss_coeff=(0.2, 0.3, 0.4))
+    layer = MoELayer(config)
+    mine = MoELayer(dataclasses.replace(config, batch_first=True))
+    mine.load_state_dict(layer.state_dict())
+    x = leaf(7, 3, 6)
+    mask = torch.rand(7, 3) < 0.3
+    indices = torch.rand(7, 3, 4).argsort(-1)[..., :2]
+    for given in ((), (mask,), (mask, indices)):
+        want = layer(x, *given)
+        want_grads = grads(want.sin(), [x, *layer.parameters()])
+        for call in (mine, compiled(mine)):
+            mine.router.reset_global_aux_loss_tracker()
+            got = call(x.transpose(0, 1), *(t.transpose(0, 1) for t in given)).transpose(0, 1)
+            close_all([got, *grads(got.sin(), [x, *mine.parameters()])], [want, *want_grads])
+        layer.router.reset_global_aux_loss_tracker()
+        for a, b in zip(load_balancing_metrics(mine).values(),
+                        load_balancing_metrics(layer).values()):
+            close(a.double(), b.double(), 1e-6)
+    # Taken the other way round, the sequences' loss is another one.
+    layer(x.transpose(0, 1))
+    wrong = load_balancing_metrics(layer)["seq_load_balancing_loss"]
+    mine(x.transpose(0, 1))
+    assert (wrong - load_balancing_metrics(mine)["seq_load_balancing_loss"]).abs() > 1e-3
+    assert "needs [B, S, 6] or [T, 6]" in error(mine, x[..., :5])
+    close(mine(x.flatten(0, 1)), layer(x.flatten(0, 1)))     # [T, H] is one sequence
+
+
+def test_layer_output_init_std_is_that_of_the_output_projections():
+    config = small_config(latent_size=5, shared_expert_intermediate_size=8, init_std=0.5,
+                          shared_expert_gate=True, router_bias=True)
+    states = []
+    for std in (None, 0.125):
+        torch.manual_seed(4)
+        states.append(MoELayer(dataclasses.replace(config, output_init_std=std)).state_dict())
+    for name, scaled in states[1].items():
+        ratio = 0.25 if name.endswith(("fc2", "latent_up.weight")) else 1.0
+        same(scaled, states[0][name] * ratio)
+    assert "0 or more, or None" in error(small_config, output_init_std=-1.0)
+
+
 def test_layer_choose_example_in_the_readme():
     """Top-p routing: the fewest experts whose probs sum to p, in eager mode and in a graph."""
     text = (HERE / "README.md").read_text().split("<!-- choose example -->")[1]
@@ -4152,6 +4197,226 @@ def test_trainer_over_two_ranks():
     spawn_gloo(trained_over_ranks, 2)
 
 
+class LoRA(torch.nn.Module):
+    """W -> W + B · A. With experts, [E, F, H] matrices each have their own A and B."""
+
+    def __init__(self, *shape: int, rank: int = 3):
+        super().__init__()
+        *batch, rows, columns = shape
+        self.A = torch.nn.Parameter(torch.empty(*batch, rank, columns, dtype=torch.float64))
+        self.B = torch.nn.Parameter(torch.empty(*batch, rows, rank, dtype=torch.float64))
+
+    def forward(self, weight):
+        return weight + self.B @ self.A
+
+
+def with_lora(layer: MoELayer) -> MoELayer:
+    """Adapters on the router, on the latent products and on every expert, with values from a seed."""
+    from torch.nn.utils.parametrize import register_parametrization
+    targets = [(layer.router, "weight"), (layer.latent_up, "weight"),
+               (layer.experts, "fc1"), (layer.experts, "fc2")]
+    ep = layer.pg_collection.ep
+    torch.manual_seed(9)
+    for module, name in targets:
+        weight = getattr(module, name).requires_grad_(False)
+        lora = LoRA(*weight.shape)
+        for parameter in lora.parameters():
+            if module is layer.experts and parallel.group_size(ep) > 1:
+                whole = torch.randn(4, *parameter.shape[1:], dtype=torch.float64) / 3
+                parameter.data = whole.chunk(ep.size())[ep.rank()]
+            else:
+                parameter.data = torch.randn_like(parameter) / 3
+        register_parametrization(module, name, lora)
+    return layer
+
+
+def lora_over_ranks(rank, ranks, folder):
+    """LoRA by parametrization over ep: gradients, their norm, a step, a checkpoint of one process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.nn.utils.parametrize import register_parametrization
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    config = shared_config(latent_size=7, init_std=0.5)
+    whole, mine = map(with_lora, whole_and_mine(config, groups))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    want = whole(x)
+    got = mine(x.chunk(ranks)[rank])
+    close(got, want.chunk(ranks)[rank])
+    want.sin().sum().backward()
+    got.sin().sum().backward()
+    reduce_gradients(mine)
+    trained = 0
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters(), strict=True):
+        assert a.requires_grad == b.requires_grad
+        if a.requires_grad:
+            trained += "lora" in name.lower() or ".parametrizations." in name
+            close(a.grad, own_part(name, b.grad, groups))
+    assert trained == 8
+    close(parallel.gradient_norm(mine, groups), parallel.gradient_norm(whole, None))
+
+    state = mine.sharded_state_dict()
+    assert list(state) == list(mine.state_dict())
+    assert state["experts.parametrizations.fc1.0.A"].shape == (4, 2, 3, 7)
+    dcp.save(state, checkpoint_id=folder)
+    with torch.no_grad():
+        for parameter in mine.parameters():
+            parameter.zero_()
+    dcp.load(mine.sharded_state_dict(), checkpoint_id=folder)
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+        same(a, own_part(name, b, groups))
+
+    shared = LoRA(2, 5, 7)                                   # one A, one B for all experts
+    register_parametrization(mine.experts, "fc1", shared)
+    for call in (mine.sharded_state_dict, lambda: reduce_gradients(mine)):
+        text = error(call)
+        assert "experts.parametrizations.fc1.1.A has shape [2, 3, 7], and fc1 [2, 2, 5, 7]" in text
+        assert "is sharded along axis 0: needs as many axes and that size there" in text, text
+
+
+def ranks_that_are_not_known(rank, ranks):
+    """Several ranks and a router without groups: refused before anything changes. The two ways out."""
+    config = small_config(enable_expert_bias=True, load_balancing_type="global_aux_loss",
+                          aux_loss_coeff=0.1)
+    torch.manual_seed(rank)
+    batches = torch.randn(2, 9, 8)
+    layers = [MoELayer(config, groups) for groups in (
+        None, ProcessGroups.from_mesh(mesh_of(dp=ranks)["dp"]), one_rank())]
+    biases = []
+    for layer in layers:
+        layer.load_state_dict(layers[1].state_dict())
+        for x in batches:
+            layer(x).sum().backward()
+    kept = copy.deepcopy(counts_of(layers[0]))
+    for call in (update_expert_bias, finish_step):
+        text = error(call, torch.nn.Sequential(layers[1], layers[0]))
+        assert text.startswith("ValueError: tp_dp_cp is None and 2 ranks run"), text
+        assert 'MoELayer(config, ProcessGroups.from_mesh(mesh["dp"]))' in text
+        assert "ProcessGroups(tp_dp_cp=group) with a group of one rank" in text
+    torch.testing.assert_close(counts_of(layers[0]), kept, rtol=0, atol=0, equal_nan=True)
+    assert not layers[1].router.expert_bias.any()
+    for layer in layers[1:]:
+        finish_step(layer)
+        both = [torch.empty(6) for _ in range(ranks)]
+        torch.distributed.all_gather(both, layer.router.expert_bias)
+        biases.append(both)
+    same(*biases[0])
+    assert not torch.equal(*biases[1])
+    finish_step(MoELayer(small_config()))                    # nothing to pool
+
+
+def pipeline_of_two(rank, ranks):
+    """PipelineStage with the shapes given: counts, gradients and biases of one process."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    mesh = mesh_of(pp=ranks, dp=1)
+    config = shared_config(
+        batch_first=True, score_function="sigmoid", enable_expert_bias=True, init_std=0.5,
+        z_loss_coeff=0.1, load_balancing_type=("seq_aux_loss", "global_aux_loss"),
+        aux_loss_coeff=(0.3, 0.2), params_dtype=torch.float32, router_dtype=torch.float32)
+    torch.manual_seed(3)
+    whole = [MoELayer(config, one_rank()) for _ in range(ranks)]
+    mine = MoELayer(config, ProcessGroups.from_mesh(mesh["dp"]))
+    mine.load_state_dict(whole[rank].state_dict())
+    x, target = torch.randn(2, 8, 5, 6)
+    small = torch.empty(2, 5, 6, requires_grad=True)
+    stage = PipelineStage(
+        mine, rank, ranks, torch.device("cpu"), input_args=(small,), output_args=(small,))
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=F.mse_loss)    # scale_grads=True
+    set_aux_loss_scale(1.0)                                  # it divides all gradients by 4
+    for _ in range(2):
+        mine.zero_grad()
+        first, last = rank == 0, rank == ranks - 1
+        schedule.step(*([x] if first else []), **(dict(target=target) if last else {}))
+        for layer in whole:
+            layer.zero_grad()
+        set_aux_loss_scale(1 / 4)
+        # All forwards before the first backward, as the schedule has them.
+        losses = []
+        for x_m, target_m in zip(x.chunk(4), target.chunk(4)):
+            for layer in whole:
+                x_m = layer(x_m)
+            losses.append(F.mse_loss(x_m, target_m) / 4)
+        for loss in losses:
+            loss.backward()
+        set_aux_loss_scale(1.0)
+        assert mine.router.local_tokens_per_expert.sum() == 8 * 5 * 2
+        for a, b in zip(mine.parameters(), whole[rank].parameters(), strict=True):
+            close(a.grad, b.grad, 1e-5)
+        for layer in (mine, *whole):
+            finish_step(layer)
+        same(mine.router.expert_bias, whole[rank].router.expert_bias)
+
+
+def dispatcher_of_the_readme(rank, ranks):
+    """It gives what all-to-alls give, gradients of router and experts included (Automodel #2995),
+    eager and as one graph; unrouted assignments, overlap and latent experts too."""
+    scope = {}
+    exec(readme_example("dispatcher"), scope)
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    for options in (dict(**LOSSES, shared_expert_overlap=True),
+                    dict(capacity_factor=0.8, latent_size=7, add_bias_linear=True)):
+        config = shared_config(init_std=0.5, score_function="sigmoid", **options)
+        for how in ("eager", "aot_eager"):
+            torch.manual_seed(0)
+            theirs = MoELayer(config, groups)
+            mine = scope["AllGatherLayer"](config, groups)
+            mine.load_state_dict(theirs.state_dict())
+            call = mine if how == "eager" else compiled(mine, how)
+            torch.manual_seed(rank)
+            x = leaf(5, 3, 6)
+            mask = torch.rand(5, 3) < 0.2
+            upstream = torch.randn(5, 3, 6, dtype=torch.float64)
+            for got, want in zip(*(
+                    [y, *grads(y, [x, *layer.parameters()], upstream)]
+                    for layer, y in ((mine, call(x, mask)), (theirs, theirs(x, mask))))):
+                close(got, want)
+
+
+def trainers_recipes(rank, ranks, folder):
+    ranks_that_are_not_known(rank, ranks)
+    lora_over_ranks(rank, ranks, folder)
+    pipeline_of_two(rank, ranks)
+    dispatcher_of_the_readme(rank, ranks)
+
+
+def test_trainer_recipes_over_two_ranks(tmp_path):
+    """The expert bias without groups, LoRA, a pipeline, a dispatcher of one's own."""
+    spawn_gloo(trainers_recipes, 2, str(tmp_path))
+
+
+def test_trainer_loop_of_the_readme():
+    """Four microbatches of two and one batch of eight give the same model; what is not decayed."""
+    models = []
+    for pieces, size in ((4, 2), (1, 8)):
+        example = readme_example("loop").replace("microbatches = 4", f"microbatches = {pieces}")
+        example = example.replace("(2, 33)", f"({size}, 33)").replace("range(20)", "range(3)")
+        scope = {}
+        torch.manual_seed(7)
+        exec(example, scope)
+        models.append(scope["model"])
+        set_aux_loss_scale(1.0)
+        router = scope["model"][1].router
+        assert router.expert_bias.abs().max() > 0 == router.local_tokens_per_expert.sum()
+    close(*(model[1].router.weight for model in models), 1e-4)
+    same(*(model[1].router.expert_bias for model in models))
+    names = {id(p): name for name, p in scope["model"].named_parameters()}
+    undecayed = {names[id(p)] for p in scope["others"]}
+    assert undecayed == {"1.experts.fc1_bias", "1.experts.fc2_bias", "2.bias"}
+    assert len(scope["decayed"]) + len(undecayed) == len(names)
+
+
+def test_trainer_last_two_axes_are_out_and_in():
+    """Of every weight: what Muon and low-rank methods take for one matrix."""
+    config = MoEConfig(
+        6, 5, num_experts=4, topk=2, latent_size=7, shared_expert_intermediate_size=8,
+        add_bias_linear=True, router_bias=True, shared_expert_gate=True, latent_norm=True)
+    shapes = {name: list(p.shape[-2:]) for name, p in MoELayer(config).named_parameters()
+              if p.ndim >= 2 and not name.endswith("_bias")}
+    assert shapes == {
+        "router.weight": [4, 6], "experts.fc1": [5, 7], "experts.fc2": [7, 5],
+        "latent_down.weight": [7, 6], "latent_up.weight": [6, 7],
+        "shared_experts.fc1": [8, 6], "shared_experts.fc2": [6, 8],
+        "shared_experts.gate_weight": [1, 6]}
+
+
 def test_trainer_gradient_norm_of_one_process():
     layer = MoELayer(shared_config())
     assert parallel.gradient_norm(layer, None) == 0
@@ -4676,6 +4941,27 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, options):
     offsets = torch.tensor([3, 9, 20], dtype=torch.int32)
     grads(grouped_mm(x, torch.randn(3, 16, 4, requires_grad=True), offsets), [x])
     assert len(copies) == 2
+
+
+def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
+    """Torch's product may leave them uninitialised (pytorch #172439). The card is a stand-in."""
+    a, b = torch.randn(9, 6), torch.randn(9, 4)
+    offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
+    want = kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), offsets)
+    assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
+
+    def garbage(rows_t, rows, offs):
+        grad = kernels._rows_times_rows(rows_t.t(), None, rows, None, None, offs)
+        grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
+        return grad
+    monkeypatch.setattr(F, "grouped_mm", garbage)
+    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
+    monkeypatch.setattr(kernels, "_leaves_empty_blocks", lambda device: True)
+    same(kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), offsets), want)
+    monkeypatch.undo()
+    for card, fits in (((9, 0), False), ((10, 0), True), ((10, 3), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+        assert kernels._leaves_empty_blocks(torch.device("cuda")) is fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -6815,7 +7101,7 @@ def test_live_blocks_have_all_of_this_project():
     same(again.block().router.expert_bias, block.router.expert_bias)
 
     # [B, S, H] here is [S, B, H] to a layer of its own: the same loss, which has the same gradient
-    layer = MoELayer(block.config)
+    layer = MoELayer(dataclasses.replace(block.config, batch_first=False))
     layer.load_state_dict(dict(block.named_parameters()) | dict(block.named_buffers()))
     for module, z in ((block, x), (layer, x.transpose(0, 1))):
         module.router.weight.grad = None
