@@ -34,6 +34,7 @@ import sys
 import textwrap
 import time
 import types
+import warnings
 import weakref
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -4119,6 +4120,10 @@ def counts_under_ddp(rank, ranks):
     assert [name for name, _ in mine.named_buffers()] == ["router.expert_bias"]
 
 
+def subsets(*names: str):
+    return itertools.chain(*(itertools.combinations(names, n) for n in range(len(names) + 1)))
+
+
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -4181,6 +4186,22 @@ def sharded_from_meta(rank, ranks):
     half = fully_shard(copy.deepcopy(plain), mp_policy=policy)
     assert half(x).dtype == torch.bfloat16
     close(half(x).double(), want, 0.1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for parts in subsets("latent_down", "experts", "latent_up"):
+        half = copy.deepcopy(plain)
+        for name in (*parts, ""):                            # the parts return fp32 into a bf16 layer
+            fully_shard(half.get_submodule(name), mp_policy=policy)
+        got = half(x)
+        assert got.dtype == torch.float32
+        close(got.double(), want, 0.1)
+        got.sum().backward()
+        assert all(torch.isfinite(full(p.grad)).all() for p in half.parameters())
+
+    router = fully_shard(TopKRouter(dataclasses.replace(config, **BALANCED)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)          # "returned a view tensor"
+        probs, _ = router.route(x)
+    probs.sum().backward()
     layer = MoELayer(dataclasses.replace(config, shared_expert_overlap=True))
     fully_shard(layer.shared_experts)
     assert "shard the layer, not its shared expert alone" in error(layer, x)
@@ -7061,6 +7082,74 @@ def test_live_changes_are_drawn():
     same({name: model.state_dict()[name] for name in old}, old)
 
 
+def trained_by_callback(callback, pieces: int, model, x: Tensor, upstream: Tensor):
+    """Two steps as the library's Trainer makes them, in `pieces` microbatches -> its log."""
+    args = types.SimpleNamespace(gradient_accumulation_steps=pieces)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    state = types.SimpleNamespace(log_history=[])
+    for _ in range(2):
+        callback.on_step_begin(args, state, None, model=model, optimizer=optimizer)
+        for x_m, upstream_m in zip(x.chunk(pieces), upstream.chunk(pieces)):
+            (model.block()(x_m) * upstream_m).sum().backward()
+        optimizer.step()
+        callback.on_optimizer_step(args, state, None, model=model, optimizer=optimizer)
+        optimizer.zero_grad()
+        logs = {"loss": 1.0}
+        state.log_history.append(dict(logs, step=1))
+        callback.on_log(args, state, None, model=model, logs=logs)
+        assert state.log_history[-1] == {**logs, "step": 1}
+        evaluation = {"eval_loss": 1.0}
+        callback.on_log(args, state, None, model=model, logs=evaluation)
+        assert evaluation == {"eval_loss": 1.0}
+    assert moe._LOSS_SCALE[moe._CPU] == 1 / pieces
+    callback.on_train_end(args, state, None)
+    assert moe._LOSS_SCALE[moe._CPU] == 1
+    return logs
+
+
+def test_live_callback_makes_microbatches_one_batch(monkeypatch):
+    """Without the library: its TrainerCallback is an empty class. A layer that has not run is left
+    out of the logged means."""
+    monkeypatch.setitem(
+        sys.modules, "transformers", types.SimpleNamespace(TrainerCallback=object))
+    families._callback_class.cache_clear()
+    callback = families.MoECallback()
+    x, upstream = double(2, 4, T7, H6)
+    results = []
+    for pieces in (1, 2, 4):
+        model = replaced(
+            "qwen3_moe", enable_expert_bias=True, bias_update="quantile", z_loss_coeff=0.3,
+            load_balancing_type="seq_aux_loss", aux_loss_coeff=0.5)
+        logs = trained_by_callback(callback, pieces, model, x=x, upstream=upstream)
+        assert list(logs) == ["loss", "seq_load_balancing_loss", "z_loss", "max_violation"]
+        assert all(isinstance(value, float) and math.isfinite(value) for value in logs.values())
+        results.append(model.state_dict())
+    for other in results[1:]:
+        for name, tensor in results[0].items():
+            close(other[name].double(), tensor.double(), 1e-6)
+    scaler = types.SimpleNamespace(get_scale=lambda: 512.0)
+    args = types.SimpleNamespace(gradient_accumulation_steps=4)
+    callback.on_step_begin(args, None, None, optimizer=types.SimpleNamespace(scaler=scaler))
+    assert moe._LOSS_SCALE[moe._CPU] == 128
+    callback.on_train_end(args, None, None)
+    assert "no attribute 'MoECallbacks'" in str(pytest.raises(
+        AttributeError, getattr, families, "MoECallbacks").value)
+    families._callback_class.cache_clear()
+
+
+def test_live_blocks_of_a_model_on_several_ranks():
+    """The groups go to every layer. Those with several ranks in ep or tp are refused."""
+    class Two:
+        def size(self):
+            return 2
+    groups = ProcessGroups(tp_dp_cp=Two())
+    model = replaced("qwen3_moe", pg_collection=groups, enable_expert_bias=True)
+    assert all(router.pg_collection is groups for router in moe._routers(model))
+    for wrong in (ProcessGroups(tp=Two()), ProcessGroups(ep=Two(), tp_dp_cp=Two())):
+        assert "the blocks' weights are whole on every rank" in error(
+            families.replace_blocks, StandInModel("qwen3_moe"), pg_collection=wrong)
+
+
 def test_live_block_chooses_by_its_table():
     block = replaced("deepseek_v4").block()
     table = torch.rand(9, E8).topk(3).indices
@@ -7473,6 +7562,82 @@ def test_live_models_of_the_library(case, tmp_path):
         halves = ours.to(torch.bfloat16)
         assert whole_logits(halves, ids).isfinite().all()
         assert {p.dtype for p in halves.parameters()} - {torch.float32} == {torch.bfloat16}
+
+
+def trainer_steps(pieces: int, folder, **changes):
+    """Three steps of the library's Trainer on eight texts a step, in `pieces` microbatches."""
+    transformers = pytest.importorskip("transformers", reason="trains a model of transformers")
+    pytest.importorskip("accelerate", reason="the library's Trainer needs accelerate")
+    torch.manual_seed(1)
+    model = whole_model("qwen3_moe")
+    families.replace_blocks(model, **changes)
+    data = [dict(input_ids=text, labels=text) for text in torch.randint(64, (24, 12))]
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=8 // pieces, gradient_accumulation_steps=pieces,
+        max_steps=3, logging_steps=1, report_to=[], save_strategy="no", optim="sgd",
+        learning_rate=0.5, lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True)
+    trainer = transformers.Trainer(model, args, train_dataset=data)
+    trainer.callback_handler.callbacks.insert(0, families.MoECallback())     # as the README says
+    seen = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **others):
+            seen.append(dict(logs))
+    trainer.add_callback(Reporter)
+    trainer.train()
+    return model.state_dict(), trainer.state.log_history, seen
+
+
+def test_live_trainer_of_the_library(tmp_path):
+    """Four microbatches of two texts, or one of eight: the same routers, biases and losses."""
+    families._callback_class.cache_clear()
+    changes = dict(
+        enable_expert_bias=True, bias_update="quantile", z_loss_coeff=0.3,
+        load_balancing_type="seq_aux_loss", aux_loss_coeff=0.5)
+    (one, log, seen), (four, *_) = [trainer_steps(n, tmp_path, **changes) for n in (1, 4)]
+    for name, tensor in one.items():
+        close(four[name].double(), tensor.double(), 1e-4)
+    assert moe._LOSS_SCALE[moe._CPU] == 1
+    for entry, logged in zip(log[:3], seen):
+        assert {"loss", "seq_load_balancing_loss", "z_loss", "max_violation"} <= set(entry)
+        assert entry == {**logged, "step": entry["step"]}
+    assert "max_violation" not in log[-1]
+
+
+def test_live_lora_by_peft():
+    """register_experts under PEFT: the library's gradients. On replaced blocks PEFT takes no 4 axes;
+    modules_to_save leaves routers that do not run."""
+    peft = pytest.importorskip("peft", reason="adapts a model with peft")
+    ids = random_ids()
+
+    def adapted(model, **options):
+        torch.manual_seed(2)
+        return peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **options))
+    results = []
+    for implementation in ("eager", families.register_experts()):
+        torch.manual_seed(1)
+        model = whole_model("qwen3_moe")
+        model.set_experts_implementation(implementation)
+        model = adapted(model, target_modules=[], target_parameters=[
+            "mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        model(ids, labels=ids).loss.backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    want, got = results
+    assert len(want) == 4 * 2                                # A and B of two weights in two layers
+    close_all(got, want, 1e-5)
+
+    blocks = [whole_model("qwen3_moe") for _ in range(2)]
+    for model in blocks:
+        families.replace_blocks(model, enable_expert_bias=True)
+    with pytest.raises(ValueError, match="only 2d and 3d are supported"):
+        adapted(blocks[0], target_modules=[], target_parameters=["experts.fc1"])
+    model = adapted(blocks[1], target_modules=["q_proj"], modules_to_save=["router"])
+    model(ids, labels=ids).loss.backward()
+    violations = load_balancing_metrics(model)["max_violation"]
+    assert violations.isnan().tolist() == [True, False] * 2
+    finish_step(model)
+    biases = [router.expert_bias.any().item() for router in moe._routers(model)]
+    assert biases == [False, True] * 2
 
 
 def test_live_model_with_hash_layers():
