@@ -129,7 +129,7 @@ class MoEConfig:
     input_jitter_eps: float | None = None          # noise on the router's input, in training
     force_load_balancing: bool = False             # random logits, for benchmarks
     calculate_per_token_loss: bool = False         # losses times the count of valid tokens
-    capacity_factor: float | None = None           # None: dropless
+    capacity_factor: float | None = None           # None: dropless. Probs stay as they are.
     token_drop_policy: str = "probs"               # "probs", "position"
     pad_to_capacity: bool = False
     shared_expert_intermediate_size: int | None = None     # Fs; None: no shared expert
@@ -809,7 +809,9 @@ class TopKRouter(Router):
         return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
 
     def _drop(self, probs_TK, indices_TK):
-        """Assignments beyond an expert's capacity become unrouted."""
+        """Assignments beyond an expert's capacity become unrouted. The probs that remain are
+        not normalised again.
+        """
         E = self.config.num_experts
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
         kept_TE = self._cut_to_capacity(probs_TE, map_TE)

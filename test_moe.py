@@ -3522,14 +3522,14 @@ def whole_and_mine(config: MoEConfig, groups) -> tuple[MoELayer, MoELayer]:
 
 
 @functools.cache
-def one_rank() -> ProcessGroups:
+def group_of_one() -> ProcessGroups:
     """For a model of its own on every rank. This is collective."""
     return ProcessGroups(tp_dp_cp=torch.distributed.new_subgroups(1)[0])
 
 
 def finish_both(mine: MoELayer, whole: MoELayer) -> None:
     """The end of a step: the same biases, averages that start anew."""
-    whole.router.pg_collection = one_rank()
+    whole.router.pg_collection = group_of_one()
     for layer in (mine, whole):
         finish_step(layer)
         if layer.router.ga_steps is not None:
@@ -3648,6 +3648,23 @@ def check_gradient_norm(groups, mesh) -> None:
     close(parallel.gradient_norm(model, groups), torch.stack(norms).norm())
 
 
+def check_fsdp_beside_ep(rank, ranks, groups, mesh) -> None:
+    """Experts sharded over the ranks that hold the same ones, the rest over all: the mean over all
+    ranks (pytorch #160285, Megatron-LM #5956)."""
+    from torch.distributed.fsdp import fully_shard
+    whole, mine = whole_and_mine(shared_config(init_std=0.5), groups)
+    fully_shard(mine.experts, mesh=mesh["dp"])
+    mine.experts.set_gradient_divide_factor(ranks)
+    fully_shard(mine, mesh=torch.distributed.init_device_mesh("cpu", (ranks,)))
+    x = torch.randn(4 * ranks, 6, dtype=torch.float64)
+    mine(x.chunk(ranks)[rank]).sin().sum().backward()
+    whole(x).sin().sum().div(ranks).backward()
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters(), strict=True):
+        close(full(a.grad), own_part(name, b.grad, groups))
+    want = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    close(parallel.gradient_norm(mine, groups), want)
+
+
 class NoExchange(torch.utils._python_dispatch.TorchDispatchMode):
     """Refuses every collective."""
 
@@ -3702,6 +3719,8 @@ def layers_over_meshes(rank, ranks):
         check_gradient_norm(groups, mesh)
         for case, overlap in itertools.product(PARALLEL_CASES, (False, True)):
             check_parallel_layer(rank, ranks, groups, case=case, overlap=overlap, how="eager")
+        if sizes == dict(dp=2, ep=2):
+            check_fsdp_beside_ep(rank, ranks, groups, mesh)
         if sizes == dict(ep=4):
             check_ranks_without_tokens(rank, ranks, groups)
             check_repeated_indices(rank, ranks, groups)
@@ -4300,7 +4319,7 @@ def ranks_that_are_not_known(rank, ranks):
     torch.manual_seed(rank)
     batches = torch.randn(2, 9, 8)
     layers = [MoELayer(config, groups) for groups in (
-        None, ProcessGroups.from_mesh(mesh_of(dp=ranks)["dp"]), one_rank())]
+        None, ProcessGroups.from_mesh(mesh_of(dp=ranks)["dp"]), group_of_one())]
     biases = []
     for layer in layers:
         layer.load_state_dict(layers[1].state_dict())
@@ -4333,7 +4352,7 @@ def pipeline_of_two(rank, ranks):
         z_loss_coeff=0.1, load_balancing_type=("seq_aux_loss", "global_aux_loss"),
         aux_loss_coeff=(0.3, 0.2), params_dtype=torch.float32, router_dtype=torch.float32)
     torch.manual_seed(3)
-    whole = [MoELayer(config, one_rank()) for _ in range(ranks)]
+    whole = [MoELayer(config, group_of_one()) for _ in range(ranks)]
     mine = MoELayer(config, ProcessGroups.from_mesh(mesh["dp"]))
     mine.load_state_dict(whole[rank].state_dict())
     x, target = torch.randn(2, 8, 5, 6)
@@ -4422,6 +4441,24 @@ def test_trainer_loop_of_the_readme():
     undecayed = {names[id(p)] for p in scope["others"]}
     assert undecayed == {"1.experts.fc1_bias", "1.experts.fc2_bias", "2.bias"}
     assert len(scope["decayed"]) + len(undecayed) == len(names)
+
+
+def test_router_balance_losses_see_the_plain_top_k():
+    """As the SPEC of the losses has it: neither groups nor the expert bias change their map
+    (Megatron-LM #5195 asks whether they should)."""
+    losses = dict(load_balancing_type=tuple(moe.LOSS_NAMES), aux_loss_coeff=(0.1, 0.2, 0.3),
+                  score_function="sigmoid")
+    plain = TopKRouter(small_config(**losses))
+    limited = TopKRouter(small_config(
+        **losses, num_groups=3, group_topk=1, enable_expert_bias=True))
+    limited.load_state_dict(plain.state_dict(), strict=False)
+    limited.expert_bias.copy_(torch.arange(6.0))
+    x = torch.randn(5, 3, 8)
+    chosen = [router.route(x)[1].sort(1).values for router in (plain, limited)]
+    assert not torch.equal(*chosen)
+    logged = [load_balancing_metrics(router) for router in (plain, limited)]
+    for name in moe.LOSS_NAMES.values():
+        same(logged[1][name], logged[0][name])
 
 
 def test_trainer_last_two_axes_are_out_and_in():
@@ -4580,6 +4617,20 @@ def test_trainer_record_and_replay(way):
         for a, b in zip([got, *[leaf.grad for leaf in leaves]], expected, strict=True):
             close(a, b, 1e-5)
     close(function(x), want, 1e-6)                           # nothing stays behind
+
+
+def test_trainer_replayed_padding_reaches_no_expert():
+    """miles #2697: -1 is no expert, neither 0 .. K-1. A mask holds for tokens routed live too."""
+    layer = MoELayer(small_config())
+    x = torch.randn(40, 8)
+    real = torch.arange(40) < 10
+    indices = random_choices(40)[0].where(real[:, None], -1)
+    want = torch.bincount(indices[real].flatten(), minlength=6)
+    for mask, missing in ((None, "unrouted"), (~real, "unrouted"), (~real, "live")):
+        with replay_routing(layer, [indices], missing=missing):
+            y = layer(x, mask)
+        assert not y[~real].any() and y[real].any(1).all()
+        same(load_balancing_metrics(layer)["tokens_per_expert"][0], want)
 
 
 def test_trainer_record_holds_the_choice_before_dropping():
