@@ -254,8 +254,6 @@ def _meaning(values):
             values["norm_topk_prob"] = not values["pre_softmax"]
         else:
             values["norm_topk_prob"] = values["topk"] != 1
-    if values["apply_probs_on"] == "activation":
-        values["apply_probs_on"] = "output"                  # the two differ in rounding alone
     return values
 
 
@@ -705,10 +703,12 @@ def _options_of(experts):
         if act not in ACT_FNS:
             refuse(f"act_fn {act}")
         kind = ACT_FNS[act]
-    if moe.kernels.ACTIVATIONS[kind].gated != experts.has_gate:
+    if moe.kernels.ACTIVATIONS[kind].parts != 1 + experts.has_gate:
         refuse(f"has_gate = {experts.has_gate} with {kind}")
 
-    options = {"kind": kind, "linear_offset": float(kind == "quick_geglu")}
+    options = {"kind": kind}
+    if kind == "quick_geglu":
+        options["linear_offset"] = 1.0
     for constant in constants:
         name, path = constant.split("=")
         options[name] = operator.attrgetter(path)(experts)

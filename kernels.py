@@ -21,7 +21,8 @@ dynamic graph serves every T. Where a function is an exception, its docstring sa
 import functools
 import math
 import re
-from typing import Callable, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -847,8 +848,8 @@ def _expert_of(row_TK, offsets):
     return torch.bucketize(row_TK.t(), offsets, right=True).t()
 
 
-def _sum_rows(rows, inverse, offsets=None, probs=None):
-    """[T, H]: Σ_k probs[t, k] · rows[inverse[t, k]], summed in fp32 at least, in rows.dtype.
+def _sum_rows(rows, inverse, offsets=None):
+    """[T, H]: Σ_k rows[inverse[t, k]], summed in fp32 at least, in rows.dtype.
 
     With offsets, unrouted rows are left out. Without, they have to be zeros already.
     Compiled, the loop over K is one kernel of gathers and sums, without a tensor [T, K, H].
@@ -858,8 +859,6 @@ def _sum_rows(rows, inverse, offsets=None, probs=None):
 
     def picked(k):
         picked_TH = _upcast(rows.index_select(0, inverse[:, k]))
-        if probs is not None:
-            picked_TH = picked_TH * probs[:, k, None]
         if offsets is not None:
             picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
         return picked_TH
@@ -868,16 +867,6 @@ def _sum_rows(rows, inverse, offsets=None, probs=None):
     for k in range(1, inverse.shape[1]):
         total_TH = total_TH + picked(k)
     return _cast(total_TH, rows.dtype)
-
-
-def _dot_rows(rows, index, tokens):
-    """[T, K]: Σ_h rows[index[t, k], h] · tokens[t, h], in fp32 at least."""
-    tokens_TH = _upcast(tokens)
-
-    def dot(row_T):
-        return (_upcast(rows.index_select(0, row_T)) * tokens_TH).sum(-1)
-
-    return torch.stack([dot(row_T) for row_T in index.unbind(1)], dim=1)
 
 
 def _spread_rows(tokens, order, inverse, offsets):
@@ -1133,135 +1122,167 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 
 # ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
-# y is fc1's output; a is the gate half, b the up half.
+# y is fc1's output; a is the gate half, b the up half. A class is an activation, and its fields
+# are its constants. `parts` is the number of parts of y. value(*parts) is the output; back(g,
+# *parts) is (the output, the gradient of each part). They compute in the dtype they are given.
 
-class Activation(NamedTuple):
-    """A function act: value(a, constants) is act(a), back(g, a, constants) is g · act'(a)."""
-    value: Callable
-    back: Callable
-    takes: tuple[str, ...] = ()          # the constants that it has
-    gated: bool = True                   # y is [a, b]; else y is a alone
-
-
-class Constants(NamedTuple):
-    """Which activation, and its constants: see `activation`."""
-    kind: str = "swiglu"
-    alpha: float = 1.702
+@dataclass(frozen=True)
+class SwiGLU:
+    """act(a) · (b + linear_offset), where act is SiLU (arXiv 2002.05202). clamp_value v first
+    clamps a to a <= v, and b to -v <= b <= v.
+    """
     linear_offset: float = 0.0
     clamp_value: float | None = None
-    beta: float = 1.0
-    linear_beta: float | None = None
-    interleaved: bool = False            # y is [a_0, b_0, a_1, b_1, ..]: see expert_mlp
+    parts = 2
 
+    def act(self, a):
+        return F.silu(a)
 
-_GLU = ("linear_offset", "clamp_value")
+    def act_back(self, g, a):
+        return torch.ops.aten.silu_backward(g, a)            # one kernel in eager mode
 
+    def factors(self, a, b):
+        """act's argument, and the factor of act."""
+        v = self.clamp_value
+        if v is not None:
+            a = a.clamp(max=v)
+            b = b.clamp(-v, v)
+        return a, b + self.linear_offset if self.linear_offset else b
 
-def _quick_gelu_back(g, a, c):
-    # act' = s · (1 + alpha · a · (1 - s)), s = sigmoid(alpha · a)
-    s = torch.sigmoid(c.alpha * a)
-    return g * s * (1 + c.alpha * a * (1 - s))
+    def value(self, a, b):
+        a, linear = self.factors(a, b)
+        return self.act(a) * linear
 
-
-def _situ_back(g, a, c):
-    # act' = s · (1 - t²) + beta · t · s · (1 - s), t = tanh(a / beta), s = sigmoid(a)
-    t = torch.tanh(a / c.beta)
-    s = torch.sigmoid(a)
-    return g * s * ((1 - t * t) + c.beta * t * (1 - s))
-
-
-# torch's own backward functions are one kernel each in eager mode.
-ACTIVATIONS = {
-    "swiglu": Activation(
-        lambda a, c: F.silu(a),
-        lambda g, a, c: torch.ops.aten.silu_backward(g, a), takes=_GLU),
-    "geglu": Activation(
-        lambda a, c: F.gelu(a, approximate="tanh"),
-        lambda g, a, c: torch.ops.aten.gelu_backward(g, a, approximate="tanh"), takes=_GLU),
-    "quick_geglu": Activation(
-        lambda a, c: a * torch.sigmoid(c.alpha * a), _quick_gelu_back, takes=("alpha", *_GLU)),
-    "situ": Activation(
-        lambda a, c: c.beta * torch.tanh(a / c.beta) * torch.sigmoid(a), _situ_back,
-        takes=("beta", "linear_beta")),
-    "relu2": Activation(
-        lambda a, c: a.relu().square(),
-        lambda g, a, c: 2 * g * a.relu(), gated=False),
-}
-
-
-def _split_halves(y, c):
-    """y [.., 2F] -> (a, b), [.., F] each."""
-    pattern = "... (f two) -> two ... f" if c.interleaved else "... (two f) -> two ... f"
-    a, b = rearrange(y, pattern, two=2)
-    return a, b
-
-
-def _linear_part(b, c):
-    """The factor that act(a) is multiplied by, made of the clamped b."""
-    if c.linear_beta is not None:
-        b = c.linear_beta * torch.tanh(b / c.linear_beta)
-    if c.linear_offset:
-        b = b + c.linear_offset
-    return b
-
-
-def _clamped_halves(y, c):
-    a, b = _split_halves(y, c)
-    if c.clamp_value is not None:
-        a = a.clamp(max=c.clamp_value)
-        b = b.clamp(-c.clamp_value, c.clamp_value)
-    return a, b
-
-
-def _value(y, c):
-    """The value of `activation` without weights, in fp32 at least."""
-    function = ACTIVATIONS[c.kind]
-    y = _upcast(y)
-    if not function.gated:
-        return function.value(y, c)
-    a, b = _clamped_halves(y, c)
-    return function.value(a, c) * _linear_part(b, c)
-
-
-def _weighted(value, weights, dtype):
-    if weights is not None:
-        value = value * weights
-    return _cast(value, dtype)
-
-
-def _activate_back(g, y, weights, c):
-    """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least or None, _value(y))."""
-    function = ACTIVATIONS[c.kind]
-    y_wide = _upcast(y)
-    g_value = g_wide = _upcast(g)
-    if weights is not None:
-        g_value = g_wide * weights
-
-    # grad_a = g · linear(b) · act'(a), grad_b = g · act(a) · linear'(b)
-    if function.gated:
-        a, b = _clamped_halves(y_wide, c)
-        linear = _linear_part(b, c)
-        act = function.value(a, c)
-        value = act * linear
-        grad_a = function.back(g_value * linear, a, c)
-        grad_b = g_value * act
-        if c.linear_beta is not None:
-            grad_b = grad_b * (1 - (linear / c.linear_beta).square())         # tanh' = 1 - tanh²
-        if c.clamp_value is not None:
+    def back(self, g, a, b):
+        clamped, linear = self.factors(a, b)
+        act = self.act(clamped)
+        grad_a = self.act_back(g * linear, clamped)
+        grad_b = g * act
+        if self.clamp_value is not None:
             # The gradient passes at the bound. That of torch.clamp does so up to torch 2.13
             # alone. NaN counts as outside.
-            raw_a, raw_b = _split_halves(y_wide, c)
-            grad_a = grad_a.masked_fill(~(raw_a <= c.clamp_value), 0.0)
-            grad_b = grad_b.masked_fill(~(raw_b.abs() <= c.clamp_value), 0.0)
-        halves = grad_a.to(y.dtype), grad_b.to(y.dtype)
-        if c.interleaved:
-            grad_y = torch.stack(halves, -1).flatten(-2)
-        else:
-            grad_y = torch.cat(halves, -1)
-    else:
-        value = function.value(y_wide, c)
-        grad_y = function.back(g_value, y_wide, c).to(y.dtype)
+            grad_a = grad_a.masked_fill(~(a <= self.clamp_value), 0.0)
+            grad_b = grad_b.masked_fill(~(b.abs() <= self.clamp_value), 0.0)
+        return act * linear, grad_a, grad_b
 
+
+@dataclass(frozen=True)
+class GeGLU(SwiGLU):
+    """SwiGLU with the tanh form of GELU."""
+
+    def act(self, a):
+        return F.gelu(a, approximate="tanh")
+
+    def act_back(self, g, a):
+        return torch.ops.aten.gelu_backward(g, a, approximate="tanh")
+
+
+@dataclass(frozen=True)
+class QuickGeGLU(SwiGLU):
+    """SwiGLU with act(a) = a · sigmoid(alpha · a)."""
+    alpha: float = 1.702
+
+    def act(self, a):
+        return a * torch.sigmoid(self.alpha * a)
+
+    def act_back(self, g, a):
+        # act' = s · (1 + alpha · a · (1 - s)), s = sigmoid(alpha · a)
+        s = torch.sigmoid(self.alpha * a)
+        return g * s * (1 + self.alpha * a * (1 - s))
+
+
+@dataclass(frozen=True)
+class SiTU:
+    """beta · tanh(a / beta) · sigmoid(a) · b. With linear_beta b becomes
+    linear_beta · tanh(b / linear_beta).
+    """
+    beta: float = 1.0
+    linear_beta: float | None = None
+    parts = 2
+
+    def __post_init__(self):
+        for name in ("beta", "linear_beta"):
+            x = getattr(self, name)
+            if x is not None and x <= 0:
+                raise ValueError(f"{name} is {x}; needs a positive number")
+
+    def linear(self, b):
+        if self.linear_beta is None:
+            return b
+        return self.linear_beta * torch.tanh(b / self.linear_beta)
+
+    def value(self, a, b):
+        return self.beta * torch.tanh(a / self.beta) * torch.sigmoid(a) * self.linear(b)
+
+    def back(self, g, a, b):
+        # act' = s · (1 - t²) + beta · t · s · (1 - s), t = tanh(a / beta), s = sigmoid(a)
+        t = torch.tanh(a / self.beta)
+        s = torch.sigmoid(a)
+        act = self.beta * t * s
+        linear = self.linear(b)
+        grad_a = g * linear * s * ((1 - t * t) + self.beta * t * (1 - s))
+        grad_b = g * act
+        if self.linear_beta is not None:
+            grad_b = grad_b * (1 - (linear / self.linear_beta).square())      # tanh' = 1 - tanh²
+        return act * linear, grad_a, grad_b
+
+
+@dataclass(frozen=True)
+class ReLU2:
+    """relu(y)² of y [.., F], which has no gate (arXiv 2109.08668)."""
+    parts = 1
+
+    def value(self, y):
+        return y.relu().square()
+
+    def back(self, g, y):
+        relu = y.relu()
+        return relu.square(), 2 * g * relu
+
+
+ACTIVATIONS = {
+    "swiglu": SwiGLU, "geglu": GeGLU, "quick_geglu": QuickGeGLU, "situ": SiTU, "relu2": ReLU2}
+
+
+def _activation_of(kind, constants):
+    _check_known("kind", kind, ACTIVATIONS)
+    known = ACTIVATIONS[kind].__match_args__                 # the names of its fields
+    for name, value in constants.items():
+        if name not in known:
+            raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
+                             f"{', '.join(known) or 'none'}")
+    # An autograd function cannot take the compiler's symbolic floats.
+    numbers = {name: x if x is None else guard_scalar(x) for name, x in constants.items()}
+    return ACTIVATIONS[kind](**numbers)
+
+
+def _split(y, function, interleaved):
+    """The parts of y, in fp32 at least."""
+    pattern = "... (f p) -> p ... f" if interleaved else "... (p f) -> p ... f"
+    return rearrange(_upcast(y), pattern, p=function.parts)
+
+
+def _activate(y, weights, function, interleaved=False):
+    """The activation of y times weights, in y.dtype."""
+    value = function.value(*_split(y, function, interleaved))
+    if weights is not None:
+        value = value * weights
+    return _cast(value, y.dtype)
+
+
+def _activate_back(g, y, weights, function, interleaved=False):
+    """(grad_y in y.dtype, grad_weights [.., 1] or None, the activation of y), the last two in
+    fp32 at least.
+    """
+    g_wide = g_value = _upcast(g)
+    if weights is not None:
+        g_value = g_wide * weights
+    value, *grads = function.back(g_value, *_split(y, function, interleaved))
+    grads = [grad.to(y.dtype) for grad in grads]
+    if interleaved:
+        grad_y = torch.stack(grads, -1).flatten(-2)
+    else:
+        grad_y = grads[0] if len(grads) == 1 else torch.cat(grads, -1)
     grad_weights = None
     if weights is not None:
         grad_weights = (g_wide * value).sum(-1, keepdim=True)
@@ -1274,45 +1295,30 @@ def _to_fp8(y):
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, weights, options):
-        ctx.constants, fp8_input_store = options
+    def forward(ctx, y, weights, function, fp8_input_store):
+        ctx.function = function
         ctx.dtype = y.dtype
         kept = _to_fp8(y) if fp8_input_store else y
         ctx.save_for_backward(kept, weights)
-        return _weighted(_value(y, ctx.constants), weights, y.dtype)
+        return _activate(y, weights, function)
 
     @staticmethod
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
         y = kept.to(ctx.dtype)
-        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, c=ctx.constants)
+        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, function=ctx.function)
         if weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
-        # y, weights, options
-        return grad_y, grad_weights, None
+        # y, weights, function, fp8_input_store
+        return grad_y, grad_weights, None, None
 
 
-def _checked_constants(kind, **given):
-    """The Constants as numbers: an autograd function cannot take the compiler's symbolic floats.
-    """
-    _check_known("kind", kind, ACTIVATIONS)
-    numbers = {name: x if x is None else guard_scalar(x) for name, x in given.items()}
-    for name, value in numbers.items():
-        default = Constants._field_defaults[name]
-        if name not in ACTIVATIONS[kind].takes and value != default:
-            raise ValueError(f"{name} is {value}; needs {default}: {kind} has no such constant")
-        if name in ("beta", "linear_beta") and value is not None and value <= 0:
-            raise ValueError(f"{name} is {value}; needs a positive number")
-    return Constants(kind, **numbers)
-
-
-def _check_activation(y, weights, c, g=None):
+def _check_activation(y, weights, function, g=None):
     *rows, width = y.shape
-    if ACTIVATIONS[c.kind].gated:
-        if width % 2:
-            raise ValueError(f"y has shape {list(y.shape)}; "
-                             f"{c.kind} needs an even last axis, [.., 2F]")
-        width = width // 2
+    if width % function.parts:
+        raise ValueError(f"y has shape {list(y.shape)}; {type(function).__name__} needs an even "
+                         f"last axis, [.., 2F]")
+    width = width // function.parts
     if weights is not None and weights.shape != (*rows, 1):
         raise ValueError(f"weights has shape {list(weights.shape)}; needs {[*rows, 1]}, "
                          f"one per row of y")
@@ -1322,53 +1328,41 @@ def _check_activation(y, weights, c, g=None):
 
 
 def activation(
-    y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, alpha: float = 1.702,
-    linear_offset: float = 0.0, clamp_value: float | None = None, fp8_input_store: bool = False, *,
-    beta: float = 1.0, linear_beta: float | None = None,
+    y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, fp8_input_store: bool = False,
+    **constants: float | None,
 ) -> Tensor:
-    """act(a) · (b + linear_offset) · weights for y = [a, b] [.., 2F] -> [.., F] in
-    y.dtype. weights [.., 1] have any dtype.
+    """The activation `kind` of y [.., 2F], times weights [.., 1] of any dtype -> [.., F] in
+    y.dtype.
 
-    "swiglu"        act(a) is SiLU (arXiv 2002.05202).
-    "geglu"         act(a) is the tanh form of GELU.
-    "quick_geglu"   act(a) is a·sigmoid(alpha·a).
-    "situ"          act(a) is beta·tanh(a/beta)·sigmoid(a). If linear_beta is given, b
-                    becomes linear_beta·tanh(b/linear_beta).
-    "relu2"         is not gated: relu(y)² of y [.., F] (arXiv 2109.08668).
-
-    clamp_value v first clamps a to a <= v, and b to -v <= b <= v. The arithmetic is in
-    fp32 at least, rounded once. Only y and weights are kept for the backward; with
-    fp8_input_store y is kept as fp8 e4m3, clamped to ±448, while the forward still uses
-    the unrounded y. ValueError: an unknown kind, a constant that the kind does not have,
-    or shapes that do not fit.
+    The kinds are those of ACTIVATIONS, and the constants are the fields of each: alpha,
+    linear_offset, clamp_value, beta, linear_beta. "relu2" takes y [.., F]. The arithmetic
+    is in fp32 at least, rounded once. Only y and weights are kept for the backward; with
+    fp8_input_store y is kept as fp8 e4m3, clamped to ±448, while the forward still uses the
+    unrounded y. ValueError: an unknown kind, a constant that the kind does not have, or
+    shapes that do not fit.
 
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])
     """
-    constants = _checked_constants(
-        kind, alpha=alpha, linear_offset=linear_offset, clamp_value=clamp_value, beta=beta,
-        linear_beta=linear_beta)
-    _check_activation(y, weights, constants)
-    return _Activation.apply(y, weights, (constants, fp8_input_store))
+    function = _activation_of(kind, constants)
+    _check_activation(y, weights, function)
+    return _Activation.apply(y, weights, function, fp8_input_store)
 
 
 def activation_back(
-    g: Tensor, y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, alpha: float = 1.702,
-    linear_offset: float = 0.0, clamp_value: float | None = None, *, beta: float = 1.0,
-    linear_beta: float | None = None,
+    g: Tensor, y: Tensor, kind: str = "swiglu", weights: Tensor | None = None,
+    **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The gradient of `activation`, given g [.., F]: grad_y in y.dtype.
 
     With weights it is (grad_y, grad_weights [.., 1]); grad_weights is summed over F in
-    fp32 at least and has weights.dtype. At the bound of the clamp the gradient passes. The
+    fp32 at least and has weights.dtype. At the bound of a clamp the gradient passes. The
     results have no gradient of their own.
     """
-    constants = _checked_constants(
-        kind, alpha=alpha, linear_offset=linear_offset, clamp_value=clamp_value, beta=beta,
-        linear_beta=linear_beta)
-    _check_activation(y, weights, constants, g=g)
+    function = _activation_of(kind, constants)
+    _check_activation(y, weights, function, g=g)
     with torch.no_grad():                                # silu_backward has no derivative
-        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, c=constants)
+        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, function=function)
     if weights is None:
         return grad_y
     return grad_y, grad_weights.to(weights.dtype)
@@ -1410,12 +1404,9 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 # no gathered rows, so it cannot keep them for the backward.
 
 class _Rows(NamedTuple):
-    """The rows [N, ..] of a product: x, or with token_N the rows x[token_N]. With probs
-    every row is multiplied by its prob.
-    """
+    """The rows [N, ..] of a product: x, or with token_N the rows x[token_N]."""
     x: Tensor
     token_N: Tensor | None = None
-    probs: Tensor | None = None          # [N, 1]
 
     def count(self):
         rows = self.x if self.token_N is None else self.token_N
@@ -1424,12 +1415,8 @@ class _Rows(NamedTuple):
     def block(self, start=0, end=None):
         """Rows start to end."""
         if self.token_N is None:
-            rows = self.x[start:end]
-        else:
-            rows = self.x.index_select(0, self.token_N[start:end])
-        if self.probs is not None:
-            rows = (rows * self.probs[start:end]).to(rows.dtype)
-        return rows
+            return self.x[start:end]
+        return self.x.index_select(0, self.token_N[start:end])
 
 
 @functools.cache
@@ -1491,16 +1478,15 @@ def _loops_in_torch(x, token_N, num_experts):
     return _Rows(x, token_N).count() * row_bytes <= num_experts * 2 ** 16 and _aligned(x)
 
 
-def _empty_product(x, token_N, probs, weights, bias, offsets):
+def _empty_product(x, token_N, weights, bias, offsets):
     return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
 
 
 @_op(_empty_product, reads_on_host=True)
 def _rows_times_weights(
-    x: Tensor, token_N: Tensor | None, probs: Tensor | None, weights: Tensor, bias: Tensor | None,
-    offsets: Tensor,
+    x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
 ) -> Tensor:
-    rows = _Rows(x, token_N, probs)
+    rows = _Rows(x, token_N)
     if bias is None and _loops_in_torch(x, token_N, len(weights)) and _aligned(weights):
         out = F.grouped_mm(rows.block(), weights, offs=offsets)
         out[offsets[-1]:].zero_()
@@ -1515,18 +1501,17 @@ def _rows_times_weights(
     return out
 
 
-def _empty_weight_grad(a, token_a, b, token_b, probs, offsets):
+def _empty_weight_grad(a, token_a, b, token_b, offsets):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
 @_op(_empty_weight_grad, reads_on_host=True)
 def _rows_times_rows(
-    a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, probs: Tensor | None,
-    offsets: Tensor,
+    a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
 ) -> Tensor:
     E = len(offsets)
     rows_a = _Rows(a, token_a)
-    rows_b = _Rows(b, token_b, probs)
+    rows_b = _Rows(b, token_b)
     if _loops_in_torch(a, token_a, E) and _loops_in_torch(b, token_b, E):
         return F.grouped_mm(rows_a.block().t(), rows_b.block(), offs=offsets)
     out = a.new_empty(E, a.shape[1], b.shape[1])
@@ -1616,13 +1601,9 @@ def _row_limit(offsets):
 
 
 def _weight_grad(a, b, offsets):
-    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Only b may have probs.
-
-    Unrouted rows belong to no block.
-    """
+    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block."""
     if not _on_card(offsets):
-        return _rows_times_rows(
-            a.x, a.token_N, b=b.x, token_b=b.token_N, probs=b.probs, offsets=offsets)
+        return _rows_times_rows(*a, b=b.x, token_b=b.token_N, offsets=offsets)
     grad = F.grouped_mm(a.block().t(), b.block(), offs=offsets)
     if _leaves_empty_blocks(offsets.device):
         rows_E = offsets.diff(prepend=offsets.new_zeros(1))
@@ -1630,11 +1611,11 @@ def _weight_grad(a, b, offsets):
     return grad
 
 
-def _bias_grad(rows, probs, offsets):
-    """[E, O]: the sum of the rows of block e times probs [N, 1]."""
-    # A product with one column. It is padded to 8 columns, which are aligned.
-    column = F.pad(probs.to(rows.x.dtype), (0, 7))
-    return _weight_grad(rows, _Rows(column), offsets)[:, :, 0]
+def _bias_grad(rows, offsets):
+    """rows [N, O] -> [E, O]: the sum of each row block."""
+    # A product with a column of ones. There are 8 of them, since 8 are aligned.
+    ones = _Rows(rows.new_ones(rows.shape[0], 8))
+    return _weight_grad(_Rows(rows), ones, offsets)[:, :, 0]
 
 
 def _zero_unrouted(rows, offsets):
@@ -1699,21 +1680,6 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 # ---- Experts: gather, fc1, activation, fc2, combine ----
-# Only the arguments and fc1's output are kept for the backward. The activation's output is
-# cheap to compute again, and keeping it would take another [N, F].
-
-class _ExpertInputs(NamedTuple):
-    """The tensors of `expert_mlp`: fc1 as [E, P·F, H], and the plan."""
-    tokens: Tensor
-    probs: Tensor
-    fc1: Tensor
-    fc2: Tensor
-    fc1_bias: Tensor | None
-    fc2_bias: Tensor | None
-    order: Tensor
-    inverse: Tensor
-    offsets: Tensor
-
 
 def _token_and_prob(order, probs):
     """Of each row: its token [N] and its prob [N, 1]."""
@@ -1722,123 +1688,86 @@ def _token_and_prob(order, probs):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, options, *tensors):
-        inputs = _ExpertInputs(*tensors)
-        ctx.probs_on, ctx.constants, fp8_input_store = options
-        token_N, probs_N1 = _token_and_prob(inputs.order, inputs.probs)
-        input_probs = activation_probs = output_probs = None
-        if ctx.probs_on == "input":
-            input_probs = probs_N1
-        elif ctx.probs_on == "activation":
-            activation_probs = probs_N1
-        else:
-            output_probs = inputs.probs
+    """fc1 is [E, P·F, H]. Only fc1's output and arguments are kept for the backward: the
+    activation is cheap to compute again, and keeping it would take another [N, F].
+    """
 
-        # hidden = x · fc1ᵀ, value = activation(hidden), out = value · fc2ᵀ, and p times one:
-        # "input" hidden = (p · x) · fc1ᵀ, "activation" act = p · value, "output" y = Σ p · out.
-        offsets = _where_read(inputs.offsets, inputs.fc1, inputs.fc2)
-        rows = _Rows(inputs.tokens, token_N, input_probs)
-        hidden = _product(rows, inputs.fc1.transpose(1, 2), offsets, bias=inputs.fc1_bias)
-        act = _weighted(_value(hidden, ctx.constants), activation_probs, hidden.dtype)
-        out = _product(_Rows(act), inputs.fc2.transpose(1, 2), offsets, bias=inputs.fc2_bias)
+    @staticmethod
+    def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
+        ctx.function, ctx.interleaved, fp8_input_store = options
+        read_at = _where_read(offsets, fc1, fc2)
+        token_N, probs_N1 = _token_and_prob(order, probs)
+
+        # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
+        rows = _Rows(tokens, token_N)
+        hidden = _product(rows, fc1.transpose(1, 2), read_at, bias=fc1_bias)
+        act = _activate(hidden, probs_N1, ctx.function, interleaved=ctx.interleaved)
+        out = _product(_Rows(act), fc2.transpose(1, 2), read_at)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
-        ctx.save_for_backward(kept, offsets, *tensors)
-        return _sum_rows(out, inputs.inverse, offsets=_row_limit(offsets), probs=output_probs)
+        ctx.save_for_backward(
+            kept, tokens, probs, fc1, fc2, order, inverse, offsets, read_at)
+        return _sum_rows(out, inverse, offsets=_row_limit(read_at))
 
     @staticmethod
     def backward(ctx, grad):
-        kept, offsets, *tensors = ctx.saved_tensors
-        inputs = _ExpertInputs(*tensors)
-        need = _ExpertInputs(*ctx.needs_input_grad[1:])
-        on_input = ctx.probs_on == "input"
-        inverse = inputs.inverse
+        kept, tokens, probs, fc1, fc2, order, inverse, offsets, read_at = ctx.saved_tensors
+        need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias = ctx.needs_input_grad[1:6]
+        grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = None
         grad = grad.contiguous()
         hidden = kept.to(grad.dtype)
-        grads = {}
 
-        # value_in_backward makes the order depend on grad. Else the compiler could compute
-        # token_N and the rows in the forward, and keep them.
-        order = value_in_backward(inputs.order, grad)
-        token_N, probs_N1 = _token_and_prob(order, inputs.probs)
+        # This makes the order depend on grad. Else the compiler could compute token_N and the
+        # rows in the forward, and keep them.
+        order = value_in_backward(order, grad)
+        token_N, probs_N1 = _token_and_prob(order, probs)
         grad_out = _Rows(grad, token_N)
-        if on_input:
-            hidden = value_in_backward(hidden, grad)
 
-        # p · (fc2 · value) = fc2 · (p · value): "output" and "activation" have one backward,
-        # which does not need fc2's output.
-        input_probs, activation_probs = (probs_N1, None) if on_input else (None, probs_N1)
-
-        # Through fc2 and the activation: grad_act = grad · fc2, grad_hidden = p · grad_act
-        # · act', grad_p = Σ_f grad_act · value
-        if need.tokens or need.probs or need.fc1 or need.fc1_bias:
-            grad_act = _product(grad_out, inputs.fc2, offsets)
+        # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
+        # grad_p = Σ_f grad_act · activation(hidden)
+        if need_tokens or need_probs or need_fc1 or need_fc1_bias:
+            grad_act = _product(grad_out, fc2, read_at)
             grad_hidden, grad_probs_N1, value = _activate_back(
-                grad_act, hidden, weights=activation_probs, c=ctx.constants)
-        elif need.fc2:
-            value = _value(hidden, ctx.constants)
+                grad_act, hidden, weights=probs_N1, function=ctx.function,
+                interleaved=ctx.interleaved)
+            act = _cast(value * probs_N1, hidden.dtype)
+        else:
+            act = _activate(hidden, probs_N1, ctx.function, interleaved=ctx.interleaved)
 
-        # grad_fc2 = gradᵀ · act, act = p · value
-        if need.fc2:
-            act = _weighted(value, activation_probs, hidden.dtype)
-            grads["fc2"] = _weight_grad(grad_out, _Rows(act), offsets)
-        if need.fc2_bias:
-            probs = torch.ones_like(probs_N1) if on_input else activation_probs
-            grads["fc2_bias"] = _bias_grad(grad_out, probs, offsets)
+        # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
+        if need_fc2:
+            grad_fc2 = _weight_grad(grad_out, _Rows(act), read_at)
+        if need_fc1:
+            grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), read_at)
+        if need_fc1_bias:
+            grad_fc1_bias = _bias_grad(grad_hidden, read_at)
 
-        # grad_fc1 = grad_hiddenᵀ · x[token], with probs_on "input" · p · x[token]
-        if need.fc1:
-            rows = _Rows(inputs.tokens, token_N, input_probs)
-            grads["fc1"] = _weight_grad(_Rows(grad_hidden), rows, offsets)
-        if need.fc1_bias:
-            ones_N1 = torch.ones_like(probs_N1)
-            grads["fc1_bias"] = _bias_grad(_Rows(grad_hidden), ones_N1, offsets)
-
-        # Through fc1: grad_rows = grad_hidden · fc1. Then back to the tokens.
-        if need.tokens or need.probs and on_input:
-            grad_rows = _product(_Rows(grad_hidden), inputs.fc1, offsets)
-        if need.tokens:
-            probs = inputs.probs if on_input else None
-            limit = _row_limit(offsets)
-            grads["tokens"] = _sum_rows(grad_rows, inverse, offsets=limit, probs=probs)
-
-        # grad_p += grad · fc2_bias; with probs on the input grad_p = grad_rows · x.
-        if need.probs:
-            if on_input:
-                grad_probs = _dot_rows(grad_rows, inverse, inputs.tokens)
-            else:
-                grad_probs = grad_probs_N1.flatten()[inverse]
-                if inputs.fc2_bias is not None:
-                    expert_TK = _expert_of(inverse, inputs.offsets)
-                    expert_TK = expert_TK.clamp(max=len(offsets) - 1)
-                    grad_probs = grad_probs + _dot_rows(inputs.fc2_bias, expert_TK, grad)
-            unrouted_TK = inverse >= inputs.offsets[-1]
-            grad_probs = grad_probs.masked_fill(unrouted_TK, 0.0)
-            grads["probs"] = grad_probs.to(inputs.probs.dtype)
-
-        # options, *tensors
-        return None, *[grads.get(name) for name in _ExpertInputs._fields]
+        # grad_rows = grad_hidden · fc1, grad_x = Σ_k grad_rows[inverse]
+        if need_tokens:
+            grad_rows = _product(_Rows(grad_hidden), fc1, read_at)
+            grad_tokens = _sum_rows(grad_rows, inverse, offsets=_row_limit(read_at))
+        if need_probs:
+            unrouted_TK = inverse >= offsets[-1]
+            grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(unrouted_TK, 0.0)
+            grad_probs = grad_probs.to(probs.dtype)
+        # options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets
+        return (
+            None, grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, None, None, None)
 
 
 def expert_mlp(
     tokens: Tensor, probs: Tensor, plan: Permutation, fc1: Tensor, fc2: Tensor,
-    fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None, probs_on: str = "activation",
-    kind: str = "swiglu", alpha: float = 1.702, linear_offset: float = 0.0,
-    clamp_value: float | None = None, fp8_input_store: bool = False, *, beta: float = 1.0,
-    linear_beta: float | None = None,
+    fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None, kind: str = "swiglu",
+    fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where expert_e(x) is
     fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
 
     tokens [T, H], probs [T, K], the plan of the indices [T, K], fc1 [E, P, F, H] (P = 2:
     gate and up; 1 for relu2), fc2 [E, H, F], fc1_bias [E, P, F], fc2_bias [E, H] -> [T,
-    H]. Tokens and weights have one dtype, which is the result's. probs have any dtype.
-
-    probs_on: where p is applied. "activation", between the two products, and "output",
-      after them, differ in rounding only; with fc2_bias both are "output". "input" is
-      expert(p·x), another function.
-    kind to linear_beta: see `activation`.
+    H]. Tokens and weights have one dtype, which is the result's. probs have any dtype; they
+    are multiplied in between the two products, so that fc2's output need not be kept.
+    kind, fp8_input_store and the constants: see `activation`.
 
     fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
     weight is copied as long as P and F are adjacent axes there. The plan is one of
@@ -1851,35 +1780,32 @@ def expert_mlp(
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
-    _check_known("probs_on", probs_on, ("input", "activation", "output"))
-    constants = _checked_constants(
-        kind, alpha=alpha, linear_offset=linear_offset, clamp_value=clamp_value, beta=beta,
-        linear_beta=linear_beta)
+    function = _activation_of(kind, constants)
     T, K = plan.inverse.shape
-    parts = 2 if ACTIVATIONS[kind].gated else 1
+    E = len(plan.counts)
     check_shapes(
-        {"T": T, "K": K, "E": len(plan.counts), "P": parts},
-        tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"),
-        fc2=(fc2, "E H F"), fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
+        {"T": T, "K": K, "E": E, "P": function.parts}, tokens=(tokens, "T H"),
+        probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
+        fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
-    if probs_on == "activation" and fc2_bias is not None:
-        probs_on = "output"                              # p · (fc2·act + bias)
-    if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
-        constants = constants._replace(interleaved=True)
+    interleaved = fc1.stride(1) < fc1.stride(2)          # gate and up of a row are neighbours
+    if interleaved:
         fc1 = fc1.transpose(1, 2)
-        if fc1_bias is not None:
-            fc1_bias = fc1_bias.transpose(1, 2)
+        fc1_bias = None if fc1_bias is None else fc1_bias.transpose(1, 2)
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
-    inputs = _ExpertInputs(
-        tokens=tokens, probs=probs,
-        fc1=fc1.flatten(1, 2), fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias,
-        order=plan.order, inverse=plan.inverse, offsets=plan.offsets)
-    return _ExpertMLP.apply((probs_on, constants, fp8_input_store), *inputs)
+    y = _ExpertMLP.apply(
+        (function, interleaved, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
+        plan.order, plan.inverse, plan.offsets)
+    if fc2_bias is not None:
+        # Σ_k p_tk · fc2_bias[i_tk] = P · fc2_bias, P [T, E]: the probs in map form
+        probs_TE, _ = routing_to_map(probs, _expert_of(plan.inverse, plan.offsets), E)
+        y = y + linear(probs_TE.to(y.dtype), fc2_bias.t())
+    return y
 
 
-# ---- Latent experts: the products into their space and back ----
+# ---- Linear: the products into the space of latent experts and back ----
 
 def _rms_norm(rows, norm, eps):
     """(unit · norm in rows.dtype, unit, inverse_rms), where unit = rows · inverse_rms."""
@@ -1889,7 +1815,7 @@ def _rms_norm(rows, norm, eps):
     return (unit * norm).to(rows.dtype), unit, inverse_rms
 
 
-class _LatentLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, rows, weight, norm):
         ctx.save_for_backward(rows, weight, norm)
@@ -1926,7 +1852,7 @@ class _LatentLinear(torch.autograd.Function):
         return None, grad_rows if need_rows else None, grad_weight, grad_norm
 
 
-def latent_linear(
+def linear(
     rows: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:
     """rows [T, in] · weightᵀ -> [T, out], for weight [out, in]. With norm [in] the rows go
@@ -1938,4 +1864,4 @@ def latent_linear(
     check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
     _check_one_dtype(rows=rows, weight=weight)
     with without_autocast(rows):
-        return _LatentLinear.apply(guard_scalar(eps), *(rows, weight, norm))
+        return _Linear.apply(guard_scalar(eps), *(rows, weight, norm))

@@ -61,7 +61,7 @@ LOSS_NAMES = {
 LOAD_BALANCING_TYPES = ("none", *LOSS_NAMES, "sinkhorn")
 METRICS = (*LOSS_NAMES.values(), "z_loss")           # the order of TopKRouter.last_losses
 
-# field of MoEConfig -> name in kernels.Constants
+# field of MoEConfig -> constant of an activation
 _CONSTANTS = {
     "glu_alpha": "alpha",
     "glu_linear_offset": "linear_offset",
@@ -72,7 +72,7 @@ _CONSTANTS = {
 _CHOICES = {
     "activation": kernels.ACTIVATIONS,
     "score_function": kernels.SCORE_FUNCTIONS,
-    "apply_probs_on": ("input", "activation", "output"),
+    "apply_probs_on": ("activation", "input"),
     "bias_update": ("sign", "quantile"),
     "token_drop_policy": ("probs", "position"),
 }
@@ -86,7 +86,8 @@ class MoEConfig:
     Most names are Megatron's, without the prefix moe_ or moe_router_. hidden_size is H,
     ffn_hidden_size is F of one expert, num_experts is E, topk is K. For score_function to
     scaling_factor see kernels.topk_routing_with_score_function, for the activation fields
-    kernels.activation, for apply_probs_on kernels.expert_mlp. load_balancing_type and
+    kernels.activation. apply_probs_on: "activation" is p · expert(x), with p multiplied in
+    before fc2; "input" is expert(p·x), another function, for topk = 1. load_balancing_type and
     aux_loss_coeff are one type and a float, or tuples of the same length; every balance
     loss needs a positive coefficient. batch_first says which axis is the sequence: it
     matters to seq_aux_loss alone.
@@ -106,7 +107,7 @@ class MoEConfig:
     situ_linear_beta: float | None = None          # for situ
     activation_fp8_input_store: bool = False       # keep fc1's output for the backward as fp8 e4m3
     add_bias_linear: bool = False                  # biases in the experts
-    apply_probs_on: str = "activation"             # "input", "activation", "output"
+    apply_probs_on: str = "activation"             # "activation", "input"
     score_function: str = "softmax"                # "softmax", "sigmoid", "sqrtsoftplus"
     pre_softmax: bool = False                      # probs are a softmax over all E, not the chosen
     norm_topk_prob: bool | None = None             # None: Megatron's convention
@@ -156,12 +157,15 @@ class MoEConfig:
     @property
     def parts(self) -> int:
         """Parts P of fc1's output: gate and up, or one where the activation is not gated."""
-        return 2 if kernels.ACTIVATIONS[self.activation].gated else 1
+        return kernels.ACTIVATIONS[self.activation].parts
 
     @property
     def activation_options(self) -> dict:
         """Keyword arguments of kernels.activation and kernels.expert_mlp."""
-        constants = {constant: getattr(self, name) for name, constant in _CONSTANTS.items()}
+        known = kernels.ACTIVATIONS[self.activation].__match_args__      # the names of its fields
+        constants = {
+            constant: getattr(self, name) for name, constant in _CONSTANTS.items()
+            if constant in known}
         fp8 = self.activation_fp8_input_store
         return {"kind": self.activation, "fp8_input_store": fp8, **constants}
 
@@ -281,12 +285,14 @@ class MoEConfig:
                              "alone, without a coefficient, and with softmax")
 
     def _check_experts(self):
-        function = kernels.ACTIVATIONS[self.activation]
+        known = kernels.ACTIVATIONS[self.activation].__match_args__
         for name, constant in _CONSTANTS.items():
-            default = kernels.Constants._field_defaults[constant]
-            if constant not in function.takes and getattr(self, name) != default:
+            if constant not in known and getattr(self, name) != getattr(MoEConfig, name):
                 self._refuse(f"activation {name}", f"{self.activation} has no such constant; "
                              f"leave {name} out")
+        if self.apply_probs_on == "input" and self.topk > 1:
+            self._refuse("apply_probs_on topk", "\"input\" is for topk = 1: it makes another input "
+                         "for every expert of a token; leave apply_probs_on out")
         if self.latent_size is None and self.latent_norm:
             self._refuse("latent_norm latent_size", "there is nothing to normalise; "
                          "set latent_size too")
@@ -375,11 +381,15 @@ class MoELayer(ParallelModule):
 
             if self.latent_down is not None:
                 x_TH = self.latent_down(x_TH).to(x_TH.dtype)
+            expert_probs_TK = probs_TK
+            if self.config.apply_probs_on == "input":
+                x_TH = (x_TH * probs_TK).to(x_TH.dtype)
+                expert_probs_TK = torch.ones_like(probs_TK)
 
             # Rows go to their experts and come back. With overlap the shared expert computes
             # while they are on their way. (Each part returns the dtype that it is given, but
             # FSDP2's output_dtype may change it.)
-            dispatched = self.dispatch(x_TH, probs_TK, indices_TK, plan)
+            dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
             if overlap:
                 shared.linear_fc1_forward_and_act()
             rows, probs, local_plan = dispatched.wait_for_rows()
@@ -572,6 +582,18 @@ class Router(ParallelModule, ABC):
         self.layer_number = layer_number
 
 
+class _RandomLogits(torch.autograd.Function):
+    """Random values, with the gradient of the logits."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return torch.randn_like(logits)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 class TopKRouter(Router):
     """Sends each token to its top K experts.
 
@@ -716,8 +738,7 @@ class TopKRouter(Router):
         config = self.config
         self._maintain_float32_expert_bias()
         if config.force_load_balancing:
-            # Random values, with the gradient of the logits.
-            logits = kernels._Adjoint.apply(logits, (torch.randn_like, torch.clone))
+            logits = _RandomLogits.apply(logits)
         logits = self.apply_z_loss(logits, padding_mask)
         logits_TE = logits.flatten(0, -2)
         padding_T = None
@@ -1294,7 +1315,7 @@ class Experts(ParallelModule):
         x, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(tokens, *weights)
         out = kernels.expert_mlp(
             x, probs, plan, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias,
-            probs_on=self.config.apply_probs_on, **self.config.activation_options)
+            **self.config.activation_options)
         return out.to(tokens.dtype)
 
     def reset_parameters(self) -> None:
@@ -1334,7 +1355,7 @@ class LatentDown(ParallelModule):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         x, weight = _as_autocast(x_TH, self.weight)
-        return kernels.latent_linear(x, weight).to(x_TH.dtype)
+        return kernels.linear(x, weight).to(x_TH.dtype)
 
     def reset_parameters(self) -> None:
         """Draws the weight anew (normal, init_std)."""
@@ -1358,7 +1379,7 @@ class LatentUp(ParallelModule):
     def forward(self, rows_TL: Tensor) -> Tensor:
         rows, weight = _as_autocast(rows_TL, self.weight)
         eps = self.config.latent_norm_eps
-        y_TH = kernels.latent_linear(rows, weight, norm=self.norm, eps=eps)
+        y_TH = kernels.linear(rows, weight, norm=self.norm, eps=eps)
         return y_TH.to(rows_TL.dtype)
 
     def reset_parameters(self) -> None:

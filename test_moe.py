@@ -55,7 +55,7 @@ import parallel
 from kernels import (
     activation, activation_back, apply_router_token_dropping, combine_rows,
     compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-    get_updated_expert_bias, group_limited_topk, grouped_mm, latent_linear, pad_routing_map, permute,
+    get_updated_expert_bias, group_limited_topk, grouped_mm, linear, pad_routing_map, permute,
     plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn, sort_chunks_by_idxs,
     swiglu, swiglu_back, switch_load_balancing_loss_func, topk_routing_with_score_function,
     unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
@@ -300,7 +300,7 @@ def random_config(rng: random.Random, **fixed) -> MoEConfig:
             router_bias=rng.choice([False, True]),
             enable_expert_bias=rng.choice([False, True]),
             add_bias_linear=rng.choice([False, True]),
-            apply_probs_on=rng.choice(["input", "activation", "output"]),
+            apply_probs_on=rng.choice(["activation", "input"]),
             latent_size=rng.choice([None, 7]),
             latent_norm=rng.choice([False, True]),
             latent_norm_eps=rng.choice([1e-5, 0.1]),
@@ -997,7 +997,7 @@ def test_activation_gradient_passes_at_the_bound_of_the_clamp():
 def test_activation_back_compiles_where_its_input_requires_grad(kind):
     """torch's backward functions have no derivative of their own."""
     g, y = torch.randn(3, 4), torch.randn(3, 8, requires_grad=True)
-    if not kernels.ACTIVATIONS[kind].gated:
+    if kernels.ACTIVATIONS[kind].parts == 1:
         y = torch.randn(3, 4, requires_grad=True)
     w = torch.rand(3, 1, requires_grad=True)
     for weights in (None, w):
@@ -1047,10 +1047,12 @@ def test_activation_errors():
         activation(x, weights=torch.ones(6)) => weights has shape [6]
         swiglu_back(x, x) => g has shape [6, 8]; needs [6, 4]
         activation_back(half, x, "relu2") => g has shape [6, 4]; needs [6, 8]
-        activation(x, "relu2", clamp_value=1.0) => has no such constant
-        activation(x, alpha=1.0) => has no such constant
+        activation(x, "relu2", clamp_value=1.0) => clamp_value is 1.0; relu2 has no such constant
+        activation(x, "relu2", clamp_value=None) => has no such constant, it has none
+        activation(x, alpha=1.702) => it has linear_offset, clamp_value
         activation(x, beta=2.0) => has no such constant
-        activation(x, "situ", clamp_value=1.0) => has no such constant
+        activation(x, "situ", clamp_value=1.0) => it has beta, linear_beta
+        activation(x, slope=1.0) => slope is 1.0; swiglu has no such constant
         activation(x, "situ", beta=0.0) => beta is 0.0
         activation_back(half, x, "situ", linear_beta=-1.0) => linear_beta is -1.0
         """, x=torch.randn(6, 8), half=torch.randn(6, 4))
@@ -1118,12 +1120,12 @@ def with_native_products(monkeypatch) -> None:
 
 @pytest.mark.parametrize("options", [
     dict(),
-    dict(add_bias_linear=True, apply_probs_on="input"),
+    dict(add_bias_linear=True, apply_probs_on="input", topk=1, pre_softmax=True),
     dict(add_bias_linear=True, activation="relu2"),
-    dict(add_bias_linear=True, apply_probs_on="output", activation_fp8_input_store=True)])
+    dict(add_bias_linear=True, activation_fp8_input_store=True)])
 def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
     """The branch that runs torch's own grouped product, on the CPU, where it runs eagerly."""
-    layer = random_layer(MoEConfig(16, 8, 5, topk=3, init_std=0.5, **options))
+    layer = random_layer(MoEConfig(16, 8, 5, **{"topk": 3, "init_std": 0.5, **options}))
     x = torch.randn(20, 16, requires_grad=True)
     mask = torch.arange(20) % 4 == 0                                  # rows past the last offset
     upstream = torch.randn(20, 16)
@@ -1140,13 +1142,11 @@ def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
     same(grads(out, [rows])[0][14:], torch.zeros(6, 16))
 
 
-@pytest.mark.parametrize("probs_on", ["activation", pytest.param("input", marks=slow)])
-def test_experts_formulas_for_cuda_keep_as_little(monkeypatch, probs_on):
+def test_experts_formulas_for_cuda_keep_as_little(monkeypatch):
     """Compiled, they keep neither the gathered rows nor the activation's output."""
     with_native_products(monkeypatch)
     T, H, F_, K = 256, 64, 32, 4
-    layer = MoELayer(MoEConfig(
-        H, F_, 8, topk=K, params_dtype=torch.bfloat16, apply_probs_on=probs_on))
+    layer = MoELayer(MoEConfig(H, F_, 8, topk=K, params_dtype=torch.bfloat16))
     function = compiled(layer, "inductor")
     x = torch.randn(T, H).bfloat16().requires_grad_()
     kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
@@ -1182,15 +1182,14 @@ def test_experts_errors():
         mlp(fc2_bias=torch.zeros(4, 1)) => fc2_bias has shape [4, 1]
         mlp(fc1_bias=torch.zeros(4, 2, 4).double()) => TypeError: tokens is torch.float32
         mlp(fc2_bias=torch.zeros(4, 8).double()) => TypeError: tokens is torch.float32
-        latent_linear(x, torch.zeros(5, 7)) => weight has shape [5, 7]; needs [out, in = 8]
-        latent_linear(x, torch.zeros(5, 8), norm=x[0, :5]) => norm has shape [5]; needs [in = 8]
-        latent_linear(x, torch.zeros(5, 8).double()) => TypeError: rows is torch.float32
+        linear(x, torch.zeros(5, 7)) => weight has shape [5, 7]; needs [out, in = 8]
+        linear(x, torch.zeros(5, 8), norm=x[0, :5]) => norm has shape [5]; needs [in = 8]
+        linear(x, torch.zeros(5, 8).double()) => TypeError: rows is torch.float32
         mlp(x.double()) => TypeError: tokens is torch.float64
         mlp(fc2=fc2.double()) => TypeError: tokens is torch.float32
         mlp(kind="silu") => kind is 'silu'
         mlp(kind="relu2") => needs [E = 4, P = 1
         mlp(kind="relu2", linear_offset=1.0) => relu2 has no such constant
-        mlp(probs_on="x") => probs_on is 'x'
         """, mlp=mlp, x=x, fc1=fc1, fc2=fc2, plan=plan, ends=plan.offsets,
         weights=torch.zeros(4, 8, 2))
 
@@ -1219,7 +1218,8 @@ def test_config_errors():
         config(topk=1, score_function="sigmoid", norm_topk_prob=True) => norm_topk_prob = True
         config(activation="silu") => swiglu, geglu, quick_geglu, situ, relu2
         config(score_function="tanh") => softmax, sigmoid, sqrtsoftplus
-        config(apply_probs_on="x") => needs one of input, activation, output
+        config(apply_probs_on="x") => needs one of activation, input
+        config(apply_probs_on="input") => apply_probs_on = 'input', topk = 2: "input" is for topk = 1
         config(pre_softmax=True, score_function="sigmoid") => pre_softmax = True
         config(router_dtype=torch.int64) => router_dtype = torch.int64
         config(params_dtype="bf16") => params_dtype = 'bf16'
@@ -1356,19 +1356,16 @@ unpermute(permuted_tokens, sorted_indices, restore_shape, probs=None, routing_ma
     fused=False, drop_and_pad=False)
 sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs=None)
 pad_routing_map(routing_map, pad_multiple)
-activation(y, kind='swiglu', weights=None, alpha=1.702, linear_offset=0.0, clamp_value=None,
-    fp8_input_store=False, *, beta=1.0, linear_beta=None)
-activation_back(g, y, kind='swiglu', weights=None, alpha=1.702, linear_offset=0.0,
-    clamp_value=None, *, beta=1.0, linear_beta=None)
+activation(y, kind='swiglu', weights=None, fp8_input_store=False, **constants)
+activation_back(g, y, kind='swiglu', weights=None, **constants)
 swiglu(y)
 weighted_swiglu(y, weights)
 swiglu_back(g, y)
 weighted_swiglu_back(g, y, weights)
 grouped_mm(rows, weights, offsets)
-expert_mlp(tokens, probs, plan, fc1, fc2, fc1_bias=None, fc2_bias=None, probs_on='activation',
-    kind='swiglu', alpha=1.702, linear_offset=0.0, clamp_value=None, fp8_input_store=False, *,
-    beta=1.0, linear_beta=None)
-latent_linear(rows, weight, norm=None, eps=1e-05)""")
+expert_mlp(tokens, probs, plan, fc1, fc2, fc1_bias=None, fc2_bias=None, kind='swiglu',
+    fp8_input_store=False, **constants)
+linear(rows, weight, norm=None, eps=1e-05)""")
     assert_expected_inline(signatures(moe), """\
 set_aux_loss_scale(scale)
 finish_step(model)
@@ -1535,14 +1532,14 @@ EVERYTHING = [
          aux_loss_coeff=(0.1, 0.1, 0.1), z_loss_coeff=0.1, calculate_per_token_loss=True,
          add_bias_linear=True, router_bias=True, capacity_factor=1.0, input_jitter_eps=0.1),
     dict(load_balancing_type="sinkhorn", capacity_factor=1.0, token_drop_policy="position",
-         apply_probs_on="input"),
+         apply_probs_on="input", topk=1),
 ]
 
 
 @pytest.mark.parametrize("options", [dict(), *EVERYTHING], ids=["plain", "losses", "sinkhorn"])
 def test_layer_without_tokens_or_with_padding_alone(options):
     """An empty or zero result, and zero gradients, not None."""
-    layer = MoELayer(MoEConfig(8, 4, 4, topk=2, **options))
+    layer = MoELayer(MoEConfig(8, 4, 4, **{"topk": 2, **options}))
     nothing = torch.zeros(0, 3, 8, requires_grad=True)
     x = torch.randn(3, 2, 8, requires_grad=True)
     mask = torch.ones(3, 2, dtype=torch.bool)
@@ -2073,10 +2070,9 @@ def test_router_train_balances_each_sequence():
     seen = []
     block.ffn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     block(torch.randn(3, 12, 16))                                     # [B, S, H]
-    assert seen[0].shape == (12, 3, 16)
     logits = block.ffn.router.gating(seen[0]).double()
     each = [switch_loss_loop(sequence, block.ffn.config, 1.0, valid=list(range(12)))
-            for sequence in logits.unbind(1)]
+            for sequence in logits.unbind(0)]
     got = load_balancing_metrics(block)["seq_load_balancing_loss"]
     close(got, torch.stack(each).mean()[None], 1e-5)
 
@@ -2490,8 +2486,9 @@ ONE_GRAPH = {
     "padding": dict(capacity_factor=0.7, pad_to_capacity=True, token_drop_policy="position"),
     "gpt_oss": dict(activation="quick_geglu", glu_linear_offset=1.0, activation_clamp_value=0.5,
                     add_bias_linear=True, router_bias=True),
-    "relu2 on the input": dict(activation="relu2", apply_probs_on="input", capacity_factor=0.7),
-    "situ": dict(activation="situ", situ_beta=1.5, situ_linear_beta=2.0, apply_probs_on="output"),
+    "relu2 on the input": dict(activation="relu2", apply_probs_on="input", capacity_factor=0.7,
+                               topk=1, pre_softmax=True),
+    "situ": dict(activation="situ", situ_beta=1.5, situ_linear_beta=2.0, add_bias_linear=True),
 }
 
 STEPS = {                     # each step, and the state that it needs
@@ -2539,7 +2536,7 @@ def test_shared_matches_loop(kind):
     the same bits."""
     values = dict(glu_linear_offset=0.5, activation_clamp_value=0.6, situ_beta=1.5,
                   situ_linear_beta=0.7, glu_alpha=1.3)
-    takes = kernels.ACTIVATIONS[kind].takes
+    takes = kernels.ACTIVATIONS[kind].__match_args__
     options = {name: value for name, value in values.items() if moe._CONSTANTS[name] in takes}
     config = shared_config(activation=kind, init_std=0.5, shared_expert_overlap=True, **options)
     upstream = torch.randn(5, 3, 6, dtype=torch.float64)
@@ -3496,7 +3493,8 @@ PARALLEL_CASES = {
         dict(score_function="sigmoid", enable_expert_bias=True, bias_update="quantile",
              load_balancing_type="global_aux_loss", aux_loss_coeff=0.3), True),
     "losses, gate": (dict(**BALANCED, shared_expert_gate=True, add_bias_linear=True), False),
-    "dropping": (dict(capacity_factor=0.8, apply_probs_on="input", latent_size=7), False),
+    "dropping": (dict(capacity_factor=0.8, apply_probs_on="input", latent_size=7, topk=1,
+                      pre_softmax=True), False),
     "padded": (dict(**PADDED, add_bias_linear=True, latent_size=7, latent_norm=True), False),
     "capacity above T": (
         dict(capacity_factor=9.0, pad_to_capacity=True, token_drop_policy="position",
@@ -4510,32 +4508,27 @@ class CountOps(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# frozen -> calls of rows_times_weights, rows_times_rows and product_in in the backward;
-# and of the first where the probs are on the input
+# frozen -> calls of rows_times_weights, rows_times_rows and product_in in the backward
 FROZEN = {
-    "": (2, 4, 2, 2),
-    "experts": (2, 0, 2, 2),
-    "experts.fc1": (2, 2, 2, 2),
-    "experts.fc2": (2, 2, 2, 2),
-    "experts.fc1 experts.fc1_bias experts.fc2_bias": (2, 1, 2, 2),
-    "router": (2, 4, 1, 2),
-    "x": (1, 4, 1, 2),
-    "x experts": (1, 0, 1, 2),
-    "x router experts.fc1": (0, 2, 0, 0),
-    "x router experts.fc1 experts.fc1_bias": (0, 2, 0, 0),
+    "": (2, 3, 2),
+    "experts": (2, 0, 2),
+    "experts.fc1": (2, 1, 2),                                 # and its bias
+    "experts.fc2": (2, 2, 2),
+    "router": (2, 3, 1),
+    "x": (1, 3, 1),
+    "x experts": (1, 0, 1),
+    "x router experts.fc1": (0, 1, 0),
 }
 
 
-@pytest.mark.parametrize("cases, how, probs_on", [
-    (FROZEN, "eager", "activation"), (FROZEN, "eager", "input"),
-    (["experts"], "compiled", "activation"),
-    pytest.param(FROZEN, "compiled", "activation", marks=slow),
-    pytest.param(FROZEN, "compiled", "input", marks=slow)])
-def test_trainer_frozen_parameters_cost_nothing(cases, how, probs_on):
+@pytest.mark.parametrize("cases, how", [
+    (FROZEN, "eager"), (["experts"], "compiled"),
+    pytest.param(FROZEN, "compiled", marks=slow)])
+def test_trainer_frozen_parameters_cost_nothing(cases, how):
     """Grouped products and the router's in the backward; the other gradients stay as they are."""
     layer = MoELayer(MoEConfig(
         6, 5, num_experts=4, topk=2, add_bias_linear=True, router_bias=True, pre_softmax=True,
-        apply_probs_on=probs_on, params_dtype=torch.float64, router_dtype=torch.float64))
+        params_dtype=torch.float64, router_dtype=torch.float64))
     x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
     named = {"x": x, **dict(layer.named_parameters())}
     want = dict(zip(named, grads(layer(x).sin().sum(), list(named.values()))))
@@ -4550,9 +4543,7 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how, probs_on):
             got = torch.autograd.grad(loss, [named[name] for name in live])
         for name, grad in zip(live, got, strict=True):
             close(grad, want[name])
-        forward, *others, on_input = FROZEN[frozen]
-        first = on_input if probs_on == "input" else forward
-        assert list(count.calls.values()) == [first, *others], frozen
+        assert tuple(count.calls.values()) == FROZEN[frozen], frozen
 
 
 def test_trainer_frozen_latent_experts_cost_nothing():
@@ -4752,7 +4743,7 @@ def test_trainer_replay_recompiles_once():
 def test_activation_slopes_by_differences(kind):
     """Every entry of the table, and what a new one has to fulfil."""
     values = dict(alpha=1.3, linear_offset=0.5, clamp_value=0.9, beta=1.5, linear_beta=0.7)
-    constants = {name: values[name] for name in kernels.ACTIVATIONS[kind].takes}
+    constants = {name: values[name] for name in kernels.ACTIVATIONS[kind].__match_args__}
     y = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(5, 1, dtype=torch.float64, requires_grad=True)
     for w in (None, weights):
@@ -4979,7 +4970,7 @@ def test_experts_native_product_where_it_fits(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(add_bias_linear=True), dict(apply_probs_on="input"), dict(latent_size=7)])
+    dict(), dict(add_bias_linear=True), dict(latent_size=7)])
 def test_experts_read_the_offsets_on_the_host_once(monkeypatch, options):
     """On a card without torch's own product: one copy for all products of forward and backward.
     The card is the CPU; its offsets may not be read but in the copy."""
@@ -5009,7 +5000,7 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, options):
     monkeypatch.setattr(F, "grouped_mm", None)
     got = layer(x)
     close([got, *grads(got, inputs)], [want, *want_grads], 1e-5)
-    assert len(copies) == 1 and read == [False] * (8 if "add_bias_linear" in options else 6)
+    assert len(copies) == 1 and read == [False] * (7 if "add_bias_linear" in options else 6)
     offsets = torch.tensor([3, 9, 20], dtype=torch.int32)
     grads(grouped_mm(x, torch.randn(3, 16, 4, requires_grad=True), offsets), [x])
     assert len(copies) == 2
@@ -5023,7 +5014,7 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
 
     def garbage(rows_t, rows, offs):
-        grad = kernels._rows_times_rows(rows_t.t(), None, rows, None, None, offs)
+        grad = kernels._rows_times_rows(rows_t.t(), None, rows, None, offs)
         grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
         return grad
     monkeypatch.setattr(F, "grouped_mm", garbage)
@@ -5039,7 +5030,7 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
     """The loop in C++ and the one in Python give the same bits: an expert without rows, rows of
-    none, a scale."""
+    none."""
     monkeypatch.setattr(kernels, "_slow_on_cpu", lambda dtype: False)
     x = torch.randn(9, 16).to(dtype)
     grad = torch.randn(18, 24).to(dtype)
@@ -5048,7 +5039,6 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
         [[0, 4], [3, 0], [1, 3], [0, 1], [3, 4], [0, 3], [1, 0], [3, 1], [4, 0]]), 4)
     token_N = plan.order // 2
     offsets = plan.offsets
-    scale = torch.rand(18, 1)
     results = {}
     for in_torch in (True, False):
         called = []
@@ -5060,12 +5050,12 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
         forward = kernels._rows_times_weights
         back = kernels._rows_times_rows
         results[in_torch] = [
-            forward(x, token_N, scale, weights.transpose(1, 2), None, offsets),
-            forward(grad, None, None, weights, None, offsets),
-            back(grad, None, x, token_N, scale, offsets),
-            back(x, token_N, grad, None, None, offsets),
-            forward(x, token_N, None, weights[:, :6].transpose(1, 2), None, offsets),
-            forward(grad, None, None, weights, weights[:, 0], offsets)]
+            forward(x, token_N, weights.transpose(1, 2), None, offsets),
+            forward(grad, None, weights, None, offsets),
+            back(grad, None, x, token_N, offsets),
+            back(x, token_N, grad, None, offsets),
+            forward(x, token_N, weights[:, :6].transpose(1, 2), None, offsets),
+            forward(grad, None, weights, weights[:, 0], offsets)]
         assert called
         assert not results[in_torch][0][15:].any() and not results[in_torch][3][2].any()
     same(results[True], results[False])
@@ -5177,12 +5167,12 @@ def test_experts_index_nowhere_gives_the_routers_gradient():
     """transformers #48687: an index that computes a real expert leaves the loss right and the
     router's gradient wrong."""
     for options in [
-            dict(), dict(apply_probs_on="input"), dict(score_function="sigmoid"),
-            dict(apply_probs_on="output", add_bias_linear=True), dict(pre_softmax=True)]:
-        layer = random_layer(MoEConfig(
-            6, 5, 4, topk=3, params_dtype=torch.float64, router_dtype=torch.float64, **options))
+            dict(), dict(apply_probs_on="input", topk=1, pre_softmax=True),
+            dict(score_function="sigmoid"), dict(add_bias_linear=True), dict(pre_softmax=True)]:
+        layer = random_layer(MoEConfig(6, 5, 4, **{
+            "topk": 3, "params_dtype": torch.float64, "router_dtype": torch.float64, **options}))
         x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
-        given = random_indices(7, 4, 3, nowhere=0.5, repeats=0.3)
+        given = random_indices(7, 4, layer.config.topk, nowhere=0.5, repeats=0.3)
         leaves = [x, *layer.parameters()]
         want = layer_loop(layer, x, given=given)[0]
         want_grads = grads(want.sin(), leaves)
@@ -5199,10 +5189,9 @@ def test_experts_index_nowhere_gives_its_prob_no_gradient():
     plan = plan_permutation(indices, 3)
     probs = torch.rand(3, 2, requires_grad=True)
     weights = [torch.randn(shape) for shape in ((3, 2, 5, 6), (3, 6, 5), (3, 2, 5), (3, 6))]
-    for probs_on in ("input", "activation", "output"):
-        y = expert_mlp(torch.randn(3, 6), probs, plan, *weights, probs_on=probs_on)
-        grad = grads(y.sum(), [probs])[0]
-        assert torch.equal(grad == 0, indices == 3)
+    y = expert_mlp(torch.randn(3, 6), probs, plan, *weights)
+    grad = grads(y.sum(), [probs])[0]
+    assert torch.equal(grad == 0, indices == 3)
 
 
 # ---- Compile, memory, repeatability ----
@@ -5345,7 +5334,7 @@ def all_kernels(tokens, logits, y, w):
     plan = plan_permutation(indices, E)
     gathered = gather_rows(tokens, plan)
     out = out + combine_rows(grouped_mm(gathered, w, plan.offsets), plan, probs[:, :2])
-    out = out + latent_linear(combine_rows(gathered, plan), w[0], w[1, 0], eps=1e-5)
+    out = out + linear(combine_rows(gathered, plan), w[0], w[1, 0], eps=1e-5)
     chunks = sort_chunks_by_idxs(gathered, plan.counts, torch.arange(E - 1, -1, -1))[0]
 
     map_TE, scores = compute_routing_scores_for_aux_loss(logits, 2, "sigmoid")
@@ -5395,7 +5384,6 @@ def test_compile_ops_pass_opcheck():
     offsets = plan.offsets
     x, w, b = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 6)
     h = torch.randn(18, 6)
-    scale = torch.rand(18, 1)
     wide = torch.float64
     narrow = torch.float32
     for op, args in [
@@ -5405,10 +5393,10 @@ def test_compile_ops_pass_opcheck():
             (kernels._scatter_columns, (torch.rand(9, 2), indices, 4)),
             (kernels._scatter_columns, (indices, indices, 4, 7)),
             (kernels._sinkhorn, (x, 1e-4, None)),
-            (kernels._rows_times_weights, (x, token, scale, w.transpose(1, 2), b, offsets)),
-            (kernels._rows_times_weights, (h, None, None, w, None, offsets)),
-            (kernels._rows_times_rows, (x, token, h, None, scale, offsets)),
-            (kernels._rows_times_rows, (h, None, x, token, scale, offsets)),
+            (kernels._rows_times_weights, (x, token, w.transpose(1, 2), b, offsets)),
+            (kernels._rows_times_weights, (h, None, w, None, offsets)),
+            (kernels._rows_times_rows, (x, token, h, None, offsets)),
+            (kernels._rows_times_rows, (h, None, x, token, offsets)),
             (kernels._product_in, (torch.randn(4, 9), x, wide, narrow)),
             (kernels.count_experts, (indices, 4)),
             (kernels._sum_tokens, (x,)),
@@ -6913,7 +6901,7 @@ def test_families_over_tp_ranks(name):
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 @pytest.mark.parametrize("options", [
     {}, {"shared_expert_intermediate_size": 8}, {"score_function": "sigmoid", "router_bias": True},
-    {"apply_probs_on": "output", "add_bias_linear": True}])
+    {"add_bias_linear": True}])
 def test_families_upcycle(kind, options):
     """At the start the dense FFN where probs sum to 1, a shared expert included; with noise the
     experts part."""
