@@ -50,7 +50,7 @@ def without_autocast(x: Tensor):
     return torch.autocast(device_type, enabled=False)
 
 
-def _op(fake, mutates_args=(), reads_on_host=False):
+def op(fake, mutates_args=(), cudagraph_unsafe=False):
     """Decorator: registers a function as a custom op. Its first argument is a tensor, and its
     annotations are the op's schema.
 
@@ -59,7 +59,7 @@ def _op(fake, mutates_args=(), reads_on_host=False):
     An op that decides something on the host says so: the compiler then leaves it out of
     CUDA graphs.
     """
-    tags = [torch.Tag.cudagraph_unsafe] if reads_on_host else []
+    tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
 
     def register(function):
         @functools.wraps(function)
@@ -75,7 +75,7 @@ def _op(fake, mutates_args=(), reads_on_host=False):
     return register
 
 
-@_op(lambda value, grad: torch.empty_like(value))
+@op(lambda value, grad: torch.empty_like(value))
 def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
     """A copy of value. Its argument `grad` forces the compiler to make the copy in the backward.
 
@@ -93,20 +93,20 @@ def _cast(x, dtype):
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _upcast(x):
+def upcast(x):
     """x in fp32 at least: fp64 stays fp64."""
     return x if x.dtype == torch.float64 else _cast(x, torch.float32)
 
 
 # This is an op because Inductor's code for a CPU is made either for up to 4096 rows or for
 # more. And Inductor adds row after row; torch's sum adds blocks and rounds less.
-@_op(lambda x: x.new_empty(x.shape[1]))
+@op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
     """[columns]: the sum over the first axis of x [rows, columns], in x.dtype."""
     return x.sum(0)
 
 
-def _check_known(name, value, known):
+def check_known(name, value, known):
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
 
@@ -155,7 +155,7 @@ def _as_map(routing_map):
 # ---- Gate: tokens -> logits ----
 
 # This is an op because the compiler would keep an upcast copy for the backward.
-@_op(lambda a, b, dtype, out_dtype:
+@op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
 def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
@@ -202,7 +202,7 @@ class _Gating(torch.autograd.Function):
             grad_weight = _product_in(
                 grad_TE.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
         if need_bias:
-            grad_bias = _sum_tokens(_upcast(grad_TE)).to(bias.dtype)
+            grad_bias = _sum_tokens(upcast(grad_TE)).to(bias.dtype)
         # dtype, tokens, weight, bias
         return None, grad_tokens, grad_weight, grad_bias
 
@@ -228,7 +228,7 @@ def router_gating_linear(
 # ---- Route: logits -> which experts, with which probs ----
 
 # This is an op because Inductor's code for CPUs may read the target too early (pytorch #185509).
-@_op(lambda values, indices, columns, fill=0:
+@op(lambda values, indices, columns, fill=0:
      values.new_empty(values.shape[0], columns))
 def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
     """[T, columns]: values[t, k] in column indices[t, k], and `fill` elsewhere.
@@ -357,7 +357,7 @@ def topk_routing_with_score_function(
     >>> indices.tolist(), probs[1].item()
     ([[0], [1]], 0.7310...)
     """
-    _check_known("score_function", score_function, SCORE_FUNCTIONS)
+    check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(
         {"K": topk}, logits=(logits, "T E"), expert_bias=(expert_bias, "E"),
         precomputed_indices=(precomputed_indices, "T K"))
@@ -371,7 +371,7 @@ def topk_routing_with_score_function(
         raise TypeError(f"precomputed_indices is {precomputed_indices.dtype}; "
                         f"needs an integer dtype")
 
-    logits_TE = _upcast(logits)
+    logits_TE = upcast(logits)
     score = SCORE_FUNCTIONS[score_function]
     softmax_over_chosen = False
     if norm_topk_prob is None:
@@ -486,9 +486,9 @@ def compute_routing_scores_for_aux_loss(
     over E. The map is the plain top K of the logits, without bias and groups. Tokens with
     padding_mask [T] True are zero in both.
     """
-    _check_known("score_function", score_function, SCORE_FUNCTIONS)
+    check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(logits=(logits, "T E"), padding_mask=(padding_mask, "T"))
-    logits_TE = _upcast(logits)
+    logits_TE = upcast(logits)
     scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
@@ -524,7 +524,7 @@ def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
     gradient. The backward uses the factors of this forward, even if an activation
     checkpoint computes others when it runs again.
     """
-    scores = _upcast(scores)
+    scores = upcast(scores)
     return _WeightedTokenSum.apply(scores, factors.detach().to(scores.dtype))
 
 
@@ -552,7 +552,7 @@ def switch_load_balancing_loss_func(
     else:
         total = max(total_num_tokens, 1)
     scale = moe_aux_loss_coeff * num_experts / topk
-    probs = _upcast(probs)
+    probs = upcast(probs)
     return weighted_token_sum(probs, tokens_per_expert.to(probs.dtype) / total / total * scale)
 
 
@@ -565,7 +565,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     >>> z_loss_func(torch.zeros(5, 1), z_loss_coeff=0.1), z_loss_func(torch.ones(5, 1), 0.1)
     (tensor(0.), tensor(0.1000))
     """
-    logits = _upcast(logits)
+    logits = upcast(logits)
     if padding_mask is None:
         padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
     # Masked twice: the logits so that no NaN of a padding token reaches the gradient.
@@ -575,7 +575,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     return weighted_token_sum(lse.square().reshape(-1, 1), z_loss_coeff / valid)
 
 
-@_op(lambda cost, tol, padding_mask:
+@op(lambda cost, tol, padding_mask:
      torch.empty_like(cost, memory_format=torch.contiguous_format))
 def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     T, E = cost.shape
@@ -612,7 +612,7 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
     treated as if they were alone.
     """
     check_shapes(cost=(cost, "T E"), padding_mask=(padding_mask, "T"))
-    return _sinkhorn(_upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
+    return _sinkhorn(upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
 
 
 def get_capacity(
@@ -630,7 +630,7 @@ def get_capacity(
 
 
 # This is an op because the compiler's own code for a sort is made for one length.
-@_op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
+@op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
 def _place_by_key(keys: Tensor) -> Tensor:
     """[T, E] int64: the place of each key in its column, the largest first, equal ones in order.
     """
@@ -666,7 +666,7 @@ def apply_router_token_dropping(
             [0.9000, 0.0000],
             [0.0000, 0.5000]])
     """
-    _check_known("drop_policy", drop_policy, ("probs", "position"))
+    check_known("drop_policy", drop_policy, ("probs", "position"))
     routing_map = _as_map(routing_map)
     check_shapes(routing_map=(routing_map, "T E"), routing_probs=(routing_probs, "T E"))
     T, E = routing_map.shape
@@ -711,7 +711,7 @@ def get_updated_expert_bias(
 
 def _bias_bins(expert_bias, num_bins):
     """(lower end, width), 0-d, of uniform bins over [min b - 1, max b + 1], in fp32 at least."""
-    bias_E = _upcast(expert_bias)
+    bias_E = upcast(expert_bias)
     low = bias_E.min() - 1
     return low, (bias_E.max() + 1 - low) / num_bins
 
@@ -739,7 +739,7 @@ def required_bias_histogram(
         raise ValueError(f"topk is {topk} and num_bins {num_bins}; "
                          f"needs 1 <= topk < num_experts = {E} and num_bins >= 1")
     with torch.no_grad():
-        scores_TE = _upcast(scores)
+        scores_TE = upcast(scores)
         best = (scores_TE + expert_bias).topk(topk + 1, dim=1).values
         alpha_T1 = best[:, -1:]
         low, width = _bias_bins(expert_bias, num_bins)
@@ -780,7 +780,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     return torch.where(running[0, -1] > 0, new_E, expert_bias)
 
 
-@_op(lambda indices, num_experts: indices.new_empty(num_experts))
+@op(lambda indices, num_experts: indices.new_empty(num_experts))
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
     """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; index E is not
     counted.
@@ -814,7 +814,7 @@ def _empty_plan(indices, num_experts):
     return new(T * K), new(K, T), new(num_experts), new(num_experts).int()
 
 
-@_op(_empty_plan)
+@op(_empty_plan)
 def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = indices.flatten()
     order_N = ids_N.argsort(stable=True)                 # stable: an expert's tokens stay in order
@@ -858,7 +858,7 @@ def _sum_rows(rows, inverse, offsets=None):
         unrouted_TK = inverse >= offsets[-1]
 
     def picked(k):
-        picked_TH = _upcast(rows.index_select(0, inverse[:, k]))
+        picked_TH = upcast(rows.index_select(0, inverse[:, k]))
         if offsets is not None:
             picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
         return picked_TH
@@ -911,7 +911,7 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     check_shapes({"N": N, "T": T, "K": K}, rows=(rows, "N H"), probs=(probs, "T K"))
     weighted = rows
     if probs is not None:
-        weighted = _upcast(rows) * gather_probs(probs, plan)[:, None]
+        weighted = upcast(rows) * gather_probs(probs, plan)[:, None]
     out = _Adjoint.apply(
         weighted, (_collect_rows, _spread_rows), *(plan.order, plan.inverse, plan.offsets))
     return out.to(rows.dtype)
@@ -1062,7 +1062,7 @@ def unpermute(
             permuted_tokens, sorted_indices, restore_shape, probs=probs, routing_map=routing_map,
             drop_and_pad=drop_and_pad)
 
-    rows = _upcast(permuted_tokens)
+    rows = upcast(permuted_tokens)
     if probs is not None:
         E = probs.shape[1]
         row = torch.arange(rows.shape[0], device=rows.device)
@@ -1245,7 +1245,7 @@ ACTIVATIONS = {
 
 
 def _activation_of(kind, constants):
-    _check_known("kind", kind, ACTIVATIONS)
+    check_known("kind", kind, ACTIVATIONS)
     known = ACTIVATIONS[kind].__match_args__                 # the names of its fields
     for name, value in constants.items():
         if name not in known:
@@ -1259,7 +1259,7 @@ def _activation_of(kind, constants):
 def _split(y, function, interleaved):
     """The parts of y, in fp32 at least."""
     pattern = "... (f p) -> p ... f" if interleaved else "... (p f) -> p ... f"
-    return rearrange(_upcast(y), pattern, p=function.parts)
+    return rearrange(upcast(y), pattern, p=function.parts)
 
 
 def _activate(y, weights, function, interleaved=False):
@@ -1274,7 +1274,7 @@ def _activate_back(g, y, weights, function, interleaved=False):
     """(grad_y in y.dtype, grad_weights [.., 1] or None, the activation of y), the last two in
     fp32 at least.
     """
-    g_wide = g_value = _upcast(g)
+    g_wide = g_value = upcast(g)
     if weights is not None:
         g_value = g_wide * weights
     value, *grads = function.back(g_value, *_split(y, function, interleaved))
@@ -1482,7 +1482,7 @@ def _empty_product(x, token_N, weights, bias, offsets):
     return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
 
 
-@_op(_empty_product, reads_on_host=True)
+@op(_empty_product, cudagraph_unsafe=True)
 def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
 ) -> Tensor:
@@ -1505,7 +1505,7 @@ def _empty_weight_grad(a, token_a, b, token_b, offsets):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
-@_op(_empty_weight_grad, reads_on_host=True)
+@op(_empty_weight_grad, cudagraph_unsafe=True)
 def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
 ) -> Tensor:
@@ -1562,7 +1562,7 @@ def _on_card(offsets):
     return offsets.device.type != "cpu"
 
 
-@_op(lambda offsets: offsets.new_empty(len(offsets), device="cpu"), reads_on_host=True)
+@op(lambda offsets: offsets.new_empty(len(offsets), device="cpu"), cudagraph_unsafe=True)
 def _copy_to_host(offsets: Tensor) -> Tensor:
     return offsets.to("cpu", copy=True)
 
@@ -1809,7 +1809,7 @@ def expert_mlp(
 
 def _rms_norm(rows, norm, eps):
     """(unit · norm in rows.dtype, unit, inverse_rms), where unit = rows · inverse_rms."""
-    wide = _upcast(rows)
+    wide = upcast(rows)
     inverse_rms = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     unit = wide * inverse_rms
     return (unit * norm).to(rows.dtype), unit, inverse_rms
@@ -1845,7 +1845,7 @@ class _Linear(torch.autograd.Function):
         if need_norm:
             grad_norm = _sum_tokens(grad_normed * unit).to(norm.dtype)
         if need_rows and norm is not None:
-            grad_unit = _upcast(grad_normed) * norm
+            grad_unit = upcast(grad_normed) * norm
             along_unit = (grad_unit * unit).mean(-1, keepdim=True)
             grad_rows = (inverse_rms * (grad_unit - unit * along_unit)).to(rows.dtype)
         # eps, rows, weight, norm

@@ -11,7 +11,7 @@ Where is it?
     tokens over capacity        TopKRouter._drop; kernels.apply_router_token_dropping decides
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
                                 the gradient
-    counts under a checkpoint   _update_once
+    counts, also in checkpoints RouterCounts; _update_once
     the router alone            TopKRouter; copy all three files
     kept for the backward       kernels._ExpertMLP
     index E                     "Unrouted" at the top of kernels.py
@@ -59,7 +59,7 @@ LOSS_NAMES = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 LOAD_BALANCING_TYPES = ("none", *LOSS_NAMES, "sinkhorn")
-METRICS = (*LOSS_NAMES.values(), "z_loss")           # the order of TopKRouter.last_losses
+METRICS = (*LOSS_NAMES.values(), "z_loss")           # the order of RouterCounts.last_losses
 
 # field of MoEConfig -> constant of an activation
 _CONSTANTS = {
@@ -498,16 +498,16 @@ def _recomputing():
     return "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
-@kernels._op(lambda buffer, value, add: None, mutates_args=("buffer",), reads_on_host=True)
+@kernels.op(lambda buffer, value, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
 def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
     """buffer += value, or buffer = value. Nothing if a checkpoint is _recomputing."""
     if not _recomputing():
         buffer.copy_(buffer + value if add else value)
 
 
-@kernels._op(
+@kernels.op(
     lambda sums, steps, counts: (torch.empty_like(sums), torch.empty_like(steps)),
-    mutates_args=("sums", "steps"), reads_on_host=True)
+    mutates_args=("sums", "steps"), cudagraph_unsafe=True)
 def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Adds counts [E] to sums [E] and 1 to steps [], and returns copies of both.
 
@@ -519,11 +519,7 @@ def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, 
     return sums.clone(), steps.clamp(min=1)
 
 
-_COUNTS = ("local_tokens_per_expert", "bias_histogram", "global_tokens_per_expert", "ga_steps",
-           "last_tokens_per_expert", "last_losses")
-
-
-def _counter(tensor):
+def _fixed(tensor):
     """The tensor, which keeps its shape and, since it is updated in place, its address.
 
     CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
@@ -534,10 +530,88 @@ def _counter(tensor):
     return tensor
 
 
+class RouterCounts:
+    """What a router counts, beside its state dict. It follows the router from device to device.
+
+    These are plain tensors, not buffers: DistributedDataParallel would overwrite buffers with
+    those of rank 0. They are updated in place, and once per training forward. None stands for
+    what the config does not ask for.
+
+    local_tokens_per_expert [E]      since the last update_expert_bias
+    bias_histogram [E, 1000]         of needed biases, since that too
+    global_tokens_per_expert [E]     the running sum of the global loss
+    ga_steps []                      forwards in that sum
+    last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
+    last_losses [4]                  of it too, in the order of METRICS
+    """
+
+    def __init__(self, config: MoEConfig, tp_cp_size: int):
+        E = config.num_experts
+
+        def counter(*shape, wanted=True, dtype=torch.float32):
+            return _fixed(torch.empty(shape, dtype=dtype)) if wanted else None
+
+        quantile = config.bias_update == "quantile"
+        with_global = "global_aux_loss" in config.balancing
+        self.local_tokens_per_expert = counter(E, wanted=config.enable_expert_bias)
+        self.bias_histogram = counter(E, 1000, wanted=quantile, dtype=torch.int32)
+        self.global_tokens_per_expert = counter(E, wanted=with_global)
+        self.ga_steps = counter(wanted=with_global)
+        self.last_tokens_per_expert = counter(E, dtype=torch.int64)
+        self.last_losses = counter(len(METRICS))
+        # Loss -> the number of ranks that hold parts of it; 0: all, the data-parallel ones too.
+        self.sharers = dict.fromkeys(METRICS, tp_cp_size)
+        self.sharers["global_load_balancing_loss"] = 0
+        self.reset()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    def count(self, counts_E: Tensor) -> None:
+        _update_once(self.last_tokens_per_expert, counts_E, add=False)
+        if self.local_tokens_per_expert is not None:
+            _update_once(self.local_tokens_per_expert, counts_E, add=True)
+
+    def add_to_global(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+        """The running sums with these counts, and the forwards in them."""
+        return _running_sums(self.global_tokens_per_expert, self.ga_steps, counts_E.float())
+
+    def log(self, name: str, loss: Tensor, sharers: int) -> None:
+        _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
+        # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
+        if self.sharers[name] != sharers:
+            self.sharers[name] = sharers
+
+    def zero(self, *names: str) -> None:
+        for name, tensor in self.tensors().items():
+            if name in names:
+                tensor.zero_()
+
+    def reset(self) -> None:
+        self.zero(*self.tensors())
+        self.last_losses.fill_(math.nan)
+
+    def move(self, fn: Callable) -> None:
+        """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
+        grows by 1.
+        """
+        for name, tensor in self.tensors().items():
+            moved = fn(tensor)
+            if moved.dtype != tensor.dtype:
+                moved = tensor.to(moved.device)
+            setattr(self, name, _fixed(moved))
+
+    def follow(self, device: torch.device) -> None:
+        """To the router's device: fully_shard moves parameters and buffers without `_apply`."""
+        if self.last_losses.device != device:
+            self.move(lambda tensor: tensor.to(device))
+
+
 # ---- Router ----
 
 class Router(ParallelModule, ABC):
-    """The base of a router: weight [E, H], and the logits. A subclass turns them into a choice.
+    """The base of a router: weight [E, H], the logits, the expert bias and what is counted. A
+    subclass turns the logits into a choice.
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
@@ -554,6 +628,15 @@ class Router(ParallelModule, ABC):
         self.bias = None
         if config.router_bias:
             self.bias = self.parameter(config.num_experts)
+        expert_bias = None
+        if config.enable_expert_bias:
+            expert_bias = torch.empty(config.num_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", expert_bias)
+        self.kept = RouterCounts(config, group_size(self.pg_collection.tp_cp))
+        # See record_routing and replay_routing.
+        self._recording = False
+        self._recorded = None
+        self._replayed = None
         Router.reset_parameters(self)
 
     @abstractmethod
@@ -571,15 +654,97 @@ class Router(ParallelModule, ABC):
         dtype = self.config.router_dtype
         return kernels.router_gating_linear(input, weight, bias, router_dtype=dtype)
 
-    def reset_parameters(self) -> None:
-        """Draws the weight anew (normal, init_std). The bias becomes zero."""
-        with torch.no_grad():
-            copy_rows(self.weight, _normal(self.weight.shape, self.config.init_std, self.weight))
-            if self.bias is not None:
-                self.bias.zero_()
-
     def set_layer_number(self, layer_number: int) -> None:
         self.layer_number = layer_number
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew (normal, init_std). Biases, counts and sums become zero."""
+        with torch.no_grad():
+            copy_rows(self.weight, _normal(self.weight.shape, self.config.init_std, self.weight))
+            for bias in (self.bias, self.expert_bias):
+                if bias is not None:
+                    bias.zero_()
+        self.kept.reset()
+        _loss_scale(self.weight.device)              # made here, not by the first compiled forward
+
+    # -- what is counted, in training with grad --
+
+    local_tokens_per_expert = property(lambda self: self.kept.local_tokens_per_expert)
+    bias_histogram = property(lambda self: self.kept.bias_histogram)
+    global_tokens_per_expert = property(lambda self: self.kept.global_tokens_per_expert)
+    ga_steps = property(lambda self: self.kept.ga_steps)
+
+    def _in_training_forward(self):
+        return self.training and torch.is_grad_enabled()
+
+    def _apply_expert_bias(self, routing_map: Tensor) -> None:
+        """Adds the counts of the map [T, E], which is before dropping and without padding,
+        to those of the expert bias: once per training forward with grad.
+        """
+        if self._in_training_forward():
+            self.kept.count(routing_map.sum(0))
+
+    def _update_histogram(self, logits_TE, padding_T):
+        if self.bias_histogram is None:
+            return
+        scores_TE = kernels.SCORE_FUNCTIONS[self.config.score_function](kernels.upcast(logits_TE))
+        histogram = kernels.required_bias_histogram(
+            scores_TE, self.expert_bias, self.config.topk, padding_mask=padding_T)
+        _update_once(self.bias_histogram, histogram, add=True)
+
+    def reset_bias_histogram(self) -> None:
+        """Empties the histogram of bias_update="quantile", which was made with the old bias.
+
+        Call it after writing the expert bias by hand. load_state_dict calls it for you.
+        """
+        self.kept.zero("bias_histogram")
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Starts the averages of the global loss anew. finish_step calls it."""
+        self.kept.zero("global_tokens_per_expert", "ga_steps")
+
+    # -- the expert bias stays in fp32: in bf16 an update of 1e-3 is rounded away --
+
+    def _apply(self, fn, recurse=True):
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        self.kept.move(fn)
+        _loss_scale(self.weight.device)
+        return self
+
+    def _maintain_float32_expert_bias(self):
+        """Casts the expert bias back if something other than `_apply` has cast it."""
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = self.expert_bias.float()
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
+        self.reset_bias_histogram()
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        self._maintain_float32_expert_bias()
+        super()._save_to_state_dict(*args, **kwargs)
+
+
+def _check_mask(padding_mask, shape):
+    if padding_mask is None:
+        return
+    if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
+        raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
+                         f"needs {list(shape)} torch.bool, True = padding")
+
+
+def _check_indices(name, indices, axes, K):
+    """[T, K] int64."""
+    T = math.prod(axes)
+    fits = indices.shape == (*axes, K) or indices.shape == (T, K)
+    if not fits or not kernels.is_integer(indices):
+        raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
+                         f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
+    return indices.flatten(0, -2).long()
 
 
 class _RandomLogits(torch.autograd.Function):
@@ -603,13 +768,12 @@ class TopKRouter(Router):
     gating(input)    -> logits
     choose(logits)   -> (probs [T, K], indices [T, K]): override it for a routing of your own
 
-    A router works without a layer, as below. update_expert_bias and load_balancing_metrics
-    then take the router as the model.
+    A router works without a layer, as below. finish_step and load_balancing_metrics then take
+    the router as the model.
 
     In training, with grad enabled, balance losses are attached to the probs and the z-loss
-    to the logits. So the losses are in the gradient already: do not add them. Counts, and
-    the running sums of the global loss, grow once per such forward, under activation
-    checkpoints too.
+    to the logits. So the losses are in the gradient already: do not add them. What it counts
+    is in `kept`, a RouterCounts.
 
     >>> router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> probs, indices = router.route(torch.randn(5, 3, 8))
@@ -617,46 +781,9 @@ class TopKRouter(Router):
     (torch.Size([15, 2]), torch.Size([15, 2]))
     """
 
-    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
-        super().__init__(config, pg_collection)
-        E = config.num_experts
-
-        def counter(*shape, dtype=torch.float32):
-            return _counter(torch.empty(shape, dtype=dtype))
-
-        self.register_buffer("expert_bias", None)
-        # The counts below are plain tensors, not buffers: DistributedDataParallel would
-        # overwrite buffers with those of rank 0.
-        self.local_tokens_per_expert = None          # since the last update_expert_bias
-        self.bias_histogram = None                   # of needed biases, since that too
-        self.global_tokens_per_expert = None         # running sum for the global loss
-        self.ga_steps = None                         # forwards in that sum
-        if config.enable_expert_bias:
-            self.expert_bias = torch.empty(E, dtype=torch.float32)
-            self.local_tokens_per_expert = counter(E)
-        if config.bias_update == "quantile":
-            self.bias_histogram = counter(E, 1000, dtype=torch.int32)
-        if "global_aux_loss" in config.balancing:
-            self.global_tokens_per_expert = counter(E)
-            self.ga_steps = counter()
-        # Of the latest training forward, for load_balancing_metrics.
-        self.last_tokens_per_expert = counter(E, dtype=torch.int64)
-        self.last_losses = counter(len(METRICS))
-        # Loss -> the number of ranks that hold parts of it; 0: all, the data-parallel ones too.
-        self._sharers = dict.fromkeys(METRICS, group_size(self.pg_collection.tp_cp))
-        self._sharers["global_load_balancing_loss"] = 0
-        # See record_routing and replay_routing.
-        self._recording = False
-        self._recorded = None
-        self._replayed = None
-        self._reset_counts()
-
-    # -- the ways in --
-
     def forward(
         self, input: Tensor, padding_mask: Tensor | None = None,
-        topk_indices: Tensor | None = None,
-        dense_output: bool = False,
+        topk_indices: Tensor | None = None, dense_output: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """input [S, B, H] or [T, H] -> (probs [T, E] in router_dtype, routing_map [T, E]
         bool), or with `dense_output` (probs [T, K], indices [T, K] int64), where index E
@@ -674,12 +801,9 @@ class TopKRouter(Router):
             axes = "B, S" if self.config.batch_first else "S, B"
             raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or "
                              f"[T, {H}]")
-        self._check_mask(padding_mask, input.shape[:-1])
+        _check_mask(padding_mask, input.shape[:-1])
         topk_indices = self._given_indices(topk_indices, input.shape[:-1])
-        if self.last_losses.device != self.weight.device:
-            # fully_shard moves parameters and buffers without `_apply`.
-            self._move_counts(lambda tensor: tensor.to(self.weight.device))
-
+        self.kept.follow(self.weight.device)
         logits = self.gating(self.apply_input_jitter(input))
         routing = self._route_logits(logits, padding_mask, topk_indices)
         return routing if dense_output else self._to_map(*routing)
@@ -693,36 +817,10 @@ class TopKRouter(Router):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
-        self._check_mask(padding_mask, logits.shape[:-1])
+        _check_mask(padding_mask, logits.shape[:-1])
         return self._to_map(*self._route_logits(logits, padding_mask))
 
-    # -- the steps of a routing, in order --
-
-    @staticmethod
-    def _check_mask(padding_mask, shape):
-        if padding_mask is None:
-            return
-        if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
-            raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
-                             f"needs {list(shape)} torch.bool, True = padding")
-
-    def _given_indices(self, topk_indices, axes):
-        """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
-        name = "topk_indices"
-        if self._replayed is not None:
-            name, topk_indices, _ = self._replayed
-            if topk_indices is None:
-                raise ValueError(f"{name} is None: this router had not run in record_routing; "
-                                 f"needs a tensor [T, {self.config.topk}] of an integer dtype")
-        if topk_indices is None:
-            return None
-        K = self.config.topk
-        T = math.prod(axes)
-        fits = topk_indices.shape == (*axes, K) or topk_indices.shape == (T, K)
-        if not fits or not kernels.is_integer(topk_indices):
-            raise ValueError(f"{name} is {list(topk_indices.shape)} {topk_indices.dtype}; "
-                             f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
-        return topk_indices.flatten(0, -2).long()
+    # -- the choice --
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
         """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961). The experts
@@ -735,51 +833,35 @@ class TopKRouter(Router):
 
     def _route_logits(self, logits, padding_mask=None, topk_indices=None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
-        config = self.config
+        E = self.config.num_experts
         self._maintain_float32_expert_bias()
-        if config.force_load_balancing:
+        if self.config.force_load_balancing:
             logits = _RandomLogits.apply(logits)
         logits = self.apply_z_loss(logits, padding_mask)
         logits_TE = logits.flatten(0, -2)
-        padding_T = None
-        if padding_mask is not None:
-            padding_T = padding_mask.flatten()
+        padding_T = None if padding_mask is None else padding_mask.flatten()
 
-        if self._replayed is not None and topk_indices is not None:
+        if topk_indices is not None and self._replayed is not None:
             topk_indices = self._fill_missing(topk_indices, logits_TE, padding_T)
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
+        # Given indices are recorded with their repeats, which count in the probs.
+        recorded_TK = indices_TK if topk_indices is None else topk_indices
         if padding_T is not None:
-            indices_TK = indices_TK.masked_fill(padding_T[:, None], config.num_experts)
             probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
-        chosen_TK = indices_TK                       # before dropping: what is counted and recorded
-        if config.capacity_factor is not None:
+            indices_TK = indices_TK.masked_fill(padding_T[:, None], E)
+            recorded_TK = recorded_TK.masked_fill(padding_T[:, None], E)
+        if self._recording:
+            _allowing_side_effects(setattr, self, "_recorded", recorded_TK)
+        chosen_TK = indices_TK                       # what is counted: the choice before dropping
+        if self.config.capacity_factor is not None:
             probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
+
         if self._in_training_forward():
             if self.is_aux_loss_enabled():
                 probs_TK = self._apply_losses(probs_TK, logits, padding_T)
-            self._count(kernels.count_experts(chosen_TK, config.num_experts))
+            self.kept.count(kernels.count_experts(chosen_TK, E))
             self._update_histogram(logits_TE.detach(), padding_T)
-        if self._recording:
-            recorded_TK = chosen_TK
-            if topk_indices is not None:             # with the repeats, which count in the probs
-                recorded_TK = topk_indices
-                if padding_T is not None:
-                    recorded_TK = topk_indices.masked_fill(padding_T[:, None], config.num_experts)
-            _allowing_side_effects(self._record, recorded_TK)
         return probs_TK, indices_TK
-
-    def _fill_missing(self, indices_TK, logits_TE, padding_T):
-        """Replayed indices without -1: see replay_routing."""
-        missing_TK = indices_TK < 0
-        _, _, missing = self._replayed
-        if missing == "unrouted":
-            return indices_TK.masked_fill(missing_TK, self.config.num_experts)
-        with torch.no_grad():
-            _, live_TK = self.choose(logits_TE, padding_T)
-        return torch.where(missing_TK.any(1, keepdim=True), live_TK, indices_TK)
-
-    def _record(self, recorded_TK):
-        self._recorded = recorded_TK
 
     def choose(
         self, logits: Tensor, padding_mask: Tensor | None = None,
@@ -805,7 +887,7 @@ class TopKRouter(Router):
 
     def _choose_by_sinkhorn(self, logits, padding_mask=None, topk_indices=None):
         E, K = self.config.num_experts, self.config.topk
-        logits_TE = kernels._upcast(logits)
+        logits_TE = kernels.upcast(logits)
         scores_TE = logits_TE.sigmoid() if K == 1 else logits_TE.softmax(-1)
         if topk_indices is not None:
             indices_TK, copies_TK = kernels.merge_repeats(topk_indices, E)
@@ -828,6 +910,29 @@ class TopKRouter(Router):
         """
         probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
         return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
+
+    def _given_indices(self, topk_indices, axes):
+        """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
+        name = "topk_indices"
+        K = self.config.topk
+        if self._replayed is not None:
+            name, topk_indices, _ = self._replayed
+            if topk_indices is None:
+                raise ValueError(f"{name} is None: this router had not run in record_routing; "
+                                 f"needs a tensor [T, {K}] of an integer dtype")
+        return None if topk_indices is None else _check_indices(name, topk_indices, axes, K=K)
+
+    def _fill_missing(self, indices_TK, logits_TE, padding_T):
+        """Replayed indices without -1: see replay_routing."""
+        missing_TK = indices_TK < 0
+        _, _, missing = self._replayed
+        if missing == "unrouted":
+            return indices_TK.masked_fill(missing_TK, self.config.num_experts)
+        with torch.no_grad():
+            _, live_TK = self.choose(logits_TE, padding_T)
+        return torch.where(missing_TK.any(1, keepdim=True), live_TK, indices_TK)
+
+    # -- drop --
 
     def _drop(self, probs_TK, indices_TK):
         """Assignments beyond an expert's capacity become unrouted. The probs that remain are
@@ -856,9 +961,6 @@ class TopKRouter(Router):
         return probs_TE, map_TE
 
     # -- losses --
-
-    def _in_training_forward(self):
-        return self.training and torch.is_grad_enabled()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """The coefficient of a balancing type, 0.0 when it is off."""
@@ -902,11 +1004,11 @@ class TopKRouter(Router):
         if self.get_aux_loss_coeff("seq_aux_loss"):
             S, *batch = logits.shape[:-1]
             B = math.prod(batch)
-            scores_SBE = scores_TE, map_TE
+            by_sequence = scores_TE, map_TE
             if self.config.batch_first and logits.ndim == 3:
                 B, S = S, B
-                scores_SBE = [rearrange(x, "(b s) e -> (s b) e", b=B) for x in scores_SBE]
-            probs = self._apply_seq_aux_loss(probs, *scores_SBE, seq_length=S, bsz=B)
+                by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B) for x in by_sequence]
+            probs = self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
         if self.get_aux_loss_coeff("global_aux_loss"):
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
         return probs.clone()                         # FSDP2 warns of a module that returns a view
@@ -919,8 +1021,8 @@ class TopKRouter(Router):
         scores and routing_map [T, E] are those of the balance losses, zero where padding
         is. Counts and T are those of tp_cp.
         """
-        return self._apply_switch_loss(
-            probs, scores_for_aux_loss, routing_map, kind="aux_loss", S=routing_map.shape[0], B=1)
+        counts_E = all_sum(routing_map.sum(0), self.pg_collection.tp_cp)
+        return self._apply_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E[None])
 
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int,
@@ -929,31 +1031,12 @@ class TopKRouter(Router):
         """probs with the switch loss of each sequence attached: the mean over the B = bsz
         sequences of S = seq_length tokens on this rank.
 
-        Each has its own counts and its own valid tokens, over tp_cp. A sequence of padding
-        gives 0.
+        Token t is s·B + b. Each sequence has its own counts and its own valid tokens, over
+        tp_cp. A sequence of padding gives 0.
         """
-        return self._apply_switch_loss(
-            probs, scores_for_aux_loss, routing_map, kind="seq_aux_loss", S=seq_length, B=bsz)
-
-    def _apply_switch_loss(self, probs, scores, routing_map, kind, S, B):
-        """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e].
-
-        Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
-        """
-        E, K = self.config.num_experts, self.config.topk
-        coeff = self.get_aux_loss_coeff(kind)
-        group = self.pg_collection.tp_cp
-        counts_BE = routing_map.view(S, B * E).sum(0).view(B, E)
-        counts_BE = all_sum(counts_BE, group)
-        valid = counts_BE.sum().to(scores.dtype) / K
-        counts_BE = counts_BE.to(scores.dtype)
-        tokens_B1 = counts_BE.sum(1, keepdim=True) / K
-        per_sequence = coeff * E / K / max(B, 1)
-        factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
-        loss = kernels.weighted_token_sum(scores.view(S, B * E), factors_BE.flatten())
-        return self.attach_and_log_load_balancing_loss(
-            probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind], reduce_group=group,
-            valid_token_count=valid)
+        counts_BE = routing_map.view(seq_length, -1).sum(0).view(bsz, -1)
+        counts_BE = all_sum(counts_BE, self.pg_collection.tp_cp)
+        return self._apply_switch_loss("seq_aux_loss", probs, scores_for_aux_loss, counts_BE)
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
@@ -963,26 +1046,35 @@ class TopKRouter(Router):
         Counts and T are those of tp_dp_cp, averaged over the forwards since
         reset_global_aux_loss_tracker.
         """
-        E, K = self.config.num_experts, self.config.topk
         groups = self.pg_collection
-        coeff = self.get_aux_loss_coeff("global_aux_loss")
         local_E = routing_map.sum(0)
-        counts_E = all_sum(local_E, groups.tp_dp_cp).float()
-        sums_E, steps = _running_sums(self.global_tokens_per_expert, self.ga_steps, counts_E)
+        sums_E, steps = self.kept.add_to_global(all_sum(local_E, groups.tp_dp_cp))
         mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
-        loss = kernels.switch_load_balancing_loss_func(
-            scores_for_aux_loss, mean_E, total_num_tokens=mean_E.sum() / K, topk=K, num_experts=E,
-            moe_aux_loss_coeff=coeff)
-        valid = all_sum(local_E.sum(), groups.tp_cp) / K
-        return self.attach_and_log_load_balancing_loss(
-            probs, coeff, aux_loss=loss, aux_loss_name="global_load_balancing_loss",
-            reduce_group=groups.tp_dp_cp, reduce_group_has_dp=True, valid_token_count=valid)
+        return self._apply_switch_loss(
+            "global_aux_loss", probs, scores_for_aux_loss, mean_E[None],
+            valid=all_sum(local_E.sum(), groups.tp_cp) / self.config.topk)
 
-    def reset_global_aux_loss_tracker(self) -> None:
-        """Starts the averages of the global loss anew. finish_step calls it."""
-        if self.ga_steps is not None:
-            self.global_tokens_per_expert.zero_()
-            self.ga_steps.zero_()
+    def _apply_switch_loss(self, kind, probs, scores, counts_BE, valid=None):
+        """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e].
+
+        Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
+        """
+        B, E = counts_BE.shape
+        K = self.config.topk
+        coeff = self.get_aux_loss_coeff(kind)
+        if valid is None:
+            valid = counts_BE.sum().to(scores.dtype) / K
+        counts_BE = counts_BE.to(scores.dtype)
+        tokens_B1 = counts_BE.sum(1, keepdim=True) / K
+        per_sequence = coeff * E / K / max(B, 1)
+        factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
+        loss = kernels.weighted_token_sum(scores.view(-1, B * E), factors_BE.flatten())
+        everywhere = kind == "global_aux_loss"
+        groups = self.pg_collection
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind],
+            reduce_group=groups.tp_dp_cp if everywhere else groups.tp_cp,
+            reduce_group_has_dp=everywhere, valid_token_count=valid)
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str,
@@ -999,96 +1091,13 @@ class TopKRouter(Router):
         """
         if aux_loss_name not in METRICS:
             raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
-        logged = self.last_losses[METRICS.index(aux_loss_name)]
-        _update_once(logged, (aux_loss.detach() / aux_loss_coeff).float(), add=False)
         sharers = 0 if reduce_group_has_dp else group_size(reduce_group)
-        # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
-        if self._sharers[aux_loss_name] != sharers:
-            self._sharers[aux_loss_name] = sharers
+        self.kept.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
         if self.config.calculate_per_token_loss:
             if valid_token_count is None:
                 valid_token_count = activation.shape[0] * group_size(self.pg_collection.tp_cp)
             aux_loss = aux_loss * valid_token_count
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
-
-    # -- counts and the expert bias --
-
-    def _apply_expert_bias(self, routing_map: Tensor) -> None:
-        """Adds the counts of the map [T, E], which is before dropping and without padding,
-        to those of the expert bias: once per training forward with grad.
-        """
-        if self._in_training_forward():
-            self._count(routing_map.sum(0))
-
-    def _count(self, counts_E):
-        _update_once(self.last_tokens_per_expert, counts_E, add=False)
-        if self.local_tokens_per_expert is not None:
-            _update_once(self.local_tokens_per_expert, counts_E, add=True)
-
-    def _update_histogram(self, logits_TE, padding_T):
-        if self.bias_histogram is None:
-            return
-        score = kernels.SCORE_FUNCTIONS[self.config.score_function]
-        histogram = kernels.required_bias_histogram(
-            score(kernels._upcast(logits_TE)), self.expert_bias, self.config.topk,
-            padding_mask=padding_T)
-        _update_once(self.bias_histogram, histogram, add=True)
-
-    def reset_bias_histogram(self) -> None:
-        """Empties the histogram of bias_update="quantile", which was made with the old bias.
-
-        Call it after writing the expert bias by hand. load_state_dict calls it for you.
-        """
-        if self.bias_histogram is not None:
-            self.bias_histogram.zero_()
-
-    def reset_parameters(self) -> None:
-        """Draws the weight anew (normal, init_std). Biases, counts and sums become zero."""
-        super().reset_parameters()
-        self._reset_counts()
-
-    def _reset_counts(self):
-        for name in (*_COUNTS, "expert_bias"):
-            if getattr(self, name) is not None:
-                getattr(self, name).zero_()
-        self.last_losses.fill_(math.nan)
-        _loss_scale(self.weight.device)              # made here, not by the first compiled forward
-
-    # The bias and the counts keep their dtype: in bf16 a bias update of 1e-3 is rounded
-    # away, and a large count no longer grows by 1.
-
-    def _apply(self, fn, recurse=True):
-        bias = self.expert_bias
-        super()._apply(fn, recurse)
-        if bias is not None and self.expert_bias.dtype != bias.dtype:
-            self.expert_bias = bias.to(self.expert_bias.device)
-        self._move_counts(fn)
-        _loss_scale(self.weight.device)
-        return self
-
-    def _move_counts(self, fn):
-        for name in _COUNTS:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                moved = fn(tensor)
-                if moved.dtype != tensor.dtype:
-                    moved = tensor.to(moved.device)
-                setattr(self, name, _counter(moved))
-
-    def _maintain_float32_expert_bias(self):
-        """Casts the expert bias back if something other than `_apply` has cast it."""
-        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = self.expert_bias.float()
-
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
-        self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
-        self.reset_bias_histogram()
-
-    def _save_to_state_dict(self, *args, **kwargs):
-        self._maintain_float32_expert_bias()
-        super()._save_to_state_dict(*args, **kwargs)
-
 
 # ---- Routers of a whole model ----
 
@@ -1150,8 +1159,7 @@ def update_expert_bias(model: nn.Module) -> None:
                 router.local_tokens_per_expert.long(), router.expert_bias,
                 expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
         router.expert_bias.copy_(bias)
-        router.local_tokens_per_expert.zero_()
-        router.reset_bias_histogram()
+        router.kept.zero("local_tokens_per_expert", "bias_histogram")
 
 
 class RoutingRecord:
@@ -1215,7 +1223,7 @@ def replay_routing(
     naming the router, a wrong shape or dtype, or None.
     """
     _routers(model)
-    kernels._check_known("missing", missing, ("unrouted", "live"))
+    kernels.check_known("missing", missing, ("unrouted", "live"))
     modules = model.named_modules()
     routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
     if len(indices) != len(routers):
@@ -1246,13 +1254,13 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     them and averaged over the others. This is collective.
     """
     routers = _routers(model)
-    counts = [router.last_tokens_per_expert for router in routers]
-    losses = [router.last_losses for router in routers]
+    counts = [router.kept.last_tokens_per_expert for router in routers]
+    losses = [router.kept.last_losses for router in routers]
     if reduce:
         for i, router in enumerate(routers):
             group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
             ranks = group_size(group)
-            shares = [ranks / (router._sharers[name] or ranks) for name in METRICS]
+            shares = [ranks / (router.kept.sharers[name] or ranks) for name in METRICS]
             counts[i] = all_sum(counts[i], group)
             losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
     losses = torch.stack(losses)
@@ -1481,7 +1489,7 @@ def _empty_on_other_stream(tensor, others=()):
     return torch.empty_like(tensor)
 
 
-@kernels._op(_empty_on_other_stream)
+@kernels.op(_empty_on_other_stream)
 def _fork_stream(tensor: Tensor) -> Tensor:
     """A copy for the side stream, which waits for the current one."""
     copy = tensor.clone()
@@ -1491,7 +1499,7 @@ def _fork_stream(tensor: Tensor) -> Tensor:
     return copy
 
 
-@kernels._op(_empty_on_other_stream)
+@kernels.op(_empty_on_other_stream)
 def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     """The current stream waits for the side stream. Then it copies `tensor`. After the
     wait, `others` are ready too.

@@ -1320,6 +1320,9 @@ def test_config_signatures():
     assert_expected_inline(signatures(kernels), """\
 has_autocast(device_type)
 without_autocast(x)
+op(fake, mutates_args=(), cudagraph_unsafe=False)
+upcast(x)
+check_known(name, value, known)
 check_shapes(known=None, **tensors)
 is_integer(x)
 router_gating_linear(tokens, weight, bias, router_dtype)
@@ -1385,11 +1388,8 @@ sinkhorn_load_balancing(self, logits)
 get_aux_loss_coeff(self, aux_loss_type)
 is_aux_loss_enabled(self)
 apply_z_loss(self, logits, padding_mask=None)
-reset_global_aux_loss_tracker(self)
 attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, aux_loss_name,
-    reduce_group, reduce_group_has_dp=False, valid_token_count=None)
-reset_bias_histogram(self)
-reset_parameters(self)""")
+    reduce_group, reduce_group_has_dp=False, valid_token_count=None)""")
     assert_expected_inline(signatures(SharedExpertMLP), """\
 forward(self, hidden_states)
 pre_forward_comm(self, input, wait_current_stream=True)
@@ -1665,7 +1665,7 @@ def test_layer_metrics_of_layers_of_different_sizes():
     model = torch.nn.Sequential(first, second)
     model(torch.randn(9, 8))
     m = load_balancing_metrics(model)
-    counts = [layer.router.last_tokens_per_expert.tolist() for layer in model]
+    counts = [layer.router.kept.last_tokens_per_expert.tolist() for layer in model]
     assert m["tokens_per_expert"].tolist() == [[*counts[0], -1, -1], counts[1]]
     for violation, count in zip(m["max_violation"].tolist(), counts):
         assert violation == pytest.approx(max(count) / (18 / len(count)) - 1)
@@ -4104,8 +4104,7 @@ def test_parallel_rank_that_fails_ends_the_others(tmp_path, how):
 
 def counts_of(model) -> list[Tensor]:
     """What the routers keep beside their state dict: counts, sums, latest losses."""
-    kept = [getattr(router, name) for router in moe._routers(model) for name in moe._COUNTS]
-    return [tensor for tensor in kept if tensor is not None]
+    return [tensor for router in moe._routers(model) for tensor in router.kept.tensors().values()]
 
 
 def counts_under_ddp(rank, ranks):
