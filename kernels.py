@@ -13,6 +13,9 @@ Unrouted  An assignment with index E is unrouted: it was dropped, or its token i
           It sorts after all experts. No expert computes it, and it adds nothing to any
           output. In the backward its row and its prob get the gradient 0.
 Masks     A padding_mask is boolean. True means padding.
+Autocast  Nothing here follows autocast: a product is in the dtype of its operands, the
+          router's in router_dtype, in the forward and in the backward. The modules of moe.py
+          cast the operands of experts and latent experts to autocast's dtype themselves.
 
 Nothing here has state, a config, or a process group beyond an argument.
 `torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
@@ -80,7 +83,8 @@ def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
     """A copy of value. Its argument `grad` forces the compiler to make the copy in the backward.
 
     `grad` is otherwise unused. Without it the compiler may compute what is made of value in
-    the forward, and keep the result for the backward.
+    the forward. That costs memory, since the result is kept for the backward. And a value
+    that changes in between, as the loss scale does, would be read too early.
     """
     return value.clone()
 
@@ -154,7 +158,7 @@ def _as_map(routing_map):
 
 # ---- Gate: tokens -> logits ----
 
-# This is an op because the compiler would keep an upcast copy for the backward.
+# This is an op because the compiler would make the upcast copies in the forward, and keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
 def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
@@ -176,6 +180,7 @@ class _Gating(torch.autograd.Function):
     def forward(ctx, dtype, tokens, weight, bias):
         ctx.save_for_backward(tokens, weight, bias)
         ctx.dtype = dtype
+        # No op is needed here: what an autograd function keeps is what it saves.
         with without_autocast(tokens):
             if _multiplies_into_fp32(tokens, weight, dtype):
                 tokens_TH = tokens.reshape(-1, tokens.shape[-1])
@@ -891,7 +896,7 @@ def gather_rows(tokens: Tensor, plan: Permutation) -> Tensor:
     """
     check_shapes({"T": plan.inverse.shape[0]}, tokens=(tokens, "T H"))
     return _Adjoint.apply(
-        tokens, (_spread_rows, _collect_rows), *(plan.order, plan.inverse, plan.offsets))
+        tokens, (_spread_rows, _collect_rows), plan.order, plan.inverse, plan.offsets)
 
 
 def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tensor:
@@ -913,7 +918,7 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     if probs is not None:
         weighted = upcast(rows) * gather_probs(probs, plan)[:, None]
     out = _Adjoint.apply(
-        weighted, (_collect_rows, _spread_rows), *(plan.order, plan.inverse, plan.offsets))
+        weighted, (_collect_rows, _spread_rows), plan.order, plan.inverse, plan.offsets)
     return out.to(rows.dtype)
 
 
@@ -1864,4 +1869,4 @@ def linear(
     check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
     _check_one_dtype(rows=rows, weight=weight)
     with without_autocast(rows):
-        return _Linear.apply(guard_scalar(eps), *(rows, weight, norm))
+        return _Linear.apply(guard_scalar(eps), rows, weight, norm)

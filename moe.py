@@ -76,6 +76,18 @@ _CHOICES = {
     "bias_update": ("sign", "quantile"),
     "token_drop_policy": ("probs", "position"),
 }
+# (field, the field that it needs): a value other than its default is nothing without the other
+_NEEDS = (
+    ("num_groups", "group_topk"),
+    ("group_topk", "num_groups"),
+    ("group_score_topk", "num_groups"),
+    ("bias_update", "enable_expert_bias"),
+    ("latent_norm", "latent_size"),
+    ("pad_to_capacity", "capacity_factor"),
+    ("token_drop_policy", "capacity_factor"),
+    ("shared_expert_gate", "shared_expert_intermediate_size"),
+    ("shared_expert_overlap", "shared_expert_intermediate_size"),
+)
 
 
 @dataclass(frozen=True)
@@ -211,6 +223,9 @@ class MoEConfig:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 self._refuse(name, f"needs one of {', '.join(known)}")
+        for name, needed in _NEEDS:
+            if getattr(self, name) != getattr(MoEConfig, name) and not getattr(self, needed):
+                self._refuse(f"{name} {needed}", f"{name} is nothing without {needed}; set it too")
 
     def _check_router(self):
         if self.topk > self.num_experts:
@@ -226,20 +241,12 @@ class MoEConfig:
             self._refuse("pre_softmax score_function", "only softmax has a before and an after; "
                          "leave pre_softmax out")
 
-        if (self.num_groups is None) != (self.group_topk is None):
-            self._refuse("num_groups group_topk", "give both or neither")
         if self.num_groups is not None:
             kernels.check_groups(
                 self.topk, self.num_experts, num_groups=self.num_groups,
                 group_topk=self.group_topk, group_score_topk=self.group_score_topk)
-        elif self.group_score_topk is not None:
-            self._refuse("group_score_topk num_groups", "no groups to score; "
-                         "set num_groups and group_topk too")
 
         if self.bias_update == "quantile":
-            if not self.enable_expert_bias:
-                self._refuse("bias_update enable_expert_bias", "there is no bias to update; "
-                             "set enable_expert_bias=True too")
             if self.bias_update_rate != 1e-3:
                 self._refuse("bias_update bias_update_rate", "quantile has no rate; "
                              "leave bias_update_rate out")
@@ -293,17 +300,6 @@ class MoEConfig:
         if self.apply_probs_on == "input" and self.topk > 1:
             self._refuse("apply_probs_on topk", "\"input\" is for topk = 1: it makes another input "
                          "for every expert of a token; leave apply_probs_on out")
-        if self.latent_size is None and self.latent_norm:
-            self._refuse("latent_norm latent_size", "there is nothing to normalise; "
-                         "set latent_size too")
-        drops = self.pad_to_capacity or self.token_drop_policy != "probs"
-        if self.capacity_factor is None and drops:
-            self._refuse("capacity_factor pad_to_capacity token_drop_policy", "nothing is dropped; "
-                         "set capacity_factor too")
-        shared = self.shared_expert_gate or self.shared_expert_overlap
-        if self.shared_expert_intermediate_size is None and shared:
-            self._refuse("shared_expert_intermediate_size shared_expert_gate shared_expert_overlap",
-                         "there is no shared expert; set shared_expert_intermediate_size too")
 
 
 def _normal(shape, std, like):
@@ -667,6 +663,17 @@ class Router(ParallelModule, ABC):
         self.kept.reset()
         _loss_scale(self.weight.device)              # made here, not by the first compiled forward
 
+    def _given_indices(self, topk_indices, axes):
+        """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
+        name = "topk_indices"
+        K = self.config.topk
+        if self._replayed is not None:
+            name, topk_indices, _ = self._replayed
+            if topk_indices is None:
+                raise ValueError(f"{name} is None: this router had not run in record_routing; "
+                                 f"needs a tensor [T, {K}] of an integer dtype")
+        return None if topk_indices is None else _check_indices(name, topk_indices, axes, K=K)
+
     # -- what is counted, in training with grad --
 
     local_tokens_per_expert = property(lambda self: self.kept.local_tokens_per_expert)
@@ -910,17 +917,6 @@ class TopKRouter(Router):
         """
         probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
         return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
-
-    def _given_indices(self, topk_indices, axes):
-        """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
-        name = "topk_indices"
-        K = self.config.topk
-        if self._replayed is not None:
-            name, topk_indices, _ = self._replayed
-            if topk_indices is None:
-                raise ValueError(f"{name} is None: this router had not run in record_routing; "
-                                 f"needs a tensor [T, {K}] of an integer dtype")
-        return None if topk_indices is None else _check_indices(name, topk_indices, axes, K=K)
 
     def _fill_missing(self, indices_TK, logits_TE, padding_T):
         """Replayed indices without -1: see replay_routing."""

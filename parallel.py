@@ -132,6 +132,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
+        # It has the shape of the rows that are sent, since their gradient comes back in its place
+        # and autograd compares the two shapes.
         shadow = rows.new_zeros(()).expand(rows.shape)
         return exchange(rows, **splits), shadow
 

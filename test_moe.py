@@ -1224,7 +1224,7 @@ def test_config_errors():
         config(router_dtype=torch.int64) => router_dtype = torch.int64
         config(params_dtype="bf16") => params_dtype = 'bf16'
         config(num_groups=4) => num_groups = 4, group_topk = None
-        config(group_topk=4) => num_groups = None, group_topk = 4
+        config(group_topk=4) => group_topk = 4, num_groups = None: group_topk is nothing without
         config(group_score_topk=1) => group_score_topk = 1, num_groups = None
         config(num_groups=3, group_topk=1) => num_groups = 3 does not divide
         config(num_groups=4, group_topk=1, topk=3) => cannot hold topk = 3
@@ -1262,7 +1262,7 @@ def test_config_errors():
         config(capacity_factor=0.0) => capacity_factor = 0.0: needs a positive
         config(capacity_factor=1.0, token_drop_policy="random") => one of probs, position
         config(token_drop_policy="position") => capacity_factor = None
-        config(pad_to_capacity=True) => capacity_factor = None, pad_to_capacity = True
+        config(pad_to_capacity=True) => pad_to_capacity = True, capacity_factor = None: pad_to_capacity is
         config(bias_update="median") => bias_update = 'median': needs one of sign, quantile
         quantile(enable_expert_bias=False) => bias_update = 'quantile', enable_expert_bias = False
         quantile(bias_update_rate=1e-2) => bias_update = 'quantile', bias_update_rate = 0.01
