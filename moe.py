@@ -1018,36 +1018,35 @@ class TopKRouter(Router):
         is. Counts and T are those of tp_cp.
         """
         counts_E = all_sum(routing_map.sum(0), self.pg_collection.tp_cp)
-        return self._apply_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E[None])
+        return self._apply_switch_loss(
+            "aux_loss", probs, scores=scores_for_aux_loss, counts_BE=counts_E[None])
 
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int,
         bsz: int,
     ) -> Tensor:
         """probs with the switch loss of each sequence attached: the mean over the B = bsz
-        sequences of S = seq_length tokens on this rank.
-
-        Token t is s·B + b. Each sequence has its own counts and its own valid tokens, over
-        tp_cp. A sequence of padding gives 0.
+        sequences of S = seq_length tokens on this rank. Each has its own counts and its own
+        valid tokens, over tp_cp. A sequence of padding gives 0.
         """
-        counts_BE = routing_map.view(seq_length, -1).sum(0).view(bsz, -1)
+        E = self.config.num_experts
+        counts_BE = routing_map.view(seq_length, bsz * E).sum(0).view(bsz, E)
         counts_BE = all_sum(counts_BE, self.pg_collection.tp_cp)
-        return self._apply_switch_loss("seq_aux_loss", probs, scores_for_aux_loss, counts_BE)
+        return self._apply_switch_loss(
+            "seq_aux_loss", probs, scores=scores_for_aux_loss, counts_BE=counts_BE)
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
     ) -> Tensor:
-        """probs with the global switch loss attached (arXiv 2501.11873).
-
-        Counts and T are those of tp_dp_cp, averaged over the forwards since
-        reset_global_aux_loss_tracker.
+        """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are those
+        of tp_dp_cp, averaged over the forwards since reset_global_aux_loss_tracker.
         """
         groups = self.pg_collection
         local_E = routing_map.sum(0)
         sums_E, steps = self.kept.add_to_global(all_sum(local_E, groups.tp_dp_cp))
         mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
         return self._apply_switch_loss(
-            "global_aux_loss", probs, scores_for_aux_loss, mean_E[None],
+            "global_aux_loss", probs, scores=scores_for_aux_loss, counts_BE=mean_E[None],
             valid=all_sum(local_E.sum(), groups.tp_cp) / self.config.topk)
 
     def _apply_switch_loss(self, kind, probs, scores, counts_BE, valid=None):
@@ -1056,6 +1055,7 @@ class TopKRouter(Router):
         Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
         """
         B, E = counts_BE.shape
+        S = scores.shape[0] // max(B, 1)
         K = self.config.topk
         coeff = self.get_aux_loss_coeff(kind)
         if valid is None:
@@ -1064,7 +1064,7 @@ class TopKRouter(Router):
         tokens_B1 = counts_BE.sum(1, keepdim=True) / K
         per_sequence = coeff * E / K / max(B, 1)
         factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
-        loss = kernels.weighted_token_sum(scores.view(-1, B * E), factors_BE.flatten())
+        loss = kernels.weighted_token_sum(scores.view(S, B * E), factors_BE.flatten())
         everywhere = kind == "global_aux_loss"
         groups = self.pg_collection
         return self.attach_and_log_load_balancing_loss(
