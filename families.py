@@ -732,7 +732,8 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     what changes has added. A model that fully_shard has sharded is not supported.
 
     ValueError: an unknown model type, no block, a block that the layer cannot express, tensors on
-    the meta device, groups with several ranks in ep or tp. TypeError: no model of the library, or an unknown field in changes.
+    the meta device, groups with several ranks in ep or tp. TypeError: no model of the library, or
+    an unknown field in changes.
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
@@ -741,6 +742,8 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     if "params_dtype" in changes:
         raise ValueError("changes has params_dtype; "
                          "blocks keep their dtypes: cast the model instead")
+    if "batch_first" in changes:
+        raise ValueError("changes has batch_first; a block's input is batch first as it is")
     model_type, _ = _type_of(model.config)
     prefixes = _prefixes(_tensors(model), _family(model_type).layouts[-1:])
     if not prefixes:
@@ -848,7 +851,7 @@ def _blank_block(model, prefix, changes, groups):
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
-    config = dataclasses.replace(dataclasses.replace(published, batch_first=True), **changes)
+    config = dataclasses.replace(published, batch_first=True, **changes)
     if config.parts != published.parts:
         raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
                          f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")

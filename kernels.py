@@ -1,7 +1,8 @@
 """Mixture-of-Experts as plain tensor functions, in the order a token meets them: gate,
 route, balance, permute, experts.
 
-Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b), H hidden size, E
+Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b; with batch_first
+          b·S + s), M rows that arrive at a rank, H hidden size, E
           experts, K experts per token, N = T·K assignments, F expert FFN size, P parts of
           fc1's output (2: gate and up), ℓ latent size, C expert capacity, G groups of
           experts. Capitals at the end of a name are the tensor's axes: rows_NH is [N, H],
@@ -71,9 +72,9 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
                 return function(*args, **kwargs)
 
         name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
-        op = torch.library.custom_op(name, body, mutates_args=mutates_args, tags=tags)
-        op.register_fake(fake)
-        return op
+        registered = torch.library.custom_op(name, body, mutates_args=mutates_args, tags=tags)
+        registered.register_fake(fake)
+        return registered
 
     return register
 
@@ -238,10 +239,13 @@ def router_gating_linear(
 def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
     """[T, columns]: values[t, k] in column indices[t, k], and `fill` elsewhere.
 
-    Index `columns` stands for no column.
+    Index `columns` stands for no column. Floats that meet in a column are added.
     """
     out = values.new_full((values.shape[0], columns + 1), fill)
-    out.scatter_(1, indices, values)
+    if values.is_floating_point():
+        out.scatter_add_(1, indices, values)
+    else:
+        out.scatter_(1, indices, values)
     return out[:, :columns].contiguous()
 
 
@@ -1152,7 +1156,9 @@ class SwiGLU:
         if v is not None:
             a = a.clamp(max=v)
             b = b.clamp(-v, v)
-        return a, b + self.linear_offset if self.linear_offset else b
+        if self.linear_offset:
+            b = b + self.linear_offset
+        return a, b
 
     def value(self, a, b):
         a, linear = self.factors(a, b)
@@ -1249,9 +1255,14 @@ ACTIVATIONS = {
     "swiglu": SwiGLU, "geglu": GeGLU, "quick_geglu": QuickGeGLU, "situ": SiTU, "relu2": ReLU2}
 
 
+def constants_of(kind: str) -> tuple[str, ...]:
+    """The names of an activation's constants: the fields of its dataclass."""
+    return ACTIVATIONS[kind].__match_args__
+
+
 def _activation_of(kind, constants):
     check_known("kind", kind, ACTIVATIONS)
-    known = ACTIVATIONS[kind].__match_args__                 # the names of its fields
+    known = constants_of(kind)
     for name, value in constants.items():
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
@@ -1777,7 +1788,7 @@ def expert_mlp(
     fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
     weight is copied as long as P and F are adjacent axes there. The plan is one of
     plan_permutation, not of pad_plan. Only the arguments and fc1's output [N, P·F] are kept
-    for the backward (with fp8_input_store as fp8 e4m3). ValueError and TypeError: shapes
+    for the backward (with fp8_input_store as fp8 e4m3), with fc2_bias also [T, E]. ValueError and TypeError: shapes
     and dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
@@ -1806,7 +1817,9 @@ def expert_mlp(
     if fc2_bias is not None:
         # Σ_k p_tk · fc2_bias[i_tk] = P · fc2_bias, P [T, E]: the probs in map form
         probs_TE, _ = routing_to_map(probs, _expert_of(plan.inverse, plan.offsets), E)
-        y = y + linear(probs_TE.to(y.dtype), fc2_bias.t())
+        wide = torch.promote_types(y.dtype, torch.float32)
+        bias_TH = router_gating_linear(probs_TE, fc2_bias.t(), bias=None, router_dtype=wide)
+        y = (y + bias_TH).to(y.dtype)
     return y
 
 

@@ -27,7 +27,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Sequence
+from typing import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,18 +36,20 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# reduce_gradients and gradient_norm are here for those who import them from moe.
+# Some of these are here for those who import them from moe.
 if __package__:
     from . import kernels, parallel
     from .parallel import (
-        ParallelModule, ProcessGroups, all_sum, copy_rows, gradient_norm, group_rank, group_size,
-        reduce_gradients)
+        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum, copy_rows,
+        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
+        reduce_gradients, wait)
 else:
     import kernels
     import parallel
     from parallel import (
-        ParallelModule, ProcessGroups, all_sum, copy_rows, gradient_norm, group_rank, group_size,
-        reduce_gradients)
+        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum, copy_rows,
+        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
+        reduce_gradients, wait)
 
 
 # ---- Config ----
@@ -142,7 +144,7 @@ class MoEConfig:
     input_jitter_eps: float | None = None          # noise on the router's input, in training
     force_load_balancing: bool = False             # random logits, for benchmarks
     calculate_per_token_loss: bool = False         # losses times the count of valid tokens
-    capacity_factor: float | None = None           # None: dropless. Probs stay as they are.
+    capacity_factor: float | None = None           # None: dropless
     token_drop_policy: str = "probs"               # "probs", "position"
     pad_to_capacity: bool = False
     shared_expert_intermediate_size: int | None = None     # Fs; None: no shared expert
@@ -174,7 +176,7 @@ class MoEConfig:
     @property
     def activation_options(self) -> dict:
         """Keyword arguments of kernels.activation and kernels.expert_mlp."""
-        known = kernels.ACTIVATIONS[self.activation].__match_args__      # the names of its fields
+        known = kernels.constants_of(self.activation)
         constants = {
             constant: getattr(self, name) for name, constant in _CONSTANTS.items()
             if constant in known}
@@ -224,7 +226,8 @@ class MoEConfig:
             if getattr(self, name) not in known:
                 self._refuse(name, f"needs one of {', '.join(known)}")
         for name, needed in _NEEDS:
-            if getattr(self, name) != getattr(MoEConfig, name) and not getattr(self, needed):
+            missing = getattr(self, needed) in (None, False)
+            if missing and getattr(self, name) != getattr(MoEConfig, name):
                 self._refuse(f"{name} {needed}", f"{name} is nothing without {needed}; set it too")
 
     def _check_router(self):
@@ -292,7 +295,7 @@ class MoEConfig:
                              "alone, without a coefficient, and with softmax")
 
     def _check_experts(self):
-        known = kernels.ACTIVATIONS[self.activation].__match_args__
+        known = kernels.constants_of(self.activation)
         for name, constant in _CONSTANTS.items():
             if constant not in known and getattr(self, name) != getattr(MoEConfig, name):
                 self._refuse(f"activation {name}", f"{self.activation} has no such constant; "
@@ -331,7 +334,8 @@ class MoELayer(ParallelModule):
     draw numbers. Under ep each rank has E / ep experts and tokens of its own. Every rank
     must run every forward and backward, also with T = 0. With pad_to_capacity all ranks
     need the same T, with sequence_parallel the same S over tp. ValueError: sizes that ep
-    or tp do not divide, tp without sequence_parallel, and in the forward wrong shapes.
+    or tp do not divide, tp without sequence_parallel or with batch_first, and in the forward
+    wrong shapes.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape
@@ -397,7 +401,7 @@ class MoELayer(ParallelModule):
             y_TH = dispatched.wait_and_combine(handle)
 
             if self.latent_up is not None:
-                y_TH = self.latent_up(y_TH)
+                y_TH = self.latent_up(y_TH).to(y_TH.dtype)
             y = y_TH.view(hidden_states.shape)
             if overlap:
                 y = y + shared.get_output().to(y.dtype)
@@ -411,17 +415,18 @@ class MoELayer(ParallelModule):
 
     def dispatch(
         self, x: Tensor, probs: Tensor, indices: Tensor, plan: kernels.Permutation,
-    ) -> parallel.Dispatch:
+    ) -> Dispatch:
         """Sends the rows to their experts. Override this for a dispatcher of your own.
 
-        x [T, H] is what the experts see: [T, ℓ] with latent experts. probs and indices
-        [T, K] are the router's, index E is unrouted, and the plan is that of the indices.
+        x [T, H] is what the experts see: [T, ℓ] with latent experts, times the prob with
+        apply_probs_on "input". The experts multiply by probs [T, K], ones with "input".
+        indices [T, K] are the router's, index E is unrouted, and the plan is theirs.
         """
         group = self.pg_collection.ep
         if group_size(group) == 1:
-            return parallel.Local(x, probs, plan)
+            return Local(x, probs, plan)
         padded = self.config.capacity_factor if self.config.pad_to_capacity else None
-        return parallel.ExpertParallel(x, probs, plan=plan, group=group, capacity_factor=padded)
+        return ExpertParallel(x, probs, plan=plan, group=group, capacity_factor=padded)
 
 
 # ---- Router: the loss scale, and a loss in the backward ----
@@ -598,8 +603,15 @@ class RouterCounts:
             setattr(self, name, _fixed(moved))
 
     def follow(self, device: torch.device) -> None:
-        """To the router's device: fully_shard moves parameters and buffers without `_apply`."""
-        if self.last_losses.device != device:
+        """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
+        device, move parameters and buffers without `_apply`.
+        """
+        if self.last_losses.device == device:
+            return
+        if self.last_losses.is_meta:
+            self.move(lambda tensor: torch.empty_like(tensor, device=device))
+            self.reset()
+        else:
             self.move(lambda tensor: tensor.to(device))
 
 
@@ -628,7 +640,7 @@ class Router(ParallelModule, ABC):
         if config.enable_expert_bias:
             expert_bias = torch.empty(config.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", expert_bias)
-        self.kept = RouterCounts(config, group_size(self.pg_collection.tp_cp))
+        self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
         # See record_routing and replay_routing.
         self._recording = False
         self._recorded = None
@@ -645,8 +657,8 @@ class Router(ParallelModule, ABC):
 
     def gating(self, input: Tensor) -> Tensor:
         """input [.., H] -> logits [.., E] in router_dtype. Autocast does not change it."""
-        weight = parallel.gathered(self.weight)
-        bias = parallel.gathered(self.bias)
+        weight = gathered(self.weight)
+        bias = gathered(self.bias)
         dtype = self.config.router_dtype
         return kernels.router_gating_linear(input, weight, bias, router_dtype=dtype)
 
@@ -660,7 +672,7 @@ class Router(ParallelModule, ABC):
             for bias in (self.bias, self.expert_bias):
                 if bias is not None:
                     bias.zero_()
-        self.kept.reset()
+        self.counts.reset()
         _loss_scale(self.weight.device)              # made here, not by the first compiled forward
 
     def _given_indices(self, topk_indices, axes):
@@ -676,10 +688,10 @@ class Router(ParallelModule, ABC):
 
     # -- what is counted, in training with grad --
 
-    local_tokens_per_expert = property(lambda self: self.kept.local_tokens_per_expert)
-    bias_histogram = property(lambda self: self.kept.bias_histogram)
-    global_tokens_per_expert = property(lambda self: self.kept.global_tokens_per_expert)
-    ga_steps = property(lambda self: self.kept.ga_steps)
+    local_tokens_per_expert = property(lambda self: self.counts.local_tokens_per_expert)
+    bias_histogram = property(lambda self: self.counts.bias_histogram)
+    global_tokens_per_expert = property(lambda self: self.counts.global_tokens_per_expert)
+    ga_steps = property(lambda self: self.counts.ga_steps)
 
     def _in_training_forward(self):
         return self.training and torch.is_grad_enabled()
@@ -689,7 +701,7 @@ class Router(ParallelModule, ABC):
         to those of the expert bias: once per training forward with grad.
         """
         if self._in_training_forward():
-            self.kept.count(routing_map.sum(0))
+            self.counts.count(routing_map.sum(0))
 
     def _update_histogram(self, logits_TE, padding_T):
         if self.bias_histogram is None:
@@ -704,11 +716,11 @@ class Router(ParallelModule, ABC):
 
         Call it after writing the expert bias by hand. load_state_dict calls it for you.
         """
-        self.kept.zero("bias_histogram")
+        self.counts.zero("bias_histogram")
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Starts the averages of the global loss anew. finish_step calls it."""
-        self.kept.zero("global_tokens_per_expert", "ga_steps")
+        self.counts.zero("global_tokens_per_expert", "ga_steps")
 
     # -- the expert bias stays in fp32: in bf16 an update of 1e-3 is rounded away --
 
@@ -717,7 +729,7 @@ class Router(ParallelModule, ABC):
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)
-        self.kept.move(fn)
+        self.counts.move(fn)
         _loss_scale(self.weight.device)
         return self
 
@@ -780,7 +792,7 @@ class TopKRouter(Router):
 
     In training, with grad enabled, balance losses are attached to the probs and the z-loss
     to the logits. So the losses are in the gradient already: do not add them. What it counts
-    is in `kept`, a RouterCounts.
+    is in `counts`, a RouterCounts.
 
     >>> router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> probs, indices = router.route(torch.randn(5, 3, 8))
@@ -792,8 +804,8 @@ class TopKRouter(Router):
         self, input: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, dense_output: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """input [S, B, H] or [T, H] -> (probs [T, E] in router_dtype, routing_map [T, E]
-        bool), or with `dense_output` (probs [T, K], indices [T, K] int64), where index E
+        """input [S, B, H], with batch_first [B, S, H], or [T, H] -> (probs [T, E] in
+        router_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K], indices [T, K] int64), where index E
         is unrouted and has prob 0.
 
         padding_mask [S, B] or [T] bool: tokens with True are unrouted. Within tp_cp either
@@ -810,7 +822,7 @@ class TopKRouter(Router):
                              f"[T, {H}]")
         _check_mask(padding_mask, input.shape[:-1])
         topk_indices = self._given_indices(topk_indices, input.shape[:-1])
-        self.kept.follow(self.weight.device)
+        self.counts.follow(self.weight.device)
         logits = self.gating(self.apply_input_jitter(input))
         routing = self._route_logits(logits, padding_mask, topk_indices)
         return routing if dense_output else self._to_map(*routing)
@@ -866,7 +878,7 @@ class TopKRouter(Router):
         if self._in_training_forward():
             if self.is_aux_loss_enabled():
                 probs_TK = self._apply_losses(probs_TK, logits, padding_T)
-            self.kept.count(kernels.count_experts(chosen_TK, E))
+            self.counts.count(kernels.count_experts(chosen_TK, E))
             self._update_histogram(logits_TE.detach(), padding_T)
         return probs_TK, indices_TK
 
@@ -1003,7 +1015,7 @@ class TopKRouter(Router):
             by_sequence = scores_TE, map_TE
             if self.config.batch_first and logits.ndim == 3:
                 B, S = S, B
-                by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B) for x in by_sequence]
+                by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B, s=S) for x in by_sequence]
             probs = self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
         if self.get_aux_loss_coeff("global_aux_loss"):
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
@@ -1043,7 +1055,7 @@ class TopKRouter(Router):
         """
         groups = self.pg_collection
         local_E = routing_map.sum(0)
-        sums_E, steps = self.kept.add_to_global(all_sum(local_E, groups.tp_dp_cp))
+        sums_E, steps = self.counts.add_to_global(all_sum(local_E, groups.tp_dp_cp))
         mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
         return self._apply_switch_loss(
             "global_aux_loss", probs, scores=scores_for_aux_loss, counts_BE=mean_E[None],
@@ -1088,7 +1100,7 @@ class TopKRouter(Router):
         if aux_loss_name not in METRICS:
             raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
         sharers = 0 if reduce_group_has_dp else group_size(reduce_group)
-        self.kept.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
+        self.counts.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
         if self.config.calculate_per_token_loss:
             if valid_token_count is None:
                 valid_token_count = activation.shape[0] * group_size(self.pg_collection.tp_cp)
@@ -1098,9 +1110,9 @@ class TopKRouter(Router):
 # ---- Routers of a whole model ----
 
 def _routers(model):
-    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
-        raise ValueError(f"model ({type(model).__name__}) has no TopKRouter")
+        raise ValueError(f"model ({type(model).__name__}) has no Router")
     return routers
 
 
@@ -1155,13 +1167,13 @@ def update_expert_bias(model: nn.Module) -> None:
                 router.local_tokens_per_expert.long(), router.expert_bias,
                 expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
         router.expert_bias.copy_(bias)
-        router.kept.zero("local_tokens_per_expert", "bias_histogram")
+        router.counts.zero("local_tokens_per_expert", "bias_histogram")
 
 
 class RoutingRecord:
     """What the routers chose: see record_routing."""
 
-    def __init__(self, routers: list[TopKRouter]):
+    def __init__(self, routers: list[Router]):
         self._routers = routers
         self._kept = None
 
@@ -1221,7 +1233,7 @@ def replay_routing(
     _routers(model)
     kernels.check_known("missing", missing, ("unrouted", "live"))
     modules = model.named_modules()
-    routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
+    routers = {name: module for name, module in modules if isinstance(module, Router)}
     if len(indices) != len(routers):
         raise ValueError(f"indices is for {len(indices)} layers; "
                          f"the model has {len(routers)} routers: {', '.join(routers)}")
@@ -1250,13 +1262,13 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     them and averaged over the others. This is collective.
     """
     routers = _routers(model)
-    counts = [router.kept.last_tokens_per_expert for router in routers]
-    losses = [router.kept.last_losses for router in routers]
+    counts = [router.counts.last_tokens_per_expert for router in routers]
+    losses = [router.counts.last_losses for router in routers]
     if reduce:
         for i, router in enumerate(routers):
             group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
             ranks = group_size(group)
-            shares = [ranks / (router.kept.sharers[name] or ranks) for name in METRICS]
+            shares = [ranks / (router.counts.sharers[name] or ranks) for name in METRICS]
             counts[i] = all_sum(counts[i], group)
             losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
     losses = torch.stack(losses)
@@ -1267,7 +1279,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
 
     on = set()
     for router in routers:
-        on |= {LOSS_NAMES[kind] for kind in LOSS_NAMES if router.get_aux_loss_coeff(kind)}
+        on |= {LOSS_NAMES[kind] for kind in router.config.balancing if kind in LOSS_NAMES}
         if router.config.z_loss_coeff:
             on.add("z_loss")
     metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
@@ -1380,11 +1392,13 @@ class LatentUp(ParallelModule):
             self.norm = self.parameter(config.latent_size)
         self.reset_parameters()
 
-    def forward(self, rows_TL: Tensor) -> Tensor:
-        rows, weight = _as_autocast(rows_TL, self.weight)
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [T, ℓ] -> [T, H]."""
+        dtype = rows.dtype
+        rows, weight = _as_autocast(rows, self.weight)
         eps = self.config.latent_norm_eps
         y_TH = kernels.linear(rows, weight, norm=self.norm, eps=eps)
-        return y_TH.to(rows_TL.dtype)
+        return y_TH.to(dtype)
 
     def reset_parameters(self) -> None:
         """Draws the weight anew (normal, output_init_std). The norm becomes ones."""
@@ -1651,7 +1665,7 @@ class SharedExpertMLP(ParallelModule):
         return None if gate_weight is None else F.linear(x, gate_weight).sigmoid()
 
     def _enter(self, x):
-        return parallel.enter_tp(x, self.pg_collection.tp, self.config.sequence_parallel)
+        return enter_tp(x, self.pg_collection.tp, self.config.sequence_parallel)
 
     def _fc1_and_act(self, x, fc1):
         hidden = F.linear(x, fc1.flatten(0, 1))
@@ -1661,7 +1675,7 @@ class SharedExpertMLP(ParallelModule):
         return F.linear(x, fc2)
 
     def _leave(self, y):
-        return parallel.leave_tp(y, self.pg_collection.tp, self.config.sequence_parallel)
+        return leave_tp(y, self.pg_collection.tp, self.config.sequence_parallel)
 
     # -- the same in five steps --
 

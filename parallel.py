@@ -426,7 +426,8 @@ def _place(module, path, tensor):
 
     The tensors of a parametrization (torch.nn.utils.parametrize) go with the parameter that
     they make. If that is sharded, they are sharded like it: each needs as many axes, and
-    its size on the sharded one.
+    its size on the sharded one. (So with one expert a rank an adapter that is meant for all
+    experts cannot be told from one of its own.)
     """
     owner, parametrized, made = f".{path}".partition(".parametrizations.")
     name = made.split(".")[0]
@@ -437,7 +438,10 @@ def _place(module, path, tensor):
         return None, None, None
     group, axis = owner.shard(name)
     if parametrized and axis is not None and group_size(group) > 1:
-        whole = getattr(owner, name)
+        made_of = owner.parametrizations[name]
+        with torch.no_grad():
+            whole = getattr(made_of, "original", None)
+            whole = getattr(owner, name) if whole is None else whole
         if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
             raise ValueError(
                 f"{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is sharded "

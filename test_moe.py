@@ -1359,6 +1359,7 @@ unpermute(permuted_tokens, sorted_indices, restore_shape, probs=None, routing_ma
     fused=False, drop_and_pad=False)
 sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs=None)
 pad_routing_map(routing_map, pad_multiple)
+constants_of(kind)
 activation(y, kind='swiglu', weights=None, fp8_input_store=False, **constants)
 activation_back(g, y, kind='swiglu', weights=None, **constants)
 swiglu(y)
@@ -1536,7 +1537,9 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("options", [dict(), *EVERYTHING], ids=["plain", "losses", "sinkhorn"])
+@pytest.mark.parametrize(
+    "options", [dict(), *EVERYTHING, dict(EVERYTHING[0], batch_first=True)],
+    ids=["plain", "losses", "sinkhorn", "batch first"])
 def test_layer_without_tokens_or_with_padding_alone(options):
     """An empty or zero result, and zero gradients, not None."""
     layer = MoELayer(MoEConfig(8, 4, 4, **{"topk": 2, **options}))
@@ -1665,7 +1668,7 @@ def test_layer_metrics_of_layers_of_different_sizes():
     model = torch.nn.Sequential(first, second)
     model(torch.randn(9, 8))
     m = load_balancing_metrics(model)
-    counts = [layer.router.kept.last_tokens_per_expert.tolist() for layer in model]
+    counts = [layer.router.counts.last_tokens_per_expert.tolist() for layer in model]
     assert m["tokens_per_expert"].tolist() == [[*counts[0], -1, -1], counts[1]]
     for violation, count in zip(m["max_violation"].tolist(), counts):
         assert violation == pytest.approx(max(count) / (18 / len(count)) - 1)
@@ -1709,7 +1712,7 @@ def test_layer_errors():
         layer(x, None, torch.zeros(6, 3).long()) => topk_indices is [6, 3] torch.int64
         layer(x, None, torch.zeros(6, 2)) => topk_indices is [6, 2] torch.float32
         layer(x, None, torch.zeros(6, 2).bool()) => [6, 2] torch.bool; needs [6, 2] or [6, 2] of an
-        load_balancing_metrics(torch.nn.Linear(2, 2)) => (Linear) has no TopKRouter
+        load_balancing_metrics(torch.nn.Linear(2, 2)) => (Linear) has no Router
         """, layer=MoELayer(MoEConfig(8, 4, 4, topk=2)), x=torch.randn(6, 8))
 
 
@@ -2536,7 +2539,7 @@ def test_shared_matches_loop(kind):
     the same bits."""
     values = dict(glu_linear_offset=0.5, activation_clamp_value=0.6, situ_beta=1.5,
                   situ_linear_beta=0.7, glu_alpha=1.3)
-    takes = kernels.ACTIVATIONS[kind].__match_args__
+    takes = kernels.constants_of(kind)
     options = {name: value for name, value in values.items() if moe._CONSTANTS[name] in takes}
     config = shared_config(activation=kind, init_std=0.5, shared_expert_overlap=True, **options)
     upstream = torch.randn(5, 3, 6, dtype=torch.float64)
@@ -4104,7 +4107,7 @@ def test_parallel_rank_that_fails_ends_the_others(tmp_path, how):
 
 def counts_of(model) -> list[Tensor]:
     """What the routers keep beside their state dict: counts, sums, latest losses."""
-    return [tensor for router in moe._routers(model) for tensor in router.kept.tensors().values()]
+    return [tensor for router in moe._routers(model) for tensor in router.counts.tensors().values()]
 
 
 def counts_under_ddp(rank, ranks):
@@ -4202,6 +4205,11 @@ def sharded_from_meta(rank, ranks):
     half = fully_shard(copy.deepcopy(plain), mp_policy=policy)
     assert half(x).dtype == torch.bfloat16
     close(half(x).double(), want, 0.1)
+    policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+    for name in PARTS[:-1]:                                  # the layer's dtype is that of its input
+        layer = MoELayer(dataclasses.replace(config, params_dtype=torch.float32))
+        fully_shard(layer.get_submodule(name), mp_policy=policy)
+        assert layer(x.float()).dtype == torch.float32, name
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     for parts in subsets("latent_down", "experts", "latent_up"):
         half = copy.deepcopy(plain)
@@ -4493,6 +4501,18 @@ def test_trainer_counts_follow_a_weight_moved_without_apply():
     assert {tensor.device.type for tensor in counts_of(layer)} == {"meta"}
 
 
+def test_trainer_counts_start_where_a_state_dict_is_assigned():
+    """From the meta device without to_empty: the counts are made by the first forward."""
+    config = MoEConfig(8, 4, 4, topk=2, enable_expert_bias=True, score_function="sigmoid")
+    with torch.device("meta"):
+        layer = MoELayer(config)
+    layer.load_state_dict(MoELayer(config).state_dict(), assign=True)
+    layer(torch.randn(5, 8)).sum().backward()
+    assert layer.router.local_tokens_per_expert.sum() == 10
+    finish_step(layer)
+    assert layer.router.expert_bias.any()
+
+
 class CountOps(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the calls of the ops named."""
 
@@ -4507,16 +4527,17 @@ class CountOps(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# frozen -> calls of rows_times_weights, rows_times_rows and product_in in the backward
+# frozen -> calls of rows_times_weights, rows_times_rows and product_in in the backward. The last is
+# the router's product, and that of fc2_bias.
 FROZEN = {
-    "": (2, 3, 2),
-    "experts": (2, 0, 2),
-    "experts.fc1": (2, 1, 2),                                 # and its bias
-    "experts.fc2": (2, 2, 2),
-    "router": (2, 3, 1),
-    "x": (1, 3, 1),
-    "x experts": (1, 0, 1),
-    "x router experts.fc1": (0, 1, 0),
+    "": (2, 3, 4),
+    "experts": (2, 0, 3),
+    "experts.fc1": (2, 1, 4),                                 # and its bias
+    "experts.fc2": (2, 2, 3),
+    "router": (2, 3, 3),
+    "x": (1, 3, 3),
+    "x experts": (1, 0, 2),
+    "x router experts.fc1": (0, 1, 1),
 }
 
 
@@ -4699,7 +4720,7 @@ def test_trainer_replay_refuses_what_does_not_fit():
             ("missing is 'drop'; known: 'unrouted', 'live'",
              replay_routing(model, good, missing="drop").__enter__),
             ("recorded already; leave record_routing first", twice, record_routing),
-            ("(Linear) has no TopKRouter", record_routing(torch.nn.Linear(2, 2)).__enter__)]:
+            ("(Linear) has no Router", record_routing(torch.nn.Linear(2, 2)).__enter__)]:
         text = error(call, *args)
         assert text.startswith("ValueError: ") and phrase in text, text
     needed = "needs [5, 2] or [5, 2] of an integer dtype"
@@ -4742,7 +4763,7 @@ def test_trainer_replay_recompiles_once():
 def test_activation_slopes_by_differences(kind):
     """Every entry of the table, and what a new one has to fulfil."""
     values = dict(alpha=1.3, linear_offset=0.5, clamp_value=0.9, beta=1.5, linear_beta=0.7)
-    constants = {name: values[name] for name in kernels.ACTIVATIONS[kind].__match_args__}
+    constants = {name: values[name] for name in kernels.constants_of(kind)}
     y = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(5, 1, dtype=torch.float64, requires_grad=True)
     for w in (None, weights):
@@ -5191,6 +5212,20 @@ def test_experts_index_nowhere_gives_its_prob_no_gradient():
     y = expert_mlp(torch.randn(3, 6), probs, plan, *weights)
     grad = grads(y.sum(), [probs])[0]
     assert torch.equal(grad == 0, indices == 3)
+
+
+def test_experts_named_twice_count_twice():
+    """expert_mlp itself takes indices as they are, biases included; a layer merges repeats before."""
+    indices = torch.tensor([[0, 0], [2, 1], [1, 1]])
+    probs = leaf(3, 2)
+    x = leaf(3, 6)
+    weights = [leaf(*shape) for shape in ((3, 2, 5, 6), (3, 6, 5), (3, 2, 5), (3, 6))]
+    inputs = [x, probs, *weights]
+    got = expert_mlp(x, probs, plan_permutation(indices, 3), *weights)
+    halves = [expert_mlp(x, probs[:, k:k + 1], plan_permutation(indices[:, k:k + 1], 3), *weights)
+              for k in range(2)]
+    want = halves[0] + halves[1]
+    close_all([got, *grads(got.sin(), inputs)], [want, *grads(want.sin(), inputs)])
 
 
 # ---- Compile, memory, repeatability ----
@@ -7161,6 +7196,7 @@ def test_live_callback_makes_microbatches_one_batch(monkeypatch):
         logs = trained_by_callback(callback, pieces, model, x=x, upstream=upstream)
         assert list(logs) == ["loss", "seq_load_balancing_loss", "z_loss", "max_violation"]
         assert all(isinstance(value, float) and math.isfinite(value) for value in logs.values())
+        assert model.block().router.expert_bias.any()
         results.append(model.state_dict())
     for other in results[1:]:
         for name, tensor in results[0].items():
@@ -7277,6 +7313,7 @@ def test_live_refusals_change_nothing():
         (lambda: replace(model, topk=9), "topk = 9, num_experts = 8: a token cannot have more"),
         (lambda: replace(model, params_dtype=torch.bfloat16),
          "changes has params_dtype; blocks keep their dtypes: cast the model instead"),
+        (lambda: replace(model, batch_first=False), "a block's input is batch first as it is"),
         (lambda: replace(model, ffn_hidden_size=9),
          "changed:\n  layers.0.mlp.experts.gate_up_proj is [8, 10, 6]; needs [8, 18, 6]\n"
          "  layers.0.mlp.experts.down_proj is [8, 6, 5]; needs [8, 6, 9]"),
