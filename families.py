@@ -919,8 +919,9 @@ def _callback_class():
         load_balancing_metrics, one number each: the mean over the layers whose router has run.
 
         The last accumulation of an epoch may be shorter. Its balance losses get the same scale, so
-        they are weaker there. The Trainer calls the reporters of report_to before the callbacks it
-        is given. For reporters to get the metrics too, leave it out of `callbacks` and put it first:
+        they are weaker there. The Trainer calls the reporters of report_to before the callbacks
+        that it is given, so they do not see the metrics. For them to, leave the callback out of
+        `callbacks` and put it first:
 
             trainer.callback_handler.callbacks.insert(0, MoECallback())
         """

@@ -1788,8 +1788,8 @@ def expert_mlp(
     fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
     weight is copied as long as P and F are adjacent axes there. The plan is one of
     plan_permutation, not of pad_plan. Only the arguments and fc1's output [N, P·F] are kept
-    for the backward (with fp8_input_store as fp8 e4m3), with fc2_bias also [T, E]. ValueError and TypeError: shapes
-    and dtypes that do not fit.
+    for the backward (with fp8_input_store as fp8 e4m3), with fc2_bias also [T, E].
+    ValueError and TypeError: shapes and dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
     >>> fc1, fc2 = torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[10.0]]])

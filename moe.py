@@ -40,15 +40,15 @@ from torch.distributed.tensor import DTensor
 if __package__:
     from . import kernels, parallel
     from .parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum, copy_rows,
-        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
+        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
+        copy_rows, enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
         reduce_gradients, wait)
 else:
     import kernels
     import parallel
     from parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum, copy_rows,
-        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
+        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
+        copy_rows, enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
         reduce_gradients, wait)
 
 
@@ -805,8 +805,8 @@ class TopKRouter(Router):
         topk_indices: Tensor | None = None, dense_output: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """input [S, B, H], with batch_first [B, S, H], or [T, H] -> (probs [T, E] in
-        router_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K], indices [T, K] int64), where index E
-        is unrouted and has prob 0.
+        router_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
+        indices [T, K] int64), where index E is unrouted and has prob 0.
 
         padding_mask [S, B] or [T] bool: tokens with True are unrouted. Within tp_cp either
         every rank passes a mask or none does. topk_indices [T, K] or [S, B, K] in [0, E], of

@@ -1219,7 +1219,7 @@ def test_config_errors():
         config(activation="silu") => swiglu, geglu, quick_geglu, situ, relu2
         config(score_function="tanh") => softmax, sigmoid, sqrtsoftplus
         config(apply_probs_on="x") => needs one of activation, input
-        config(apply_probs_on="input") => apply_probs_on = 'input', topk = 2: "input" is for topk = 1
+        config(apply_probs_on="input") => "input" is for topk = 1
         config(pre_softmax=True, score_function="sigmoid") => pre_softmax = True
         config(router_dtype=torch.int64) => router_dtype = torch.int64
         config(params_dtype="bf16") => params_dtype = 'bf16'
@@ -1262,7 +1262,7 @@ def test_config_errors():
         config(capacity_factor=0.0) => capacity_factor = 0.0: needs a positive
         config(capacity_factor=1.0, token_drop_policy="random") => one of probs, position
         config(token_drop_policy="position") => capacity_factor = None
-        config(pad_to_capacity=True) => pad_to_capacity = True, capacity_factor = None: pad_to_capacity is
+        config(pad_to_capacity=True) => pad_to_capacity is nothing without
         config(bias_update="median") => bias_update = 'median': needs one of sign, quantile
         quantile(enable_expert_bias=False) => bias_update = 'quantile', enable_expert_bias = False
         quantile(bias_update_rate=1e-2) => bias_update = 'quantile', bias_update_rate = 0.01
@@ -4206,14 +4206,14 @@ def sharded_from_meta(rank, ranks):
     assert half(x).dtype == torch.bfloat16
     close(half(x).double(), want, 0.1)
     policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
-    for name in PARTS[:-1]:                                  # the layer's dtype is that of its input
+    for name in PARTS[:-1]:                                  # the layer keeps its input's dtype
         layer = MoELayer(dataclasses.replace(config, params_dtype=torch.float32))
         fully_shard(layer.get_submodule(name), mp_policy=policy)
         assert layer(x.float()).dtype == torch.float32, name
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     for parts in subsets("latent_down", "experts", "latent_up"):
         half = copy.deepcopy(plain)
-        for name in (*parts, ""):                            # the parts return fp32 into a bf16 layer
+        for name in (*parts, ""):                            # they return fp32 into a bf16 layer
             fully_shard(half.get_submodule(name), mp_policy=policy)
         got = half(x)
         assert got.dtype == torch.float32
@@ -4256,7 +4256,7 @@ class LoRA(torch.nn.Module):
 
 
 def with_lora(layer: MoELayer) -> MoELayer:
-    """Adapters on the router, on the latent products and on every expert, with values from a seed."""
+    """Adapters on the router, the latent products and every expert, with values from a seed."""
     from torch.nn.utils.parametrize import register_parametrization
     targets = [(layer.router, "weight"), (layer.latent_up, "weight"),
                (layer.experts, "fc1"), (layer.experts, "fc2")]
@@ -4276,7 +4276,7 @@ def with_lora(layer: MoELayer) -> MoELayer:
 
 
 def lora_over_ranks(rank, ranks, folder):
-    """LoRA by parametrization over ep: gradients, their norm, a step, a checkpoint of one process."""
+    """LoRA by parametrization over ep: gradients, their norm and a checkpoint of one process."""
     import torch.distributed.checkpoint as dcp
     from torch.nn.utils.parametrize import register_parametrization
     groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
@@ -4318,7 +4318,7 @@ def lora_over_ranks(rank, ranks, folder):
 
 
 def ranks_that_are_not_known(rank, ranks):
-    """Several ranks and a router without groups: refused before anything changes. The two ways out."""
+    """Several ranks, a router without groups: refused before anything changes; the two ways out."""
     config = small_config(enable_expert_bias=True, load_balancing_type="global_aux_loss",
                           aux_loss_coeff=0.1)
     torch.manual_seed(rank)
@@ -5215,7 +5215,7 @@ def test_experts_index_nowhere_gives_its_prob_no_gradient():
 
 
 def test_experts_named_twice_count_twice():
-    """expert_mlp itself takes indices as they are, biases included; a layer merges repeats before."""
+    """expert_mlp takes indices as they are, biases included; a layer merges repeats before."""
     indices = torch.tensor([[0, 0], [2, 1], [1, 1]])
     probs = leaf(3, 2)
     x = leaf(3, 6)
@@ -7680,8 +7680,8 @@ def test_live_trainer_of_the_library(tmp_path):
 
 
 def test_live_lora_by_peft():
-    """register_experts under PEFT: the library's gradients. On replaced blocks PEFT takes no 4 axes;
-    modules_to_save leaves routers that do not run."""
+    """register_experts under PEFT: the library's gradients. Replaced blocks have weights with 4 axes,
+    which PEFT does not take; modules_to_save leaves routers that do not run."""
     peft = pytest.importorskip("peft", reason="adapts a model with peft")
     ids = random_ids()
 
