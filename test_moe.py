@@ -7680,8 +7680,8 @@ def test_live_trainer_of_the_library(tmp_path):
 
 
 def test_live_lora_by_peft():
-    """register_experts under PEFT: the library's gradients. Replaced blocks have weights with 4 axes,
-    which PEFT does not take; modules_to_save leaves routers that do not run."""
+    """register_experts under PEFT: the library's gradients. Replaced blocks have weights with 4
+    axes, which PEFT does not take; modules_to_save leaves routers that do not run."""
     peft = pytest.importorskip("peft", reason="adapts a model with peft")
     ids = random_ids()
 
