@@ -402,7 +402,8 @@ class MoELayer(ParallelModule):
 
             if self.latent_up is not None:
                 y_TH = self.latent_up(y_TH).to(y_TH.dtype)
-            y = y_TH.view(hidden_states.shape)
+            # A view that autograd does not take for one: FSDP2 warns of a module that returns views.
+            y = torch.ops.aten._unsafe_view(y_TH, hidden_states.shape)
             if overlap:
                 y = y + shared.get_output().to(y.dtype)
             elif shared is not None:

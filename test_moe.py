@@ -4221,11 +4221,15 @@ def sharded_from_meta(rank, ranks):
         got.sum().backward()
         assert all(torch.isfinite(full(p.grad)).all() for p in half.parameters())
 
-    router = fully_shard(TopKRouter(dataclasses.replace(config, **BALANCED)))
+    alone = dataclasses.replace(
+        config, shared_expert_intermediate_size=None, shared_expert_gate=False, **BALANCED)
+    router = fully_shard(TopKRouter(alone))
+    layer = fully_shard(MoELayer(alone))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)          # "returned a view tensor"
-        probs, _ = router.route(x)
-    probs.sum().backward()
+        outputs = router.route(x)[0], layer(x)
+    for output in outputs:
+        output.sum().backward()
     layer = MoELayer(dataclasses.replace(config, shared_expert_overlap=True))
     fully_shard(layer.shared_experts)
     assert "shard the layer, not its shared expert alone" in error(layer, x)
