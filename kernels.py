@@ -104,7 +104,8 @@ def upcast(x):
 
 
 # This is an op because Inductor's code for a CPU is made either for up to 4096 rows or for
-# more. And Inductor adds row after row; torch's sum adds blocks and rounds less.
+# more: crossing that would recompile. And Inductor adds row after row; torch's sum adds blocks
+# and rounds less.
 @op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
     """[columns]: the sum over the first axis of x [rows, columns], in x.dtype."""
@@ -159,7 +160,8 @@ def _as_map(routing_map):
 
 # ---- Gate: tokens -> logits ----
 
-# This is an op because the compiler would make the upcast copies in the forward, and keep them.
+# This is an op because the compiler would make the backward's upcast copies in the forward, and
+# keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
 def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
@@ -181,7 +183,7 @@ class _Gating(torch.autograd.Function):
     def forward(ctx, dtype, tokens, weight, bias):
         ctx.save_for_backward(tokens, weight, bias)
         ctx.dtype = dtype
-        # No op is needed here: what an autograd function keeps is what it saves.
+        # No op is needed here: the backward starts from what is saved, not from these copies.
         with without_autocast(tokens):
             if _multiplies_into_fp32(tokens, weight, dtype):
                 tokens_TH = tokens.reshape(-1, tokens.shape[-1])
@@ -518,7 +520,7 @@ class _WeightedTokenSum(torch.autograd.Function):
         ctx.factors = factors
         ctx.shape = scores.shape
         weighted_E = _sum_tokens(scores) * factors
-        return _sum_tokens(weighted_E[:, None])[0]
+        return _sum_tokens(weighted_E[:, None])[0]           # weighted_E.sum(), see _sum_tokens
 
     @staticmethod
     def backward(ctx, grad):
@@ -529,7 +531,7 @@ class _WeightedTokenSum(torch.autograd.Function):
 def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
     """Σ_e factors[e] · Σ_t scores[t, e], a 0-d tensor.
 
-    scores [T, E] are taken in fp32 at least, factors [E] in the same dtype; they get no
+    scores [T, E] are taken in fp32 at least, factors [E] or 0-d in the same dtype; they get no
     gradient. The backward uses the factors of this forward, even if an activation
     checkpoint computes others when it runs again.
     """
@@ -542,7 +544,8 @@ def switch_load_balancing_loss_func(
     num_experts: int, moe_aux_loss_coeff: float,
 ) -> Tensor:
     """coeff · E / (K·T²) · Σ_e n_e · Σ_t probs[t, e], a 0-d tensor (arXiv 2101.03961; its
-    global form is arXiv 2501.11873).
+    global form is arXiv 2501.11873). The layer computes the same for several sequences at
+    once, in TopKRouter._apply_switch_loss.
 
     probs [T, E] are the scores, which sum to 1 per token. tokens_per_expert n [E] and
     total_num_tokens T, an int or a 0-d tensor, are counted over the same tokens: one
@@ -1132,7 +1135,8 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 # ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
 # y is fc1's output; a is the gate half, b the up half. A class is an activation, and its fields
-# are its constants. `parts` is the number of parts of y. value(*parts) is the output; back(g,
+# are its constants. `parts`, which has no annotation and so is no field, is the number of parts
+# of y. value(*parts) is the output; back(g,
 # *parts) is (the output, the gradient of each part). They compute in the dtype they are given.
 
 @dataclass(frozen=True)
@@ -1587,19 +1591,24 @@ def _where_read(offsets, *operands):
     """The offsets where the products of the operands, and of their gradients, read them: on
     the card if these are _native, else in a copy on the host.
 
-    One copy serves the forward and the backward, so a step syncs once.
+    One copy serves forward and backward of a layer: it is their one sync.
     """
     if not _on_card(offsets) or _native(*operands):
         return offsets
     return _copy_to_host(offsets)
 
 
+def _is_native(offsets):
+    """Whether these offsets, of _where_read, are read by torch's product on a card."""
+    return _on_card(offsets)
+
+
 def _product(rows, weights, offsets, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
 
-    On a card unrouted rows are left uninitialised, elsewhere they are zeros: see _row_limit.
+    Torch's product leaves unrouted rows uninitialised, elsewhere they are zeros: see _row_limit.
     """
-    if not _on_card(offsets):
+    if not _is_native(offsets):
         return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets)
     out = F.grouped_mm(rows.block(), weights, offs=offsets)
     if bias is not None:
@@ -1613,12 +1622,12 @@ def _row_limit(offsets):
     """What _sum_rows takes for the rows of a _product: the offsets where unrouted rows have to
     be selected out, None where they are zeros.
     """
-    return offsets if _on_card(offsets) else None
+    return offsets if _is_native(offsets) else None
 
 
 def _weight_grad(a, b, offsets):
     """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block."""
-    if not _on_card(offsets):
+    if not _is_native(offsets):
         return _rows_times_rows(*a, b=b.x, token_b=b.token_N, offsets=offsets)
     grad = F.grouped_mm(a.block().t(), b.block(), offs=offsets)
     if _leaves_empty_blocks(offsets.device):
@@ -1636,7 +1645,7 @@ def _bias_grad(rows, offsets):
 
 def _zero_unrouted(rows, offsets):
     """The rows of a _product, with zeros from offsets[-1] on."""
-    if not _on_card(offsets):
+    if not _is_native(offsets):
         return rows
     row_N = torch.arange(rows.shape[0], device=rows.device)
     return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
@@ -1704,30 +1713,30 @@ def _token_and_prob(order, probs):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """fc1 is [E, P·F, H]. Only fc1's output and arguments are kept for the backward: the
-    activation is cheap to compute again, and keeping it would take another [N, F].
+    """fc1 is [E, P·F, H]. Kept for the backward are fc1's output and this function's own
+    arguments. The activation is cheap to compute again, and would take another [N, F].
     """
 
     @staticmethod
     def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
         ctx.function, ctx.interleaved, fp8_input_store = options
-        read_at = _where_read(offsets, fc1, fc2)
+        offsets_read = _where_read(offsets, fc1, fc2)
         token_N, probs_N1 = _token_and_prob(order, probs)
 
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
         rows = _Rows(tokens, token_N)
-        hidden = _product(rows, fc1.transpose(1, 2), read_at, bias=fc1_bias)
+        hidden = _product(rows, fc1.transpose(1, 2), offsets_read, bias=fc1_bias)
         act = _activate(hidden, probs_N1, ctx.function, interleaved=ctx.interleaved)
-        out = _product(_Rows(act), fc2.transpose(1, 2), read_at)
+        out = _product(_Rows(act), fc2.transpose(1, 2), offsets_read)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(
-            kept, tokens, probs, fc1, fc2, order, inverse, offsets, read_at)
-        return _sum_rows(out, inverse, offsets=_row_limit(read_at))
+            kept, tokens, probs, fc1, fc2, order, inverse, offsets, offsets_read)
+        return _sum_rows(out, inverse, offsets=_row_limit(offsets_read))
 
     @staticmethod
     def backward(ctx, grad):
-        kept, tokens, probs, fc1, fc2, order, inverse, offsets, read_at = ctx.saved_tensors
+        kept, tokens, probs, fc1, fc2, order, inverse, offsets, offsets_read = ctx.saved_tensors
         need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias = ctx.needs_input_grad[1:6]
         grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = None
         grad = grad.contiguous()
@@ -1742,7 +1751,7 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
         # grad_p = Σ_f grad_act · activation(hidden)
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
-            grad_act = _product(grad_out, fc2, read_at)
+            grad_act = _product(grad_out, fc2, offsets_read)
             grad_hidden, grad_probs_N1, value = _activate_back(
                 grad_act, hidden, weights=probs_N1, function=ctx.function,
                 interleaved=ctx.interleaved)
@@ -1752,16 +1761,16 @@ class _ExpertMLP(torch.autograd.Function):
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
-            grad_fc2 = _weight_grad(grad_out, _Rows(act), read_at)
+            grad_fc2 = _weight_grad(grad_out, _Rows(act), offsets_read)
         if need_fc1:
-            grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), read_at)
+            grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), offsets_read)
         if need_fc1_bias:
-            grad_fc1_bias = _bias_grad(grad_hidden, read_at)
+            grad_fc1_bias = _bias_grad(grad_hidden, offsets_read)
 
         # grad_rows = grad_hidden · fc1, grad_x = Σ_k grad_rows[inverse]
         if need_tokens:
-            grad_rows = _product(_Rows(grad_hidden), fc1, read_at)
-            grad_tokens = _sum_rows(grad_rows, inverse, offsets=_row_limit(read_at))
+            grad_rows = _product(_Rows(grad_hidden), fc1, offsets_read)
+            grad_tokens = _sum_rows(grad_rows, inverse, offsets=_row_limit(offsets_read))
         if need_probs:
             unrouted_TK = inverse >= offsets[-1]
             grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(unrouted_TK, 0.0)
@@ -1815,7 +1824,8 @@ def expert_mlp(
         (function, interleaved, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
         plan.order, plan.inverse, plan.offsets)
     if fc2_bias is not None:
-        # Σ_k p_tk · fc2_bias[i_tk] = P · fc2_bias, P [T, E]: the probs in map form
+        # Σ_k p_tk · fc2_bias[i_tk]: probs [T, E] times fc2_bias [E, H], in fp32, of which no copy
+        # is kept
         probs_TE, _ = routing_to_map(probs, _expert_of(plan.inverse, plan.offsets), E)
         wide = torch.promote_types(y.dtype, torch.float32)
         bias_TH = router_gating_linear(probs_TE, fc2_bias.t(), bias=None, router_dtype=wide)
@@ -1857,17 +1867,19 @@ class _Linear(torch.autograd.Function):
             if need_weight:
                 grad_weight = grad.t() @ normed
             if need_rows or need_norm:
-                grad_normed = grad_rows = grad @ weight
+                grad_normed = grad @ weight
         # grad_norm = Σ_t grad_normed · unit, grad_unit = grad_normed · norm,
         # grad_rows = (grad_unit - unit · mean(grad_unit · unit)) / rms
         if need_norm:
             grad_norm = _sum_tokens(grad_normed * unit).to(norm.dtype)
-        if need_rows and norm is not None:
+        if need_rows and norm is None:
+            grad_rows = grad_normed
+        elif need_rows:
             grad_unit = upcast(grad_normed) * norm
             along_unit = (grad_unit * unit).mean(-1, keepdim=True)
             grad_rows = (inverse_rms * (grad_unit - unit * along_unit)).to(rows.dtype)
         # eps, rows, weight, norm
-        return None, grad_rows if need_rows else None, grad_weight, grad_norm
+        return None, grad_rows, grad_weight, grad_norm
 
 
 def linear(

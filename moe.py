@@ -11,7 +11,9 @@ Where is it?
     tokens over capacity        TopKRouter._drop; kernels.apply_router_token_dropping decides
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
                                 the gradient
-    counts, also in checkpoints RouterCounts; _update_once
+    counts, and activation      RouterCounts; _update_once
+      checkpoints
+    host syncs                  kernels._where_read; parallel.ExpertParallel
     the router alone            TopKRouter; copy all three files
     kept for the backward       kernels._ExpertMLP
     index E                     "Unrouted" at the top of kernels.py
@@ -370,49 +372,52 @@ class MoELayer(ParallelModule):
         topk_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(forward's result, the router's probs [T, K])."""
+        try:
+            return self._forward(hidden_states, padding_mask, topk_indices)
+        except BaseException:
+            if self.config.shared_expert_overlap:
+                self.shared_experts.reset_overlap()
+            raise
+
+    def _forward(self, hidden_states, padding_mask, topk_indices):
         shared = self.shared_experts
         overlap = self.config.shared_expert_overlap
-        try:
-            if overlap:
-                hidden_states = shared.pre_forward_comm(hidden_states)
-            x_TH = hidden_states.flatten(0, -2)
-            probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
-            plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
+        if overlap:
+            hidden_states = shared.pre_forward_comm(hidden_states)
+        x_TH = hidden_states.flatten(0, -2)
+        probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
+        plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
-            if self.latent_down is not None:
-                x_TH = self.latent_down(x_TH).to(x_TH.dtype)
-            expert_probs_TK = probs_TK
-            if self.config.apply_probs_on == "input":
-                x_TH = (x_TH * probs_TK).to(x_TH.dtype)
-                expert_probs_TK = torch.ones_like(probs_TK)
+        if self.latent_down is not None:
+            x_TH = self.latent_down(x_TH).to(x_TH.dtype)
+        expert_probs_TK = probs_TK
+        if self.config.apply_probs_on == "input":                # K = 1
+            x_TH = (x_TH * probs_TK).to(x_TH.dtype)
+            expert_probs_TK = torch.ones_like(probs_TK)
 
-            # Rows go to their experts and come back. With overlap the shared expert computes
-            # while they are on their way. (Each part returns the dtype that it is given, but
-            # FSDP2's output_dtype may change it.)
-            dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
-            if overlap:
-                shared.linear_fc1_forward_and_act()
-            rows, probs, local_plan = dispatched.wait_for_rows()
-            output = self.experts(rows, probs, local_plan).to(rows.dtype)
-            handle = dispatched.send_back(output)
-            if overlap:
-                shared.linear_fc2_forward()
-                shared.post_forward_comm()
-            y_TH = dispatched.wait_and_combine(handle)
+        # Rows go to their experts and come back. With overlap the shared expert computes
+        # while they are on their way. (The casts are for FSDP2: its output_dtype may change
+        # what a part returns.)
+        dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
+        if overlap:
+            shared.linear_fc1_forward_and_act()
+        rows, probs, local_plan = dispatched.wait_for_rows()
+        output = self.experts(rows, probs, local_plan).to(rows.dtype)
+        handle = dispatched.send_back(output)
+        if overlap:
+            shared.linear_fc2_forward()
+            shared.post_forward_comm()
+        y_TH = dispatched.wait_and_combine(handle)
 
-            if self.latent_up is not None:
-                y_TH = self.latent_up(y_TH).to(y_TH.dtype)
-            # A view that autograd does not take for one: FSDP2 warns of a module that returns views.
-            y = torch.ops.aten._unsafe_view(y_TH, hidden_states.shape)
-            if overlap:
-                y = y + shared.get_output().to(y.dtype)
-            elif shared is not None:
-                y = y + shared(hidden_states).to(y.dtype)
-            return y, probs_TK
-        except BaseException:
-            if overlap:
-                shared.reset_overlap()
-            raise
+        if self.latent_up is not None:
+            y_TH = self.latent_up(y_TH).to(y_TH.dtype)
+        # A view that autograd does not take for one: FSDP2 warns of a module that returns views.
+        y = torch.ops.aten._unsafe_view(y_TH, hidden_states.shape)
+        if overlap:
+            y = y + shared.get_output().to(y.dtype)
+        elif shared is not None:
+            y = y + shared(hidden_states).to(y.dtype)
+        return y, probs_TK
 
     def dispatch(
         self, x: Tensor, probs: Tensor, indices: Tensor, plan: kernels.Permutation,
@@ -421,7 +426,7 @@ class MoELayer(ParallelModule):
 
         x [T, H] is what the experts see: [T, ℓ] with latent experts, times the prob with
         apply_probs_on "input". The experts multiply by probs [T, K], ones with "input".
-        indices [T, K] are the router's, index E is unrouted, and the plan is theirs.
+        indices [T, K] are the router's, index E is unrouted, and the plan is of the indices.
         """
         group = self.pg_collection.ep
         if group_size(group) == 1:
@@ -544,7 +549,7 @@ class RouterCounts:
     global_tokens_per_expert [E]     the running sum of the global loss
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
-    last_losses [4]                  of it too, in the order of METRICS
+    last_losses [losses]             of it too, in the order of METRICS
     """
 
     def __init__(self, config: MoEConfig, tp_cp_size: int):
@@ -699,7 +704,8 @@ class Router(ParallelModule, ABC):
 
     def _apply_expert_bias(self, routing_map: Tensor) -> None:
         """Adds the counts of the map [T, E], which is before dropping and without padding,
-        to those of the expert bias: once per training forward with grad.
+        to those of the expert bias: once per training forward with grad. For a router of your
+        own; TopKRouter counts its indices.
         """
         if self._in_training_forward():
             self.counts.count(routing_map.sum(0))
@@ -825,8 +831,8 @@ class TopKRouter(Router):
         topk_indices = self._given_indices(topk_indices, input.shape[:-1])
         self.counts.follow(self.weight.device)
         logits = self.gating(self.apply_input_jitter(input))
-        routing = self._route_logits(logits, padding_mask, topk_indices)
-        return routing if dense_output else self._to_map(*routing)
+        chosen = self._route_logits(logits, padding_mask, topk_indices)
+        return chosen if dense_output else self._to_map(*chosen)
 
     def route(
         self, input: Tensor, padding_mask: Tensor | None = None,
@@ -1020,7 +1026,7 @@ class TopKRouter(Router):
             probs = self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
         if self.get_aux_loss_coeff("global_aux_loss"):
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
-        return probs.clone()                         # FSDP2 warns of a module that returns a view
+        return probs.clone()             # the losses made views, and FSDP2 warns of a returned one
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
@@ -1063,7 +1069,8 @@ class TopKRouter(Router):
             valid=all_sum(local_E.sum(), groups.tp_cp) / self.config.topk)
 
     def _apply_switch_loss(self, kind, probs, scores, counts_BE, valid=None):
-        """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e].
+        """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e]. With
+        B = 1 all tokens are one sequence.
 
         Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
         """

@@ -187,8 +187,8 @@ class Dispatch(Protocol):
     def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
         """(rows [M, H], probs [M, 1], plan): the arguments of Experts.forward.
 
-        The plan is kernels.plan_permutation(expert [M, 1], E / ep). It holds for each row
-        the number of its expert among those of this rank. A row that stands for several
+        The plan is kernels.plan_permutation(experts [M, 1], E / ep), where experts holds for
+        each row the number of its expert among those of this rank. A row that is for several
         experts has K columns in probs and plan instead of one.
         """
 
@@ -361,8 +361,9 @@ def copy_rows(parameter: Tensor, rows: Tensor, first: int = 0) -> None:
 def gathered(parameter: Tensor | None) -> Tensor | None:
     """The whole parameter.
 
-    Inside a module that FSDP2 has sharded it is gathered already. If you call the router by
-    itself, the weight is gathered here, and its gradient is averaged as FSDP2 does.
+    Inside the call of a module that FSDP2 has sharded it is gathered already. If you call
+    the router of a sharded layer past the layer's call, the weight is gathered here, and its
+    gradient is averaged as FSDP2 does.
     """
     if not isinstance(parameter, DTensor):
         return parameter
