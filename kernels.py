@@ -1755,12 +1755,12 @@ class _ExpertMLP(torch.autograd.Function):
             grad_hidden, grad_probs_N1, value = _activate_back(
                 grad_act, hidden, weights=probs_N1, function=ctx.function,
                 interleaved=ctx.interleaved)
-            act = _cast(value * probs_N1, hidden.dtype)
         else:
-            act = _activate(hidden, probs_N1, ctx.function, interleaved=ctx.interleaved)
+            value = ctx.function.value(*_split(hidden, ctx.function, ctx.interleaved))
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
+            act = _cast(value * probs_N1, hidden.dtype)
             grad_fc2 = _weight_grad(grad_out, _Rows(act), offsets_read)
         if need_fc1:
             grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), offsets_read)
