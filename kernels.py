@@ -241,13 +241,10 @@ def router_gating_linear(
 def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
     """[T, columns]: values[t, k] in column indices[t, k], and `fill` elsewhere.
 
-    Index `columns` stands for no column. Floats that meet in a column are added.
+    Index `columns` stands for no column.
     """
     out = values.new_full((values.shape[0], columns + 1), fill)
-    if values.is_floating_point():
-        out.scatter_add_(1, indices, values)
-    else:
-        out.scatter_(1, indices, values)
+    out.scatter_(1, indices, values)
     return out[:, :columns].contiguous()
 
 
@@ -1825,8 +1822,10 @@ def expert_mlp(
         plan.order, plan.inverse, plan.offsets)
     if fc2_bias is not None:
         # Σ_k p_tk · fc2_bias[i_tk]: probs [T, E] times fc2_bias [E, H], in fp32, of which no copy
-        # is kept
-        probs_TE, _ = routing_to_map(probs, _expert_of(plan.inverse, plan.offsets), E)
+        # is kept. A map a slot: a token may name an expert twice, and no add is atomic.
+        expert_TK = _expert_of(plan.inverse, plan.offsets)
+        slots = zip(probs.split(1, dim=1), expert_TK.split(1, dim=1))
+        probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)
         wide = torch.promote_types(y.dtype, torch.float32)
         bias_TH = router_gating_linear(probs_TE, fc2_bias.t(), bias=None, router_dtype=wide)
         y = (y + bias_TH).to(y.dtype)

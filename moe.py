@@ -870,13 +870,14 @@ class TopKRouter(Router):
         if topk_indices is not None and self._replayed is not None:
             topk_indices = self._fill_missing(topk_indices, logits_TE, padding_T)
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
-        # Given indices are recorded with their repeats, which count in the probs.
-        recorded_TK = indices_TK if topk_indices is None else topk_indices
         if padding_T is not None:
             probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
             indices_TK = indices_TK.masked_fill(padding_T[:, None], E)
-            recorded_TK = recorded_TK.masked_fill(padding_T[:, None], E)
         if self._recording:
+            # Given indices with their repeats, which count in the probs.
+            recorded_TK = indices_TK if topk_indices is None else topk_indices
+            if padding_T is not None:
+                recorded_TK = recorded_TK.masked_fill(padding_T[:, None], E)
             _allowing_side_effects(setattr, self, "_recorded", recorded_TK)
         chosen_TK = indices_TK                       # what is counted: the choice before dropping
         if self.config.capacity_factor is not None:
