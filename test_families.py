@@ -1,0 +1,1969 @@
+"""Tests of families.py: published models against their formulas, live ones against the library.
+
+    python -m pytest test_families.py
+"""
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+import math
+import re
+import sys
+import types
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import families
+import moe
+from kernels import expert_mlp, plan_permutation
+from moe import (
+    MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
+    replay_routing, update_expert_bias)
+from test_moe import (
+    INF, best, check_errors, check_examples, close, close_all, compiled, error, fresh_start, grads,
+    mesh_of, own_part, same, saved_bytes, score_loop, slow, spawn_gloo)
+from test_scripts import example
+
+
+# ---- Published models ----
+#
+# A family is written from its published equations and nothing else: a small config with the
+# published field names, tensors under the published names, and a forward of one token at a time.
+# The case "beam-one_group" is the family beam with other fields.
+
+E8, H6, F5, T7, L4 = 8, 6, 5, 7, 4
+AXIS = dict(E=E8, H=H6, F=F5, L=L4, S=4)             # L: latent size; S: of some shared experts
+GUD = ("gate_proj", "up_proj", "down_proj")
+W132 = ("w1", "w3", "w2")
+
+
+def sigmoid_loop(a):
+    return 1 / (1 + (-a).exp())
+
+
+def swiglu_loop(a, b):
+    return a * sigmoid_loop(a) * b
+
+
+def clamped_swiglu(a, b):
+    return swiglu_loop(a.clamp(max=0.9), b.clamp(-0.9, 0.9))
+
+
+def relu2(a):
+    return a.clamp(min=0) ** 2
+
+
+def situ(beta: float, linear_beta: float):
+    """beta·tanh(a/beta)·sigmoid(a) times b, which is squashed in the same way."""
+    def act(a, b):
+        gate = beta * (a / beta).tanh() * sigmoid_loop(a)
+        return gate * linear_beta * (b / linear_beta).tanh()
+    return act
+
+
+def oai_glu(limit: float):
+    def act(a, b):
+        gate = a.clamp(max=limit)
+        up = b.clamp(-limit, limit)
+        return (up + 1) * gate * sigmoid_loop(1.702 * gate)
+    return act
+
+
+@dataclasses.dataclass
+class Published:
+    """block: the library's config and block, or "". tensors: a line has a name behind the prefix
+    and its axes, the router's first; {e} stands for every expert. score: "chosen" is a softmax
+    over the chosen logits alone. fused: tensors -> gate above up [E, 2F, H] and down [E, H, F],
+    where experts have no matrices of their own. held: part of a published name -> of the
+    name in memory."""
+    block: str
+    config: dict
+    tensors: str
+    score: str = "softmax"
+    act: object = swiglu_loop
+    fused: object = None
+    held: dict = dataclasses.field(default_factory=dict)
+    norm: bool = True                                 # where the config does not say
+    eps: float = 0.0
+
+
+def ffn_of(name, parts=GUD, F="F", H="H") -> str:
+    *ups, down = parts
+    lines = [f"{name}.{up}.weight {F} {H}" for up in ups]
+    return "\n".join([*lines, f"{name}.{down}.weight {H} {F}", ""])
+
+
+def in_halves(rows: Tensor) -> Tensor:
+    """[E, 2F, H], gate and up interleaved -> gate above up."""
+    return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1)
+
+
+SIZES = dict(hidden_size=H6, hidden_act="silu")
+SMALL = SIZES | dict(num_experts_per_tok=3, intermediate_size=F5)
+LOCAL = SMALL | dict(num_local_experts=E8)
+WIDE = SIZES | dict(moe_intermediate_size=F5, intermediate_size=17)
+MOE = WIDE | dict(num_experts_per_tok=3)
+PLAIN = MOE | dict(num_experts=E8, norm_topk_prob=True)
+WITH_SHARED = PLAIN | dict(shared_expert_intermediate_size=4)
+ROUTED = MOE | dict(n_routed_experts=E8)
+TWO_SHARED = ROUTED | dict(n_shared_experts=2)
+GROUPS = dict(n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5)
+V3 = TWO_SHARED | GROUPS | dict(scoring_func="sigmoid", topk_method="noaux_tc")
+ONE_GROUP = dict(n_group=1, topk_group=1)
+DOTS = TWO_SHARED | ONE_GROUP | dict(norm_topk_prob=True, routed_scaling_factor=1.4)
+KIMI = WIDE | dict(
+    num_experts=E8, num_experts_per_token=3, num_shared_experts=2, moe_renormalize=True,
+    routed_scaling_factor=2.446, num_expert_group=1, topk_group=1)
+
+GATE = "gate.weight E H\n"
+ROUTER = "router.weight E H\n"
+CORRECTION = "gate.e_score_correction_bias"
+CORRECTED = GATE + f"{CORRECTION} E\n"
+EACH = ffn_of("experts.{e}")
+EACH_W = ffn_of("experts.{e}", W132)
+SHARED = ffn_of("shared_experts", F="2F")
+ONE_SHARED = ffn_of("shared_expert", F="S")
+QWEN2 = GATE + EACH + ONE_SHARED + "shared_expert_gate.weight 1 H"
+V3_TENSORS = CORRECTED + EACH + SHARED
+NEMOTRON = CORRECTED + "shared_experts.up_proj.weight S H\nshared_experts.down_proj.weight H S\n"
+W_HELD = {f"shared_experts.{w}": f"shared_experts.{name}" for w, name in zip(W132, GUD)}
+
+PUBLISHED = {
+    "mixtral": Published(
+        "Mixtral MixtralSparseMoeBlock", LOCAL | dict(router_jitter_noise=0.0), GATE + EACH_W,
+        score="chosen"),
+    "granitemoe": Published(
+        "GraniteMoe GraniteMoeMoE", LOCAL,
+        "router.layer.weight E H\n input_linear.weight E 2F H\n output_linear.weight E H F",
+        score="chosen",
+        held={"router.layer": "router", "input_linear.weight": "experts.gate_up_proj",
+              "output_linear.weight": "experts.down_proj"},
+        fused=lambda t: (t["input_linear.weight"], t["output_linear.weight"])),
+    "jamba": Published(
+        "Jamba JambaSparseMoeBlock", SMALL | dict(num_experts=E8), ROUTER + EACH, norm=False),
+    "olmoe": Published(
+        "Olmoe OlmoeSparseMoeBlock", SMALL | dict(num_experts=E8, norm_topk_prob=False),
+        GATE + EACH),
+    "qwen3_moe": Published("Qwen3Moe Qwen3MoeSparseMoeBlock", PLAIN, GATE + EACH),
+    "qwen2_moe": Published(
+        "Qwen2Moe Qwen2MoeSparseMoeBlock", WITH_SHARED | dict(norm_topk_prob=False), QWEN2),
+    "qwen3_next": Published("Qwen3Next Qwen3NextSparseMoeBlock", WITH_SHARED, QWEN2),
+    "deepseek_v2": Published(
+        "DeepseekV2 DeepseekV2Moe", V3 | dict(
+            scoring_func="softmax", topk_method="group_limited_greedy", norm_topk_prob=False,
+            routed_scaling_factor=16.0), GATE + EACH + SHARED),
+    "deepseek_v3": Published("DeepseekV3 DeepseekV3MoE", V3, V3_TENSORS, score="sigmoid"),
+    "kimi_k2": Published(
+        "", V3 | ONE_GROUP | dict(routed_scaling_factor=2.827), V3_TENSORS, score="sigmoid"),
+    "glm4_moe": Published("Glm4Moe Glm4MoeMoE", DOTS, V3_TENSORS, score="sigmoid"),
+    "dots1": Published("Dots1 Dots1MoE", DOTS, V3_TENSORS, score="sigmoid"),
+    "llama4_text": Published(
+        "Llama4Text Llama4TextMoe",
+        LOCAL | dict(num_experts_per_tok=1, intermediate_size_mlp=17, router_jitter_noise=0.0),
+        ROUTER + "experts.gate_up_proj E H 2F\n experts.down_proj E F H\n"
+        + ffn_of("shared_expert"), score="sigmoid", norm=False,
+        fused=lambda t: (t["experts.gate_up_proj"].mT, t["experts.down_proj"].mT)),
+    "gpt_oss": Published(
+        "GptOss GptOssMLP", LOCAL | dict(swiglu_limit=1.5), ROUTER + """
+            router.bias E
+            experts.gate_up_proj E H 2F
+            experts.gate_up_proj_bias E 2F
+            experts.down_proj E F H
+            experts.down_proj_bias E H""", score="chosen"),
+    "ernie4_5_moe": Published(
+        "Ernie4_5_Moe Ernie4_5_MoeSparseMoeBlock", WIDE | dict(
+            moe_num_experts=E8, moe_k=3, moe_num_shared_experts=2, use_bias=False),
+        GATE + "moe_statics.e_score_correction_bias 1 E\n" + EACH + SHARED,
+        held={"moe_statics": "gate.moe_statics"}),
+    "minimax_m2": Published(
+        "MiniMaxM2 MiniMaxM2SparseMoeBlock", LOCAL | dict(
+            scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0),
+        GATE + "e_score_correction_bias E\n" + EACH_W, score="sigmoid"),
+    "hunyuan_v1_moe": Published(
+        "HunYuanMoEV1 HunYuanMoEV1Moe", SIZES | dict(
+            intermediate_size=F5, num_experts=E8, moe_topk=[3] * 4, moe_intermediate_size=[F5] * 4,
+            num_shared_expert=[1] * 4, use_mixed_mlp_moe=True, norm_topk_prob=True),
+        "gate.wg.weight E H\n" + EACH + ffn_of("shared_mlp")),
+    "lfm2_moe": Published(
+        "Lfm2Moe Lfm2MoeSparseMoeBlock", dict(
+            hidden_size=H6, num_experts_per_tok=3, moe_intermediate_size=F5, intermediate_size=17,
+            num_experts=E8, norm_topk_prob=True, routed_scaling_factor=1.3, use_expert_bias=True),
+        GATE + "expert_bias E\n" + EACH_W, score="sigmoid", eps=1e-6),
+    "nemotron_h": Published(
+        "NemotronH NemotronHMoE", GROUPS | dict(
+            hidden_size=H6, num_experts_per_tok=3, moe_intermediate_size=F5, n_shared_experts=1,
+            moe_shared_expert_intermediate_size=4, mlp_hidden_act="relu2", mlp_bias=False,
+            n_routed_experts=E8),
+        NEMOTRON + ffn_of("experts.{e}", GUD[1:]), score="sigmoid", act=relu2),
+    "dbrx": Published(
+        "Dbrx DbrxFFN", dict(d_model=H6, ffn_config=dict(
+            ffn_hidden_size=F5, moe_num_experts=E8, moe_top_k=3, moe_jitter_eps=0,
+            moe_normalize_expert_weights=1.0)),
+        ROUTER.replace(".", ".layer.") + "".join(
+            f"experts.mlp.{name} EF H\n" for name in ("w1", "v1", "w2")),
+        fused=lambda t: (
+            torch.cat([t[f"experts.mlp.{name}"].view(E8, F5, H6) for name in ("w1", "v1")], 1),
+            t["experts.mlp.w2"].view(E8, F5, H6).mT)),
+    "kimi_linear": Published(
+        "KimiLinear KimiLinearMoE", KIMI, CORRECTED + SHARED + EACH_W, score="sigmoid"),
+    "kimi_k3": Published(
+        "", KIMI | dict(
+            hidden_act="situ", activation_situ_beta=0.8, activation_situ_linear_beta=1.5,
+            routed_expert_hidden_size=L4, latent_moe_use_norm=True, rms_norm_eps=1e-3,
+            moe_router_activation_func="sigmoid", topk_method="noaux_tc"),
+        CORRECTED + SHARED + ffn_of("experts.{e}", W132, H="L") + """
+            routed_expert_down_proj.weight L H
+            routed_expert_up_proj.weight H L
+            routed_expert_norm.weight L""", score="sigmoid", act=situ(0.8, 1.5)),
+    "deepseek_v4": Published(
+        "DeepseekV4 DeepseekV4SparseMoeBlock", SIZES | dict(
+            num_experts_per_tok=3, moe_intermediate_size=F5, n_routed_experts=E8,
+            n_shared_experts=1, scoring_func="sqrtsoftplus", topk_method="noaux_tc",
+            norm_topk_prob=True, routed_scaling_factor=1.5, swiglu_limit=0.9, num_hidden_layers=2,
+            mlp_layer_types=["moe", "moe"]),
+        GATE + "gate.bias E\n" + EACH_W + ffn_of("shared_experts", W132), score="sqrtsoftplus",
+        act=clamped_swiglu, held=W_HELD | {"gate.bias": CORRECTION}),
+    "inkling2_text": Published(
+        "Inkling2Text Inkling2SparseMoeBlock", SIZES | dict(
+            num_experts_per_tok=3, moe_intermediate_size=F5, n_routed_experts=E8, route_scale=2.5,
+            scoring_func="sigmoid", mlp_gate_softcap=0.7, mlp_up_softcap=1.2),
+        GATE + "gate.bias E\n experts.w13_weight E 2F H\n experts.w2_weight E H F", score="sigmoid",
+        act=situ(0.7, 1.2), held={
+            "gate.bias": CORRECTION, "w13_weight": "gate_up_proj", "w2_weight": "down_proj"},
+        fused=lambda t: (in_halves(t["experts.w13_weight"]), t["experts.w2_weight"])),
+    "flint": Published(
+        "Flint FlintSparseMoeBlock", WITH_SHARED, GATE + EACH + ONE_SHARED, score="sigmoid"),
+    "mistral_large4_text": Published(
+        "MistralLarge4Text MistralLarge4TextMoE",
+        TWO_SHARED | dict(n_group=4, topk_group=2, routed_scaling_factor=1.3),
+        GATE + EACH_W + ffn_of("shared_experts", W132, "2F"), held=W_HELD),
+    "minimax_m3_vl_text": Published(
+        "MiniMaxM3VLText MiniMaxM3VLSparseMoeBlock", LOCAL | dict(
+            hidden_act="swigluoai", shared_intermediate_size=4, dense_intermediate_size=17,
+            n_shared_experts=1, scoring_func="sigmoid", use_routing_bias=True,
+            routed_scaling_factor=2.0, swiglu_alpha=1.702, swiglu_limit=0.9),
+        GATE + "e_score_correction_bias E\n" + EACH_W + ffn_of("shared_experts", F="S"),
+        score="sigmoid", act=oai_glu(0.9), held={"e_score_correction_bias": CORRECTION}),
+    "bailing_hybrid": Published(
+        "BailingHybrid BailingHybridMoE", PLAIN | GROUPS | dict(
+            num_shared_experts=2, score_function="sigmoid", moe_router_enable_expert_bias=True),
+        GATE + "gate.expert_bias E\n" + EACH + SHARED, score="sigmoid",
+        held={"gate.expert_bias": CORRECTION}),
+    "axk2": Published(
+        "AXK2 AXK2MoE", DOTS | dict(n_group=None, topk_group=None), V3_TENSORS, score="sigmoid"),
+    "dots3_note_text": Published(
+        "Dots3NoteText Dots3NoteTextMoE", V3 | dict(shared_experts_intermediate_size=2),
+        CORRECTED + EACH + ffn_of("shared_experts", F="S"), score="sigmoid"),
+    "beam": Published("Beam BeamMoE", PLAIN | GROUPS, CORRECTED + EACH, score="sigmoid"),
+    "qwen4_exp_text": Published("Qwen4ExpText Qwen4ExpTextSparseMoeBlock", WITH_SHARED, QWEN2),
+}
+FAMILIES = list(PUBLISHED)
+PUBLISHED["nemotron_h-latent"] = dataclasses.replace(
+    PUBLISHED["nemotron_h"],
+    config=PUBLISHED["nemotron_h"].config | dict(moe_latent_size=L4),
+    tensors=NEMOTRON + ffn_of("experts.{e}", GUD[1:], H="L")
+    + "fc1_latent_proj.weight L H\n fc2_latent_proj.weight H L")
+for case, fixed in {
+        "deepseek_v2-greedy": dict(topk_method="greedy"),
+        "deepseek_v3-unnormed": dict(norm_topk_prob=False),
+        "qwen3_moe-unnormed": dict(norm_topk_prob=False),
+        "olmoe-normed": dict(norm_topk_prob=True),
+        "mixtral-top2": dict(num_experts_per_tok=2),
+        "flint-unnormed": dict(norm_topk_prob=False),
+        "kimi_linear-unnormed": dict(moe_renormalize=False),
+        "mistral_large4_text-one_group": ONE_GROUP, "beam-one_group": ONE_GROUP}.items():
+    plain = PUBLISHED[case.split("-")[0]]
+    PUBLISHED[case] = dataclasses.replace(plain, block="", config=plain.config | fixed)
+
+EVERY_CASE = pytest.mark.parametrize("case", PUBLISHED)
+EVERY_LAYOUT = pytest.mark.parametrize("case", [*FAMILIES, "nemotron_h-latent"])
+IN_THE_LIBRARY = [case for case in PUBLISHED if PUBLISHED[case].block]
+
+
+def some_quick(cases, *quick: str):
+    """A parametrisation; all but some cases are slow."""
+    marked = [case if case in quick else pytest.param(case, marks=slow) for case in cases]
+    return pytest.mark.parametrize("case", marked)
+
+
+def by_name(t: dict, name: str) -> list[Tensor]:
+    """The matrices under this name: gate, up and down, or up and down, or none."""
+    names = [f"{name}.{part}.weight" for part in (*GUD, *W132)]
+    return [t[name] for name in names if name in t]
+
+
+def ffn_loop(x, matrices, act):
+    *ups, down = matrices
+    return down @ act(*(up @ x for up in ups))
+
+
+def gpt_oss_expert(x, t, e):
+    y = x @ t["experts.gate_up_proj"][e] + t["experts.gate_up_proj_bias"][e]
+    y = oai_glu(1.5)(y[0::2], y[1::2])
+    return y @ t["experts.down_proj"][e] + t["experts.down_proj_bias"][e]
+
+
+def only_chooses(name: str) -> bool:
+    """Whether this is the bias that takes part in the choice and not in the weights."""
+    return "expert_bias" in name or "correction" in name or name.endswith("gate.bias")
+
+
+def published_route(case, logits, t, K, chosen=None) -> list:
+    """[(expert, weight)] of a token: chosen by score + bias, in the groups with the best sum of two
+    (DeepSeek-V2: of one); weighed by the score, normalised or not, times a factor."""
+    p = PUBLISHED[case]
+    c = p.config
+    if p.score == "chosen":
+        chosen = best(list(logits), K)
+        return list(zip(chosen, score_loop([logits[e] for e in chosen], "softmax")))
+    scores = score_loop(list(logits), p.score)
+    biased = [score.item() for score in scores]
+    for name in filter(only_chooses, t):
+        biased = [score + b for score, b in zip(biased, t[name].flatten().tolist())]
+
+    method = c.get("topk_method")
+    groups = 1 if method == "greedy" else c.get("n_group") or 1
+    tops = 1 if method == "group_limited_greedy" else 2
+    size = E8 // groups
+    parts = [sorted(biased[first:first + size]) for first in range(0, E8, size)]
+    kept = best([sum(part[-tops:]) for part in parts], c.get("topk_group") or 1)
+    if chosen is None:
+        masked = [b if e // size in kept else -INF for e, b in enumerate(biased)]
+        chosen = best(masked, K)
+
+    norm = c.get("norm_topk_prob", c.get("moe_renormalize", p.norm))
+    total = sum(scores[e] for e in chosen) + p.eps if norm else 1.0
+    scale = c.get("routed_scaling_factor", c.get("route_scale", 1.0))
+    return [(e, scores[e] / total * scale) for e in chosen]
+
+
+def published_loop(case, x: Tensor, t: dict, chosen=None) -> Tensor:
+    """The family's block, one token at a time. chosen: the experts of every token, from a table."""
+    p = PUBLISHED[case]
+    rows = []
+    fields = p.config | p.config.get("ffn_config", {})
+    names = "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"
+    K = next(fields[name] for name in names if name in fields)
+    K = K[0] if isinstance(K, list) else K
+    router = t[p.tensors.split()[0]]
+
+    def expert(x, e):
+        if case == "gpt_oss":
+            return gpt_oss_expert(x, t, e)
+        if p.fused is None:
+            return ffn_loop(x, by_name(t, f"experts.{e}"), p.act)
+        gate_and_up, down = (tensor[e] for tensor in p.fused(t))
+        return ffn_loop(x, [*gate_and_up.chunk(2), down], p.act)
+
+    for i, x_H in enumerate(x.flatten(0, -2)):
+        logits = router @ x_H + t.get("router.bias", 0.0)
+        pairs = published_route(case, logits, t, K=K, chosen=chosen and chosen[i])
+        z = x_H
+        for name in ("fc1_latent_proj", "routed_expert_down_proj"):
+            z = t[f"{name}.weight"] @ z if f"{name}.weight" in t else z
+        if case == "llama4_text":
+            y = sum(expert(weight * z, e) for e, weight in pairs)
+        else:
+            y = sum(weight * expert(z, e) for e, weight in pairs)
+        if "routed_expert_norm.weight" in t:
+            y = y / (y.square().mean() + 1e-3).sqrt() * t["routed_expert_norm.weight"]
+        for name in ("fc2_latent_proj", "routed_expert_up_proj"):
+            y = t[f"{name}.weight"] @ y if f"{name}.weight" in t else y
+
+        for name in ("shared_experts", "shared_expert", "shared_mlp"):
+            if matrices := by_name(t, name):
+                beside = ffn_loop(x_H, matrices, p.act)
+                if "shared_expert_gate.weight" in t:
+                    logit = t["shared_expert_gate.weight"] @ x_H
+                    beside = beside * sigmoid_loop(logit)
+                y = y + beside
+        rows.append(y)
+    return torch.stack(rows).view(x.shape)
+
+
+def family(case: str) -> str:
+    return case.split("-")[0]
+
+
+def fam_fields(case: str, **fixed) -> dict:
+    return {"model_type": family(case), **PUBLISHED[case].config, **fixed}
+
+
+def fam_config(case: str, dtype=torch.float64, **fixed) -> MoEConfig:
+    config = families.config_from_hf(fam_fields(case, **fixed))
+    router_dtype = torch.promote_types(dtype, torch.float32)
+    return dataclasses.replace(config, params_dtype=dtype, router_dtype=router_dtype)
+
+
+def double(*shape, **options) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, **options)
+
+
+def fam_tensors(case: str, dtype=torch.float64, prefix: str = "") -> dict:
+    """Always the same numbers. A bias that only chooses is fp32, and small beside the scores."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for line in filter(str.strip, PUBLISHED[case].tensors.split("\n")):
+        name, *axes = line.split()
+        shape = [math.prod(AXIS.get(c) or int(c) for c in axis) for axis in axes]
+        scale, to = (0.2, torch.float32) if only_chooses(name) else (0.7, dtype)
+        for e in range(E8 if "{e}" in name else 1):
+            tensor = double(shape, generator=generator) * scale
+            found[prefix + name.format(e=e)] = tensor.to(to)
+    return found
+
+
+def fam_layer(case: str, dtype=torch.float64, tensors=None, prefix: str = "") -> MoELayer:
+    """The layer with these tensors, or those of fam_tensors."""
+    if tensors is None:
+        tensors = fam_tensors(case, dtype)
+    layer = MoELayer(fam_config(case, dtype))
+    assert families.from_hf(layer, tensors, family(case), prefix=prefix) is layer
+    return layer
+
+
+def close_grads(got: Tensor, want: Tensor, leaves, tol: float) -> None:
+    upstream = torch.randn_like(want)
+    for a, b in zip(grads(got, leaves, upstream), grads(want, leaves, upstream), strict=True):
+        close(a, b, tol)
+
+
+def as_held(case: str, t: dict) -> dict:
+    """The same tensors as a loaded model holds them: experts are stacked, gate above up."""
+    held = {}
+    stacks = {}
+    for name, tensor in t.items():
+        if re.match(r"experts\.\d", name):
+            stacks.setdefault(name.split(".")[2], []).append(tensor)
+            continue
+        for old, new in PUBLISHED[case].held.items():
+            name = name.replace(old, new)
+        held[name] = tensor
+    if stacks:
+        *ups, down = map(torch.stack, stacks.values())
+        fused = "experts.gate_up_proj" if len(ups) == 2 else "experts.up_proj"
+        held |= {fused: torch.cat(ups, 1), "experts.down_proj": down}
+    if case == "inkling2_text":
+        held["experts.gate_up_proj"] = in_halves(held["experts.gate_up_proj"])
+    if case == "minimax_m3_vl_text":
+        ups = [held.pop(f"shared_experts.{name}.weight") for name in GUD[:2]]
+        held["shared_experts.gate_up_proj.weight"] = torch.cat(ups)
+    return held
+
+
+def test_families_are_those_listed_here():
+    assert list(families.FAMILIES) == FAMILIES
+    assert set(FAMILIES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
+
+
+def match_published_loop(case: str, through) -> None:
+    """Output, and gradients under the published names."""
+    prefix = "model.layers.3.mlp."
+    t = fam_tensors(case)
+    other = dict.fromkeys(("model.layers.33.mlp.gate.weight", "lm_head.weight"), torch.zeros(1))
+    tensors = other | fam_tensors(case, prefix=prefix)
+    layer = fam_layer(case, tensors=tensors, prefix=prefix)
+    leaves = {key: t[key].requires_grad_() for key in t if not only_chooses(key)}
+    x = double(T7, 2, H6, requires_grad=True)
+    want = published_loop(case, x, t)
+    got = through(layer)(x)
+    close(got, want, 1e-8)
+
+    upstream = torch.randn_like(x)
+    inputs = [x, *leaves.values()]               # an expert without tokens has a gradient of zeros
+    wants = torch.autograd.grad(want, inputs, upstream, materialize_grads=True)
+    gots = grads(got, [x, *layer.parameters()], upstream)
+    close(gots[0], wants[0], 1e-8)
+    with torch.no_grad():
+        for parameter, grad in zip(layer.parameters(), gots[1:], strict=True):
+            parameter.copy_(grad)
+    named = families.to_hf(layer, family(case))
+    for key, grad in zip(leaves, wants[1:], strict=True):
+        close(named[key], grad, 1e-8)
+
+
+@EVERY_CASE
+def test_families_match_published_loop(case):
+    match_published_loop(case, through=lambda layer: layer)
+
+
+@some_quick(PUBLISHED, "kimi_k3")
+def test_families_compiled_match_published_loop(case):
+    match_published_loop(case, through=compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY_LAYOUT
+def test_families_round_trip(case, dtype):
+    """Both layouts in, one out: bitwise, under a prefix; the copies share no memory."""
+    layer = fam_layer(case, dtype, fam_tensors(case, dtype, "a.b."), prefix="a.b.")
+    out = families.to_hf(layer, family(case), "a.b.")
+    same(out, fam_tensors(case, dtype, "a.b."))
+    for tensor in out.values():
+        assert tensor.is_contiguous()
+        tensor.zero_()
+    held = fam_layer(case, dtype, as_held(case, fam_tensors(case, dtype)))
+    same(held.state_dict(), layer.state_dict())
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "granitemoe", "llama4_text", "gpt_oss"])
+def test_families_layouts_where_two_F_equal_H(case, monkeypatch):
+    """unsloth-zoo #849: at 2F = H a matrix has the shape of its transpose; no shape tells which."""
+    monkeypatch.setitem(AXIS, "F", 3)
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        monkeypatch.setitem(PUBLISHED[case].config, name, 3)
+    match_published_loop(case, through=lambda layer: layer)
+    held = as_held(case, fam_tensors(case))
+    assert held["experts.gate_up_proj"].shape == (E8, 6, 6)
+    same(fam_layer(case, tensors=held).state_dict(), fam_layer(case).state_dict())
+
+
+def library_fields(case: str) -> dict:
+    """The small config as the library's class takes it; a field of one value per layer is one."""
+    fields = {name: value[0] if isinstance(value, list) and name != "mlp_layer_types" else value
+              for name, value in PUBLISHED[case].config.items()}
+    if case == "gpt_oss":
+        del fields["swiglu_limit"]                    # always 7 there
+    if case != "dbrx":
+        fields |= dict(num_attention_heads=2, num_key_value_heads=2)         # hidden_size divides
+    return fields
+
+
+def library_config(case: str, **fields):
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    config = getattr(transformers, PUBLISHED[case].block.split()[0] + "Config")(**fields)
+    config._experts_implementation = "eager"
+    if case == "dbrx":
+        config.ffn_config.hidden_size = config.d_model
+    return config
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_families_match_the_library(case):
+    """The library's own block on its own random weights; its config, as object and as dict."""
+    theirs = library_config(case, **library_fields(case))
+    config = families.config_from_hf(theirs)
+    assert config == families.config_from_hf(theirs.to_dict())
+    limit = {"swiglu_limit": 7.0} if case == "gpt_oss" else {}
+    assert config == families.config_from_hf(fam_fields(case, **limit))
+
+    modeling = importlib.import_module(
+        type(theirs).__module__.replace("configuration_", "modeling_"))
+    layer_idx = [1] if case == "deepseek_v4" else []
+    block = getattr(modeling, PUBLISHED[case].block.split()[1])(theirs, *layer_idx)
+    with torch.no_grad():
+        for tensor in block.state_dict().values():
+            tensor.normal_(0, 0.7)
+    layer = families.from_hf(MoELayer(config), block.state_dict(), family(case))
+    x = torch.randn(2, T7, H6, requires_grad=True)
+    want = block(x.clone())
+    got = layer(x)
+    if isinstance(want, tuple):
+        want = want[0]
+    close(got, want.view(x.shape), 1e-5)
+    close_grads(got, want.view(x.shape), [x], tol=1e-5)
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_families_defaults_are_the_librarys(case):
+    fields = library_fields(case)
+    ends = "_size", "_experts", "_tok", "_token", "_k", "topk", "d_model", "_heads"
+    counts = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
+    sizes = {name: value for name, value in fields.items()
+             if name.endswith(ends) and name not in counts}
+    for name in sizes.keys() & {"n_routed_experts", "num_experts"}:
+        sizes[name] *= 4                              # the default groups divide it
+    if case == "dbrx":
+        ffn = fields["ffn_config"].items()
+        sizes["ffn_config"] = {name: value for name, value in ffn if "normalize" not in name}
+    layer_idx = 3 if case == "deepseek_v4" else None  # the first without a table
+    by_default = families.config_from_hf(library_config(case, **sizes), layer_idx)
+    assert by_default == families.config_from_hf({"model_type": family(case)} | sizes, layer_idx)
+
+
+def test_families_config_dtype():
+    """The dtype is the config's; text_config is looked into, and the inner dtype wins."""
+    read, base, outer = families.config_from_hf, fam_fields("deepseek_v3"), {"model_type": "kimi"}
+    config = read(base)
+    bf16 = dataclasses.replace(config, params_dtype=torch.bfloat16)
+    assert config.params_dtype == torch.float32 and read(types.SimpleNamespace(**base)) == config
+    assert read(outer | {"text_config": base}) == config
+    for name, dtype in [("torch_dtype", "bfloat16"), ("dtype", torch.bfloat16),
+                        ("dtype", "torch.bfloat16")]:
+        given = {name: dtype}
+        assert read(base | given) == bf16
+        assert read(outer | {"text_config": base} | given) == bf16
+    inner = outer | {"text_config": base | {"dtype": "bfloat16"}}
+    for text in (inner, outer | {"text_config": inner}):
+        assert read(text | {"torch_dtype": "float16"}) == bf16
+
+
+# family, fields, what is published where the config leaves it out
+DEFAULTS = """
+olmoe                -                     norm_topk_prob=False
+qwen3_moe            -                     norm_topk_prob=False
+qwen2_moe            -                     norm_topk_prob=False
+qwen3_next           -                     norm_topk_prob=True
+deepseek_v2          -                     num_groups=None scaling_factor=1.0 norm_topk_prob=False
+deepseek_v2          topk_method='greedy'  num_groups=None group_topk=None group_score_topk=None
+deepseek_v3          -                     num_groups=8 group_topk=4 group_score_topk=2
+deepseek_v3          -                     scaling_factor=2.5 norm_topk_prob=True
+deepseek_v3          -                     shared_expert_intermediate_size=16
+deepseek_v3          n_shared_experts=None shared_expert_intermediate_size=None
+kimi_k2              -                     num_groups=8 group_topk=4 scaling_factor=2.5
+glm4_moe             -                     num_groups=None scaling_factor=1.0 norm_topk_prob=True
+dots1                -                     num_groups=None scaling_factor=1.0 norm_topk_prob=False
+dots1                n_group=None          num_groups=None group_topk=None
+gpt_oss              -                     activation='quick_geglu' glu_alpha=1.702
+gpt_oss              -                     glu_linear_offset=1.0 activation_clamp_value=7.0
+mixtral              hidden_act='swish'    activation='swiglu'
+mixtral              hidden_act='gelu_pytorch_tanh'  activation='geglu'
+ernie4_5_moe         -                     shared_expert_intermediate_size=32
+lfm2_moe             -                     norm_topk_prob=True enable_expert_bias=True
+lfm2_moe             use_expert_bias=False enable_expert_bias=False
+kimi_linear          -                     scaling_factor=2.446 norm_topk_prob=True situ_beta=1.0
+kimi_linear          -                     latent_size=None latent_norm=False num_groups=None
+deepseek_v4          num_hash_layers=0     scaling_factor=1.5 activation_clamp_value=10.0
+deepseek_v4          num_hash_layers=0     score_function='sqrtsoftplus' enable_expert_bias=True
+inkling2_text        -                     situ_beta=4.0 situ_linear_beta=25.0 scaling_factor=8.0
+flint                shared_expert_intermediate_size=4  norm_topk_prob=True
+mistral_large4_text  -                     scaling_factor=1.0 num_groups=None
+minimax_m3_vl_text   shared_intermediate_size=4  scaling_factor=2.0 glu_alpha=1.702
+minimax_m3_vl_text   shared_intermediate_size=4  activation_clamp_value=7.0
+bailing_hybrid       -                     num_groups=8 group_topk=4 scaling_factor=2.5
+axk2                 -                     scaling_factor=2.5 shared_expert_intermediate_size=16
+dots3_note_text      shared_experts_intermediate_size=4  num_groups=None scaling_factor=1.0
+beam                 -                     num_groups=8 group_topk=4 scaling_factor=2.5
+"""
+
+
+def test_families_config_values():
+    """Published defaults, and fields that no small config above has."""
+    sizes = dict(hidden_size=64, num_experts=32, num_experts_per_tok=4)
+    sizes |= dict(intermediate_size=16, moe_intermediate_size=16)
+    sizes |= dict(shared_expert_intermediate_size=4)
+    for line in DEFAULTS.strip().split("\n"):
+        name, given, *want = line.split()
+        fields = {"model_type": name} | sizes
+        if given != "-":
+            fields |= eval(f"dict({given})")
+        config = families.config_from_hf(fields)
+        for field, value in eval(f"dict({','.join(want)})").items():
+            assert getattr(config, field) == value, line
+    dbrx = PUBLISHED["dbrx"].config["ffn_config"] | dict(moe_normalize_expert_weights=None)
+    assert not fam_config("dbrx", ffn_config=dbrx).norm_topk_prob
+
+
+@pytest.mark.parametrize("outer, text", [
+    *((name, f"{name}_text") for name in (
+        "inkling2", "mistral_large4", "minimax_m3_vl", "dots3_note", "qwen4_exp")),
+    ("kimi_k3", "kimi_k3")])
+def test_families_composite_models(outer, text):
+    """The outer config and the outer name do as the text model's; the library's objects too."""
+    inner = fam_fields(text)
+    plain = fam_config(text, torch.float32)
+    other = inner | {"model_type": "minimax_m2" if outer != "kimi_k3" else "kimi_linear"}
+    for config in ({"model_type": outer, "text_config": inner}, {"text_config": inner},
+                   {"model_type": outer, "text_config": other},
+                   inner | {"model_type": outer}):           # dots3_note is published like this
+        assert families.config_from_hf(config) == plain
+    t = fam_tensors(text, torch.float32)
+    layer = families.from_hf(MoELayer(plain), t, outer)
+    same(families.to_hf(layer, outer), t)
+    if outer == "kimi_k3":                                   # which the library does not have
+        del other["hidden_act"]                              # situ, since it has a beta
+        assert families.config_from_hf(other) == plain
+        return
+    transformers = pytest.importorskip("transformers", reason="reads the configs of transformers")
+    theirs = transformers.PreTrainedConfig()
+    theirs.model_type = outer
+    theirs.text_config = library_config(text, **library_fields(text))
+    assert families.config_from_hf(theirs) == plain
+
+
+def test_families_layers_that_differ():
+    """DeepSeek-V4's first layers choose by a table: which layer it is has to be said."""
+    read = families.config_from_hf
+    types_4 = ["hash_moe", "hash_moe", "moe", "moe"]
+    v4 = fam_fields("deepseek_v4", num_hidden_layers=4)
+    untyped = {name: value for name, value in v4.items() if name != "mlp_layer_types"}
+    typed = v4 | {"mlp_layer_types": types_4}
+    by_score = read(v4)
+    by_table = dataclasses.replace(by_score, enable_expert_bias=False)
+    for given, hashed in ((typed, 2), (untyped | {"num_hash_layers": 2}, 2), (untyped, 3),
+                          (v4 | {"mlp_layer_types": None, "num_hash_layers": 2}, 2)):
+        want = [by_table] * hashed + [by_score] * (4 - hashed)
+        assert [read(given, i) for i in range(4)] == want
+    assert read(untyped | {"num_hash_layers": 0}) == by_score
+
+    hunyuan = fam_fields("hunyuan_v1_moe", moe_topk=[3, 2, 1, 2])
+    assert read(hunyuan, layer_idx=1).topk == 2
+    assert read(hunyuan | {"moe_topk": [3]}).topk == 3
+    kimi = fam_fields("kimi_linear", mlp_layer_types=["dense", "sparse"])
+    v3 = fam_fields("deepseek_v3", first_k_dense_replace=2)
+    assert read(v3, 2) == read(v3) == read(v3 | {"mlp_layer_types": ["sparse"] * 3}, 1)
+    assert read(kimi, layer_idx=1) == read(kimi)
+    dense = v4 | {"mlp_layer_types": ["moe", "dense"]}
+    check_errors([
+        (lambda: read(typed), "mlp_layer_types is 'hash_moe' or 'moe', by layer; needs layer_idx"),
+        (lambda: read(untyped), "the first 3 layers are hash layers; needs layer_idx"),
+        (lambda: read(typed, 4), "mlp_layer_types has 4 values; layer_idx is 4"),
+        (lambda: read(typed, -1), "layer_idx is -1; needs 0 or more"),
+        (lambda: read(dense, 1), "mlp_layer_types is 'dense'; needs 'moe' or 'hash_moe' or None"),
+        (lambda: read(hunyuan), "moe_topk is 3 or 2 or 1, by layer; needs layer_idx"),
+        (lambda: read(kimi, 0), "mlp_layer_types is 'dense'; needs 'sparse' or 'moe' or None"),
+        (lambda: read(v3, 1), "the first 2 layers are dense; layer_idx is 1")])
+
+
+@pytest.mark.parametrize("through", [lambda layer: layer, pytest.param(compiled, marks=slow)])
+def test_families_hash_layer(through):
+    """The table stays with the caller: neither read nor unexpected, and not given back."""
+    layer = MoELayer(fam_config("deepseek_v4", mlp_layer_types=["hash_moe", "hash_moe"]))
+    t = fam_tensors("deepseek_v4")
+    missing = error(families.from_hf, MoELayer(fam_config("deepseek_v4")),
+                    {name: t[name] for name in t if name != "gate.bias"}, "deepseek_v4")
+    assert missing.splitlines()[1:] == ["  gate.bias [8] is missing"]
+    del t["gate.bias"]
+    table = torch.rand(9, E8).topk(3).indices
+    lazy = Lazy({**t, "gate.tid2eid": table}, slices=True)
+    families.from_hf(layer, lazy, "deepseek_v4")
+    assert sorted(lazy.loads) == sorted(t) and layer.router.expert_bias is None
+    same(families.to_hf(layer, "deepseek_v4"), t)
+
+    indices = table[torch.randint(9, (T7, 2))]
+    x = double(T7, 2, H6)
+    want = published_loop("deepseek_v4", x, t, chosen=indices.flatten(0, 1).tolist())
+    close(through(layer)(x, topk_indices=indices), want, 1e-8)
+
+
+def test_families_block_without_a_name_of_its_own():
+    """Mistral Large 4: attention and norms lie under the same prefix, and are left alone. A text
+    model that is saved without the rest has the shared expert's held names."""
+    name = "mistral_large4_text"
+    prefix = "layers.3."
+    t = fam_tensors(name, prefix=prefix)
+    names = [f"{prefix}{other}.weight" for other in ("attention.wo", "ffn_norm", "gate_up")]
+    around = {other: torch.zeros(2) for other in names}
+    layer = fam_layer(name, tensors=t | around, prefix=prefix)
+    same(families.to_hf(layer, name, prefix), t)
+    renamed = dict(around)
+    for key, tensor in t.items():
+        for old, new in W_HELD.items():
+            key = key.replace(old, new)
+        renamed[key] = tensor
+    other = fam_layer(name, tensors=renamed, prefix=prefix)
+    same(other.state_dict(), layer.state_dict())
+    wrong = {f"{prefix}experts.0.{part}": torch.zeros(2) for part in ("w4.weight", "w1.scale")}
+    text = error(families.from_hf, layer, t | around | wrong, name, prefix)
+    assert text.splitlines()[1:] == [
+        "  layers.3.experts.0.w4.weight is unexpected",
+        "  layers.3.experts.0.w1.scale is of quantised weights; dequantise them first"]
+
+
+# family, field, value, needs
+REFUSED = """
+mixtral              router_jitter_noise   0.1           0.0 or None
+mixtral              hidden_act            'gelu'        'silu' or 'swish' or 'gelu_pytorch_tanh'
+qwen3_moe            n_group               4             1 or 0 or None
+qwen3_moe            scoring_func          'sigmoid'     'softmax' or None
+qwen3_moe            moe_latent_size       3             None
+qwen3_moe            swiglu_limit          7.0           None
+qwen3_moe            topk_method           'noaux_tc'    'greedy' or None
+qwen3_moe            n_shared_experts      1             0 or None
+qwen3_moe            routed_scaling_factor 2.5           1.0 or 0 or None
+deepseek_v2          topk_method           'noaux_tc'    'greedy' or 'group_limited_greedy'
+deepseek_v2          norm_topk_prob        True          False or None
+deepseek_v2          mlp_bias              True          False or None
+deepseek_v3          topk_method           'greedy'      'noaux_tc' or None
+deepseek_v3          scoring_func          'softmax'     'sigmoid' or None
+ernie4_5_moe         use_bias              True          False or None
+ernie4_5_moe         moe_norm_min          0.1           1e-12 or 0.0
+minimax_m2           use_routing_bias      False         True
+minimax_m2           shared_intermediate_size 4          0 or None
+hunyuan_v1_moe       num_shared_expert     2             1
+hunyuan_v1_moe       use_mixed_mlp_moe     False         True
+hunyuan_v1_moe       group_limited_greedy  True          False or None
+nemotron_h           mlp_hidden_act        'silu'        'relu2'
+nemotron_h           n_shared_experts      2             1 or None
+nemotron_h           topk_method           'greedy'      'noaux_tc' or None
+jamba                norm_topk_prob        True          False or None
+llama4_text          hidden_act            'relu'        'silu' or 'swish' or 'gelu_pytorch_tanh'
+gpt_oss              hidden_act            'gelu'        'silu' or 'swish' or None
+kimi_linear          topk_method           'greedy'      'noaux_tc' or None
+kimi_linear          moe_router_activation_func 'softmax' 'sigmoid' or None
+kimi_linear          hidden_act  'gelu'  'silu' or 'swish' or 'gelu_pytorch_tanh' or 'situ'
+deepseek_v4          scoring_func          'softmax'     'sqrtsoftplus' or 'sigmoid'
+deepseek_v4          norm_topk_prob        False         True or None
+deepseek_v4          n_shared_experts      2             1 or None
+inkling2_text        hidden_act            'gelu'        'silu' or 'swish' or None
+inkling2_text        scoring_func          'softmax'     'sigmoid' or None
+flint                hidden_act            'gelu'        'silu' or 'swish' or 'gelu_pytorch_tanh'
+flint                n_group               2             1 or 0 or None
+mistral_large4_text  norm_topk_prob        False         True or None
+axk2                 n_group               8             1 or 0 or None
+minimax_m3_vl_text   hidden_act            'gelu'        'swigluoai' or 'silu' or None
+minimax_m3_vl_text   use_routing_bias      False         True or None
+minimax_m3_vl_text   n_shared_experts      2             1 or None
+bailing_hybrid       score_function        'softmax'     'sigmoid' or None
+bailing_hybrid       moe_router_enable_expert_bias False True or None
+dots3_note_text      mlp_bias              True          False or None
+beam                 scoring_func          'softmax'     'sigmoid' or None
+beam                 n_shared_experts      1             0 or None
+qwen4_exp_text       scoring_func          'sigmoid'     'softmax' or None
+"""
+
+
+def test_families_refused_fields():
+    """What would make another model is named; nothing is computed as something else."""
+    for line in REFUSED.strip().split("\n"):
+        name, field, value, needs = line.split(maxsplit=3)
+        text = error(families.config_from_hf, fam_fields(name, **{field: eval(value)}))
+        assert text == (f"ValueError: this {name} config cannot be expressed: "
+                        f"{field} is {value}; needs {needs}")
+
+
+def test_families_refused_configs():
+    """One error lists all that is wrong."""
+    def dbrx(**fixed):
+        return fam_fields("dbrx", ffn_config=PUBLISHED["dbrx"].config["ffn_config"] | fixed)
+
+    missing = ("hidden_size is missing; intermediate_size is missing; num_experts_per_tok or "
+               "num_experts_per_token is missing; num_local_experts or num_experts is missing")
+    quantised = "quantization_config is given; needs dequantised weights and a config without it"
+    table = [
+        ({"model_type": "gpt2"}, f"model_type is 'gpt2'; known: {', '.join(FAMILIES)}"),
+        ({}, "model_type is None; known: mixtral, "),
+        ({"model_type": "phimoe"}, "'phimoe': its SparseMixer router takes the second expert"),
+        ({"model_type": "hy_v4"}, "'hy_v4': it clamps gate and up of the routed experts alone"),
+        ({"model_type": "mixtral"}, f"this mixtral config cannot be expressed: {missing}"),
+        (fam_fields("kimi_k3", hidden_act="silu"), "situ_beta = 0.8"),
+        ({"model_type": "kimi_k3", "text_config": {"quantization_config": {"bits": 4}}}, quantised),
+        ({"model_type": "llama4", "quantization_config": {}, "text_config": {}},
+         f"this llama4 config cannot be expressed: {missing}; {quantised}"),
+        (fam_fields("mixtral", num_local_experts=None, num_experts=4),
+         "num_local_experts = None and num_experts = 4 contradict each other"),
+        (fam_fields("qwen3_moe", dtype="float8_e4m3fn"),
+         "dtype is float8_e4m3fn; needs float64, float32, bfloat16, float16"),
+        (fam_fields("qwen3_moe", num_experts_per_tok=[2, 2, 4]),
+         "num_experts_per_tok is 2 or 4, by layer; needs layer_idx"),
+        (fam_fields("hunyuan_v1_moe", moe_intermediate_size=[7, 7]),
+         "intermediate_size = 5 and moe_intermediate_size = 7 contradict each other"),
+        (dbrx(moe_normalize_expert_weights=2.0),
+         "ffn_config.moe_normalize_expert_weights is 2.0; needs 1.0 or None"),
+        (dbrx(moe_jitter_eps=0.01, ffn_act_fn={"name": "gelu"}),
+         "ffn_config.ffn_act_fn.name is 'gelu'; needs 'silu' or 'swish' or 'gelu_pytorch_tanh'; "
+         "ffn_config.moe_jitter_eps is 0.01; needs 0.0 or None")]
+    read = families.config_from_hf
+    check_errors((functools.partial(read, config), phrase) for config, phrase in table)
+
+
+def test_families_misfits():
+    """One error for all that is wrong under the prefix, and a layer that stays as it was."""
+    layer = fam_layer("mixtral", torch.float32)
+    before = copy.deepcopy(layer.state_dict())
+    t = fam_tensors("mixtral", torch.float32, "mlp.")
+    del t["mlp.experts.1.w3.weight"], t["mlp.gate.weight"]
+    t["mlp.experts.0.w1.weight"] = torch.zeros(H6, F5)
+    t["mlp.experts.0.w1.weight_scale"] = t["other.experts.0.w1.weight"] = torch.zeros(1)
+    t["mlp.experts.3.w1.weight_packed"] = torch.zeros(1, dtype=torch.uint8)
+    t["mlp.experts.2.w2.weight"] = torch.zeros(H6, F5, dtype=torch.float8_e4m3fn)
+    t["mlp.experts.8.w2.weight"] = torch.zeros(H6, F5)
+    text = error(families.from_hf, layer, t, "mixtral", "mlp.")
+    assert text.splitlines() == [
+        "ValueError: tensors do not make a mixtral block, nothing was changed:",
+        "  mlp.gate.weight [8, 6] is missing",
+        "  mlp.experts.1.w3.weight [5, 6] is missing",
+        "  mlp.experts.0.w1.weight_scale is of quantised weights; dequantise them first",
+        "  mlp.experts.3.w1.weight_packed is of quantised weights; dequantise them first",
+        "  mlp.experts.8.w2.weight is unexpected",
+        "  mlp.experts.0.w1.weight is [6, 5]; needs [5, 6]",
+        "  mlp.experts.2.w2.weight is float8_e4m3fn; needs float64, float32, bfloat16, float16"]
+    held = as_held("mixtral", fam_tensors("mixtral", torch.float32))
+    held["experts.gate_up_proj"] = held["experts.gate_up_proj"].mT
+    fused, read, write = MoELayer(fam_config("gpt_oss")), families.from_hf, families.to_hf
+    not_normalised = MoELayer(dataclasses.replace(fam_config("mixtral"), pre_softmax=True))
+    check_errors([
+        (lambda: read(layer, held, "mixtral"),
+         "changed:\n  experts.gate_up_proj is [8, 6, 10]; needs [8, 10, 6]"),
+        (lambda: read(layer, t, "qwen4"), "model_type is 'qwen4'; known: mixtral,"),
+        (lambda: read(layer, t, "phimoe"), "model_type is 'phimoe'"),
+        (lambda: read(layer, t, "gpt_oss"),
+         "layer is no gpt_oss block: activation = 'swiglu' (needs 'quick_geglu'), "
+         "glu_linear_offset = 0.0 (needs 1.0), add_bias_linear = False (needs True), "
+         "router_bias = False (needs True); build it with config_from_hf"),
+        (lambda: write(layer, "jamba"), "block: norm_topk_prob = True (needs False); build"),
+        (lambda: write(layer, "qwen2_moe"), "shared_expert_gate = False (needs True); build"),
+        (lambda: write(not_normalised, "mixtral"), "norm_topk_prob = False (needs True); build"),
+        (lambda: write(fam_layer("nemotron_h"), "deepseek_v3"),
+         "block: activation = 'relu2' (needs one that is gated); build"),
+        (lambda: write(fam_layer("deepseek_v3"), "nemotron_h"),
+         "block: activation = 'swiglu' (needs one that is not gated); build"),
+        (lambda: write(fam_layer("kimi_k3"), "deepseek_v3"),
+         "layer is no deepseek_v3 block: latent_size = 4 (needs None), latent_norm = True (needs "
+         "False), situ_beta = 0.8 (needs 1.0), situ_linear_beta = 1.5 (needs None); build"),
+        (lambda: read(fused, {}, "gpt_oss", "mlp."),
+         "mlp.experts.gate_up_proj [8, 6, 10] is missing\n  mlp.experts.gate_up_proj_bias [8,")])
+    same(layer.state_dict(), before)
+    by_convention = dataclasses.replace(fam_config("minimax_m2"), norm_topk_prob=None)
+    assert write(MoELayer(by_convention), "minimax_m2")                # sigmoid: normalised
+
+
+def test_families_lists_are_cut_at_ten():
+    """A prefix that fits nothing is one line; long lists have ten entries and their number."""
+    layer, name, prefix, t = fam_layer("qwen3_moe"), "qwen3_moe", "model.layers.3.mlp.", {}
+    for i in range(11):
+        t |= fam_tensors(name, prefix=f"model.layers.{i}.mlp.")
+    t["model.layers.11.mlp.gate.weight"] = gate = torch.zeros(E8, H6)
+    meta = MoELayer(layer.config).to("meta")
+    read = families.from_hf
+    fitting = ", ".join(f"model.layers.{i}.mlp." for i in range(10))
+    missing = [f"experts.{e}.gate_proj.weight [5, 6] is missing" for e in range(8)]
+    missing += [f"experts.{e}.up_proj.weight [5, 6] is missing" for e in range(2)]
+    more = "\n  ".join([*missing, ".. 24 in all"])
+    for wrong in ("", "model.layers.3.mlp", "model.layers.3.", "layers.3.mlp."):
+        assert error(read, layer, t, name, wrong) == (
+            f"ValueError: no tensor of a qwen3_moe block is at prefix {wrong!r}; "
+            f"prefixes that fit: {fitting}, .. 11 in all")
+    check_errors([
+        (lambda: read(layer, {"lm_head.weight": gate}, name), "prefix ''; prefixes that fit: none"),
+        (lambda: read(layer, {"gate.weight": gate}, name), f"nothing was changed:\n  {more}"),
+        (lambda: read(layer, t, prefix), f"model_type is {prefix!r}; known: mixtral,"),
+        (lambda: read(meta, t, name, prefix),
+         "layer is on the meta device and cannot take weights; call layer.to_empty(device=..) and "
+         "reset_parameters() of its modules first")])
+    check_errors(kind=TypeError, table=[
+        (lambda: read(t, layer, name), "layer is a dict; needs a MoELayer"),
+        (lambda: read(layer, list(t), name), "tensors is a list; needs a mapping, name -> tensor")])
+
+
+class Lazy(dict):
+    """Loads a tensor on [name], one at a time; with `slices` also in safetensors' way."""
+
+    def __init__(self, tensors: dict, slices: bool):
+        super().__init__(tensors)
+        self.loads = []
+        self.last = lambda: None
+        if slices:
+            self.get_slice = lambda name: types.SimpleNamespace(
+                get_shape=lambda: list(tensors[name].shape), get_dtype=lambda: "F32")
+
+    def __getitem__(self, name):
+        assert self.last() is None
+        tensor = super().__getitem__(name).clone()
+        self.loads.append(name)
+        self.last = weakref.ref(tensor)
+        return tensor
+
+
+@pytest.mark.parametrize("slices", [False, True])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_families_stream(name, slices):
+    """One tensor at a time, nothing outside of the prefix; each once where shapes are known before,
+    else twice."""
+    t = fam_tensors(name, prefix="mlp.")
+    lazy = Lazy(t | {"lm_head.weight": torch.zeros(3)}, slices)
+    layer = fam_layer(name, tensors=lazy, prefix="mlp.")
+    same(layer.state_dict(), fam_layer(name).state_dict())
+    assert sorted(lazy.loads) == sorted(t if slices else [*t, *t])
+    del lazy[next(iter(t))]
+    lazy.loads.clear()
+    error(families.from_hf, layer, lazy, name, "mlp.")
+    assert lazy.last() is None and (not slices or not lazy.loads)
+
+
+def test_families_read_safetensors_files(tmp_path):
+    """An open file as it is: shapes from its header, one tensor after the other."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads a safetensors file")
+    name, file, t = "ernie4_5_moe", tmp_path / "a", fam_tensors("ernie4_5_moe", torch.bfloat16)
+    safetensors.save_file(t, file)
+    with safetensors.safe_open(file, "pt") as tensors:
+        layer = fam_layer(name, torch.float32, tensors)
+    same(layer.state_dict(), fam_layer(name, torch.float32, t).state_dict())
+    out = families.to_hf(layer, name)
+    safetensors.save_file(out, file)
+    same(safetensors.load_file(file), out)
+    t["gate.weight"] = t["gate.weight"].to(torch.float8_e4m3fn)
+    safetensors.save_file(t, file)
+    with safetensors.safe_open(file, "pt") as tensors:
+        text = error(families.from_hf, layer, tensors, name)
+    assert "gate.weight is F8_E4M3; needs" in text
+
+
+class OneOf:
+    """As much of a process group as from_hf and to_hf ask for."""
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank = lambda: rank
+        self.size = lambda: ranks
+
+
+def shard(layer: MoELayer, group: OneOf, **groups) -> MoELayer:
+    """The layer as one rank of ep or tp holds it."""
+    def cut(x, dim):
+        return torch.nn.Parameter(x.detach().chunk(group.size(), dim)[group.rank()].clone())
+    part = copy.deepcopy(layer)
+    part.pg_collection = types.SimpleNamespace(**{"ep": None, "tp": None, **groups})
+    if "ep" in groups:
+        for name, parameter in list(part.experts.named_parameters()):
+            setattr(part.experts, name, cut(parameter, 0))
+    else:
+        shared = part.shared_experts
+        shared.fc1 = cut(shared.fc1, 1)
+        shared.fc2 = cut(shared.fc2, 1)
+    return part
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "dbrx", "nemotron_h", "kimi_k3"])
+def test_families_over_ep_ranks(name):
+    """Each rank takes its experts from either layout, and needs no others; together they give the
+    whole model back."""
+    whole, t, found = fam_layer(name), fam_tensors(name), {}
+    blank = copy.deepcopy(whole)
+    with torch.no_grad():
+        for parameter in blank.parameters():
+            parameter.zero_()
+    for group in (OneOf(rank, 4) for rank in range(4)):
+        want = shard(whole, group, ep=group)
+        for tensors in (t, as_held(name, t)):
+            lazy = Lazy(tensors, slices=True)
+            part = shard(blank, group, ep=group)
+            families.from_hf(part, lazy, name)
+            same(part.state_dict(), want.state_dict())
+            read = re.findall(r"^experts\.(\d+)", "\n".join(lazy.loads), re.M)
+            assert {int(e) // 2 for e in read} <= {group.rank()}
+        if name not in ("gpt_oss", "dbrx"):
+            out = families.to_hf(want, name)
+            part = families.from_hf(shard(blank, group, ep=group), out, name)
+            same(part.state_dict(), want.state_dict())
+            found.update(out)
+    if name in ("gpt_oss", "dbrx"):
+        spread = ", ".join(key for key in t if key.startswith("experts."))
+        assert error(families.to_hf, want, name) == (
+            f"ValueError: spread over ranks: {spread}; needs a layer without ep and tp: "
+            "save sharded_state_dict() and load it there")
+    else:
+        same(found, families.to_hf(whole, name))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m3_vl_text"])
+def test_families_over_tp_ranks(name):
+    """Each rank takes its part of the shared expert, from either layout; writing it refuses."""
+    whole = fam_layer(name)
+    t = fam_tensors(name)
+    for rank, tensors in itertools.product((0, 1), (t, as_held(name, t))):
+        group = OneOf(rank, 2)
+        part = shard(MoELayer(whole.config), group, tp=group)
+        families.from_hf(part, tensors, name)
+        same(part.state_dict(), shard(whole, group, tp=group).state_dict())
+    spread = ", ".join(f"shared_experts.{part}.weight" for part in GUD)
+    check_errors([(lambda: families.to_hf(part, name), f"spread over ranks: {spread}; needs")])
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+@pytest.mark.parametrize("options", [
+    {}, {"shared_expert_intermediate_size": 8}, {"score_function": "sigmoid", "router_bias": True},
+    {"add_bias_linear": True}])
+def test_families_upcycle(kind, options):
+    """At the start the dense FFN where probs sum to 1, a shared expert included; with noise the
+    experts part."""
+    sizes = dict(hidden_size=H6, ffn_hidden_size=F5, num_experts=E8, topk=3)
+    config = MoEConfig(**sizes, activation=kind, params_dtype=torch.float64,
+                       router_dtype=torch.float64, **options)
+    gate, up, down = double(3, F5, H6)
+    gate = gate if kind == "swiglu" else None
+    down = down.T
+    layer = families.upcycle(config, gate, up, down_proj=down)
+    x = double(T7, 2, H6)
+    matrices = [up, down] if gate is None else [gate, up, down]
+    act = relu2 if gate is None else swiglu_loop
+    dense = [ffn_loop(x_H, matrices, act) for x_H in x.flatten(0, 1)]
+    close(layer(x), torch.stack(dense).view(x.shape), 1e-6)
+
+    noisy = families.upcycle(config, gate, up, down_proj=down, noise=0.1).experts
+    for weight in (*noisy.fc1.unbind(1), noisy.fc2):
+        spread = (weight - weight.mean(0)).std() / weight.mean(0).std()
+        assert 0.05 < spread < 0.2 and (weight[0] - weight[1]).abs().min() > 0
+
+
+def test_families_upcycle_refuses():
+    config = MoEConfig(H6, F5, E8, topk=3)
+    narrow = dataclasses.replace(config, latent_size=L4)
+    ungated = dataclasses.replace(config, activation="relu2")
+    up, down, upcycle = torch.zeros(F5, H6), torch.zeros(H6, F5), families.upcycle
+    check_errors([
+        (lambda: upcycle(narrow, up, up, down_proj=down),
+         "latent_size is 4; needs None, since an expert is as wide as the dense FFN"),
+        (lambda: upcycle(ungated, up, up, down_proj=down), "gate_proj is [5, 6]; needs None"),
+        (lambda: upcycle(config, None, up, down_proj=down), "gate_proj is None; needs [5, 6]"),
+        (lambda: upcycle(config, up, down, down_proj=down, noise=-1.0),
+         "up_proj is [6, 5]; needs [5, 6]; noise is -1.0; needs 0 or more")])
+
+
+def published_model_over_ranks(rank, ranks):
+    """Each rank reads its experts out of a whole model's tensors, and writes them under their
+    global numbers."""
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    config = families.config_from_hf(dict(
+        model_type="qwen2_moe", hidden_size=6, moe_intermediate_size=5, num_experts=8,
+        num_experts_per_tok=2, shared_expert_intermediate_size=4, norm_topk_prob=True))
+    torch.manual_seed(3)
+    whole = MoELayer(config)
+    mine = MoELayer(config, groups)
+    tensors = families.to_hf(whole, "qwen2_moe", "mlp.")
+    families.from_hf(mine, tensors, "qwen2_moe", prefix="mlp.")
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+        same(a, own_part(name, b, groups))
+    out = families.to_hf(mine, "qwen2_moe", "mlp.")
+    for name, tensor in out.items():
+        same(tensor, tensors[name])
+    local = 8 // ranks
+    assert {name for name in out if ".experts." in name} == {
+        f"mlp.experts.{e}.{part}_proj.weight"
+        for e in range(rank * local, rank * local + local) for part in ("gate", "up", "down")}
+
+
+def test_families_experts_over_ranks_of_a_published_model():
+    spawn_gloo(published_model_over_ranks, 2)
+
+
+SIGNATURES = """\
+config_from_hf: hf_config layer_idx
+from_hf: layer tensors model_type prefix
+to_hf: layer model_type prefix
+upcycle: config gate_proj up_proj down_proj noise
+register_experts: name
+replace_blocks: model changes"""
+
+
+def test_families_signatures():
+    """Other people's code depends on names and their order."""
+    for row in SIGNATURES.splitlines():
+        name, arguments = row.split(": ")
+        assert list(inspect.signature(getattr(families, name)).parameters) == arguments.split()
+
+
+def test_families_examples_in_docstrings():
+    check_examples(families)
+
+
+# ---- Live models of the Hugging Face library ----
+
+class StandIn(torch.nn.Module):
+    """A block as the library holds it, whose forward is the published loop."""
+
+    def __init__(self, case: str, dtype):
+        super().__init__()
+        self.case = case
+        self.tensors = fam_tensors(case, dtype)
+        for name, tensor in as_held(case, self.tensors).items():
+            *path, last = name.split(".")
+            owner = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, torch.nn.Module())
+                owner = getattr(owner, part)
+            if only_chooses(name):
+                owner.register_buffer(last, tensor.clone())
+            else:
+                setattr(owner, last, torch.nn.Parameter(tensor.clone()))
+
+    def forward(self, x):
+        return published_loop(self.case, x, self.tensors)
+
+
+class StandInModel(torch.nn.Module):
+    """Layers 0 and 2 have a block of the family, layer 1 is dense."""
+
+    def __init__(self, case: str, dtype=torch.float64):
+        super().__init__()
+        self.config = fam_fields(case)
+        self.dtype = dtype
+        if "mlp_layer_types" in self.config:
+            self.config["mlp_layer_types"] = ["moe"] * 3
+        blocks = [StandIn(case, dtype) for _ in range(2)]
+        modules = blocks[0], torch.nn.LayerNorm(H6), blocks[1]
+        layers = [torch.nn.ModuleDict({"mlp": module}) for module in modules]
+        self.layers = torch.nn.ModuleList(layers)
+
+    def block(self, i: int = 0) -> torch.nn.Module:
+        return self.layers[i]["mlp"]
+
+
+def replaced(case: str, **changes) -> StandInModel:
+    model = StandInModel(case)
+    families.replace_blocks(model, **changes)
+    return model
+
+
+@EVERY_LAYOUT
+def test_live_blocks_match_published_loop(case):
+    """Outputs, hooks of the router, the state dict, and what the old block's flags were."""
+    old, model, logits = StandInModel(case), StandInModel(case), []
+    router = next(iter(as_held(case, fam_tensors(case)))).split(".")[0]
+    model.block().get_submodule(router).register_forward_hook(
+        lambda module, args, output: logits.append(output))
+    fc2 = ".".join(["layers.0.mlp", "experts", "mlp.w2" if case == "dbrx" else "down_proj"])
+    model.get_parameter(fc2).requires_grad_(False)
+    model.layers[2].eval()
+    assert families.replace_blocks(model) == ["layers.0.mlp", "layers.2.mlp"]
+    first = model.block(0)
+    last = model.block(2)
+    memory = [tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()]
+    assert len(set(memory)) == len(memory)            # or safetensors would take them for tied
+    assert first.training and not last.training and not last.router.training
+    trained = [p.requires_grad for p in (first.experts.fc2, first.experts.fc1, last.experts.fc2)]
+    assert trained == [False, True, True]
+    same(model.state_dict(), old.state_dict())
+
+    x = double(3, T7, H6)
+    got = first(x)
+    if case in ("gpt_oss", "llama4_text"):
+        got, beside = got
+        assert beside.shape == (3 * T7, {"gpt_oss": 3, "llama4_text": E8}[case])
+    close(got.view(x.shape), old.block()(x), 1e-8)
+    t = fam_tensors(case)
+    weight = t[PUBLISHED[case].tensors.split()[0]]
+    close(logits[0], x.flatten(0, 1) @ weight.T + t.get("router.bias", 0.0), 1e-9)
+
+    other = replaced(case)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(old.state_dict())
+    same(other.state_dict(), old.state_dict())
+
+
+def test_live_dtypes_and_memory():
+    """A router kept in fp32, as it is; the state dict's experts are the parameters, not copies."""
+    model = StandInModel("qwen3_moe", torch.bfloat16)
+    model.block().gate.float()
+    families.replace_blocks(model)
+    first = model.block(0)
+    last = model.block(2)
+    assert first.router.weight.dtype == torch.float32
+    assert last.router.weight.dtype == first.experts.fc1.dtype == torch.bfloat16
+    assert first.config.params_dtype == torch.bfloat16
+    assert first.config.router_dtype == torch.float32
+    held = model.state_dict()["layers.0.mlp.experts.gate_up_proj"]
+    assert held.data_ptr() == first.experts.fc1.data_ptr()
+
+
+def test_live_model_is_saved_whole(tmp_path):
+    model = replaced("qwen2_moe")
+    x = double(3, T7, H6)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    same(loaded.state_dict(), model.state_dict())
+    same(loaded.block(2)(x), model.block(2)(x))
+
+
+def test_live_published_names_load_too():
+    old = StandInModel("mixtral").state_dict()
+    model = replaced("mixtral")
+    t = fam_tensors("mixtral", prefix="layers.2.mlp.")
+    with torch.no_grad():
+        model.block(2).experts.fc1.zero_()
+    found = model.load_state_dict(t, strict=False)
+    same(model.state_dict(), old)
+    assert not found.unexpected_keys and "layers.1.mlp.weight" in found.missing_keys
+    assert model.load_state_dict({}, strict=False).missing_keys == list(old)
+    less = {name: t[name] for name in t if name != "layers.2.mlp.experts.3.w2.weight"}
+    wrong = t | {"layers.2.mlp.gate.weight": torch.zeros(H6, E8)}
+    check_errors(kind=RuntimeError, table=[
+        (lambda: model.load_state_dict(less), "layers.2.mlp.experts.3.w2.weight"),
+        (lambda: model.load_state_dict(wrong, strict=False),
+         "layers.2.mlp.gate.weight is [6, 8]; needs [8, 6]")])
+
+
+def test_live_tensors_by_assignment():
+    """From the meta device, and in another dtype: as torch's assign does with any parameter."""
+    given = StandInModel("qwen2_moe").to(torch.bfloat16).state_dict()
+    for start in ("meta", "cpu"):
+        model = replaced("qwen2_moe", enable_expert_bias=True)
+        biases = {name: torch.ones(E8) for name in model.state_dict() if "expert_bias" in name}
+        model.to(start)
+        found = model.load_state_dict(given | biases, assign=True)
+        assert not found.missing_keys and not found.unexpected_keys
+        block = model.block()
+        assert block.router.expert_bias.dtype == torch.float32
+        assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
+        same(model.state_dict(), given | biases)
+    name = "layers.0.mlp.shared_expert.gate_proj.weight"              # fills half of a parameter
+    part = {name: torch.zeros_like(given[name])}
+    model.load_state_dict(part, strict=False, assign=True)
+    same(model.state_dict(), given | biases | part)
+
+
+def test_live_changes_are_drawn():
+    """Biases at zero, a shared expert at random: nothing is left as it lay in memory."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)          # fills new memory with NaN
+    try:
+        model = replaced("mixtral", router_bias=True, add_bias_linear=True, shared_expert_gate=True,
+                         shared_expert_intermediate_size=4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    block = model.block(2)
+    for bias in (block.router.bias, block.experts.fc1_bias, block.experts.fc2_bias):
+        assert not bias.any()
+    assert 0.01 < block.shared_experts.fc1.std() < 0.04
+    assert block.shared_experts.gate_weight.abs().max() < 0.1
+    old = StandInModel("mixtral").state_dict()
+    same({name: model.state_dict()[name] for name in old}, old)
+
+
+def trained_by_callback(callback, pieces: int, model, x: Tensor, upstream: Tensor):
+    """Two steps as the library's Trainer makes them, in `pieces` microbatches -> its log."""
+    args = types.SimpleNamespace(gradient_accumulation_steps=pieces)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    state = types.SimpleNamespace(log_history=[])
+    for _ in range(2):
+        callback.on_step_begin(args, state, None, model=model, optimizer=optimizer)
+        for x_m, upstream_m in zip(x.chunk(pieces), upstream.chunk(pieces)):
+            (model.block()(x_m) * upstream_m).sum().backward()
+        optimizer.step()
+        callback.on_optimizer_step(args, state, None, model=model, optimizer=optimizer)
+        optimizer.zero_grad()
+        logs = {"loss": 1.0}
+        state.log_history.append(dict(logs, step=1))
+        callback.on_log(args, state, None, model=model, logs=logs)
+        assert state.log_history[-1] == {**logs, "step": 1}
+        evaluation = {"eval_loss": 1.0}
+        callback.on_log(args, state, None, model=model, logs=evaluation)
+        assert evaluation == {"eval_loss": 1.0}
+    assert moe._LOSS_SCALE[moe._CPU] == 1 / pieces
+    callback.on_train_end(args, state, None)
+    assert moe._LOSS_SCALE[moe._CPU] == 1
+    return logs
+
+
+def test_live_callback_makes_microbatches_one_batch(monkeypatch):
+    """Without the library: its TrainerCallback is an empty class. A layer that has not run is left
+    out of the logged means."""
+    monkeypatch.setitem(
+        sys.modules, "transformers", types.SimpleNamespace(TrainerCallback=object))
+    families._callback_class.cache_clear()
+    callback = families.MoECallback()
+    x, upstream = double(2, 4, T7, H6)
+    results = []
+    for pieces in (1, 2, 4):
+        model = replaced(
+            "qwen3_moe", enable_expert_bias=True, bias_update="quantile", z_loss_coeff=0.3,
+            load_balancing_type="seq_aux_loss", aux_loss_coeff=0.5)
+        logs = trained_by_callback(callback, pieces, model, x=x, upstream=upstream)
+        assert list(logs) == ["loss", "seq_load_balancing_loss", "z_loss", "max_violation"]
+        assert all(isinstance(value, float) and math.isfinite(value) for value in logs.values())
+        assert model.block().router.expert_bias.any()
+        results.append(model.state_dict())
+    for other in results[1:]:
+        for name, tensor in results[0].items():
+            close(other[name].double(), tensor.double(), 1e-6)
+    scaler = types.SimpleNamespace(get_scale=lambda: 512.0)
+    args = types.SimpleNamespace(gradient_accumulation_steps=4)
+    callback.on_step_begin(args, None, None, optimizer=types.SimpleNamespace(scaler=scaler))
+    assert moe._LOSS_SCALE[moe._CPU] == 128
+    callback.on_train_end(args, None, None)
+    assert "no attribute 'MoECallbacks'" in str(pytest.raises(
+        AttributeError, getattr, families, "MoECallbacks").value)
+    families._callback_class.cache_clear()
+
+
+def test_live_blocks_of_a_model_on_several_ranks():
+    """The groups go to every layer. Those with several ranks in ep or tp are refused."""
+    class Two:
+        def size(self):
+            return 2
+    groups = ProcessGroups(tp_dp_cp=Two())
+    model = replaced("qwen3_moe", pg_collection=groups, enable_expert_bias=True)
+    assert all(router.pg_collection is groups for router in moe._routers(model))
+    for wrong in (ProcessGroups(tp=Two()), ProcessGroups(ep=Two(), tp_dp_cp=Two())):
+        assert "the blocks' weights are whole on every rank" in error(
+            families.replace_blocks, StandInModel("qwen3_moe"), pg_collection=wrong)
+
+
+def test_live_block_chooses_by_its_table():
+    block = replaced("deepseek_v4").block()
+    table = torch.rand(9, E8).topk(3).indices
+    block.hash_table, ids, x = table, torch.randint(9, (3, T7)), double(3, T7, H6)
+    chosen = table[ids].flatten(0, 1).tolist()
+    want = published_loop("deepseek_v4", x, fam_tensors("deepseek_v4"), chosen=chosen)
+    close(block(x, ids), want, 1e-8)
+
+
+def test_live_block_at_two_places_is_replaced_at_both():
+    model = StandInModel("qwen3_moe")
+    model.layers[2]["mlp"] = model.block()
+    assert families.replace_blocks(model) == ["layers.0.mlp"]
+    assert model.block(2) is model.block(0)
+    assert isinstance(model.block(), families.HuggingFaceBlock)
+
+
+def test_live_blocks_have_all_of_this_project():
+    """Changes, a bias with its update, metrics, record and replay, a loss per
+    sequence."""
+    changes = dict(enable_expert_bias=True, bias_update="quantile", aux_loss_coeff=0.1,
+                   load_balancing_type="seq_aux_loss")
+    model = replaced("qwen3_moe", **changes)
+    again = replaced("qwen3_moe", **changes)
+    block = model.block()
+    x = double(3, T7, H6)
+    own = [name for name in model.state_dict() if "expert_bias" in name]
+    assert own == [f"layers.{i}.mlp.router.expert_bias" for i in (0, 2)]
+    with record_routing(model) as record:
+        y = block(x)
+    assert load_balancing_metrics(model)["tokens_per_expert"].sum().item() == 3 * T7 * 3
+    with replay_routing(model, [record.indices[0].flip(0), record.indices[0]]):
+        assert not torch.equal(block(x), y)
+    y.sum().backward()
+    update_expert_bias(model)
+    assert block.router.expert_bias.abs().max() > 0
+    again.load_state_dict(model.state_dict())
+    same(again.block().router.expert_bias, block.router.expert_bias)
+
+    # [B, S, H] here is [S, B, H] to a layer of its own: the same loss, which has the same gradient
+    layer = MoELayer(dataclasses.replace(block.config, batch_first=False))
+    layer.load_state_dict(dict(block.named_parameters()) | dict(block.named_buffers()))
+    for module, z in ((block, x), (layer, x.transpose(0, 1))):
+        module.router.weight.grad = None
+        (module(z).sum() * 0).backward()
+    assert layer.router.weight.grad.abs().max() > 0
+    close(block.router.weight.grad, layer.router.weight.grad, 1e-9)
+
+
+@pytest.mark.parametrize("shapes", [
+    [(3, T7)], pytest.param([(3, T7), (2, 9), (4, T7)], marks=slow)])
+def test_live_block_is_one_graph(shapes):
+    block = replaced("qwen3_moe", enable_expert_bias=True).block()
+    graph = compiled(block)
+    for shape in shapes:
+        x = double(*shape, H6)
+        close(graph(x), block(x), 1e-9)
+
+
+def test_live_memory_holds_one_block_twice(monkeypatch):
+    """Each old block is gone before the next layer gets its memory."""
+    model = StandInModel("qwen3_moe")
+    alive = []
+    old = [weakref.ref(model.block(i).experts.down_proj) for i in (0, 2)]
+    put = families._put_block
+
+    def counted(*args):
+        alive.append([ref() is not None for ref in old])
+        put(*args)
+    monkeypatch.setattr(families, "_put_block", counted)
+    families.replace_blocks(model)
+    assert alive == [[True, True], [False, True]]
+    assert [ref() for ref in old] == [None, None]
+
+
+def test_live_refusals_change_nothing():
+    model, misshapen, meta, dense = (StandInModel("deepseek_v3") for _ in range(4))
+    before = {name: id(module) for name, module in model.named_modules()}
+    misshapen.block(2).gate.weight = torch.nn.Parameter(torch.zeros(4, H6))
+    meta.layers[2].to("meta")
+    dense.layers = dense.layers[1:2]
+    other = StandInModel("qwen3_moe")
+    other.config["model_type"] = "qwen3"
+    replace = families.replace_blocks
+    none = "model has no deepseek_v3 block to replace; "
+    check_errors([
+        (lambda: replace(model, topk=9), "topk = 9, num_experts = 8: a token cannot have more"),
+        (lambda: replace(model, params_dtype=torch.bfloat16),
+         "changes has params_dtype; blocks keep their dtypes: cast the model instead"),
+        (lambda: replace(model, batch_first=False), "a block's input is batch first as it is"),
+        (lambda: replace(model, ffn_hidden_size=9),
+         "changed:\n  layers.0.mlp.experts.gate_up_proj is [8, 10, 6]; needs [8, 18, 6]\n"
+         "  layers.0.mlp.experts.down_proj is [8, 6, 5]; needs [8, 6, 9]"),
+        (lambda: replace(model, activation="relu2"),
+         "changes has activation = 'relu2'; needs one that is gated, as 'swiglu'"),
+        (lambda: replace(misshapen), "changed:\n  layers.2.mlp.gate.weight is [4, 6]; needs [8"),
+        (lambda: replace(meta), "model has tensors on the meta device; needs weights: load it"),
+        (lambda: replace(dense), f"{none}replaced already: none"),
+        (lambda: replace(other), "model_type is 'qwen3'; known: mixtral,")])
+    check_errors(kind=TypeError, table=[
+        (lambda: replace(model, top_k=2), "got an unexpected keyword argument 'top_k'"),
+        (lambda: replace("model"), "model is a str; needs a model of the Hugging Face library")])
+    assert before == {name: id(module) for name, module in model.named_modules()}
+    assert isinstance(misshapen.block(), StandIn)
+    replace(model)
+    check_errors([(lambda: replace(model), f"{none}replaced already: layers.0.mlp, layers.2.mlp")])
+
+
+def test_live_register_experts_needs_the_library(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="library: pip install 'transformers>=5'"):
+        families.register_experts()
+
+
+def library_experts(name: str, file: Path) -> torch.nn.Module:
+    """An experts module with random weights, of the first config that it can be made of."""
+    path = f"transformers.models.{file.parent.name}.{file.stem}"
+    modeling = importlib.import_module(path)
+    configs = importlib.import_module(path.replace("modeling_", "configuration_"))
+    sizes = dict(hidden_size=8, moe_intermediate_size=6, intermediate_size=6, num_experts=4,
+                 num_local_experts=4, n_routed_experts=4, moe_num_experts=4)
+    for config_class in [c for c in vars(configs).values() if isinstance(c, type)]:
+        with contextlib.suppress(Exception):                 # of a model's other parts
+            config = config_class()
+            if getattr(config, "moe_latent_size", None):
+                config.moe_latent_size = 8
+            for field, size in sizes.items():
+                with contextlib.suppress(Exception):
+                    setattr(config, field, size)
+            config._experts_implementation = "eager"
+            experts = getattr(modeling, name)(config)
+            with torch.no_grad():
+                for parameter in experts.parameters():
+                    parameter.normal_(0, 0.5)
+            return experts
+
+
+def experts_match_the_library(folders: str) -> tuple[list[str], list[str]]:
+    """Over every class behind the experts interface: those with the same output and gradients, and
+    the refusals."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    families.register_experts()
+    models, checked, refused = Path(transformers.__file__).parent / "models", [], []
+    decorated = [(name, file) for file in sorted(models.glob(f"{folders}/modeling_*.py"))
+                 for name in re.findall(r"^@use_experts_implementation.*?\nclass (\w+)",
+                                        file.read_text(), re.M)]
+    for name, file in decorated:
+        experts = library_experts(name, file)
+        E = experts.num_experts
+        H = experts.down_proj.shape[2 if experts.is_transposed else 1]
+        x = torch.randn(T7, H, requires_grad=True)
+        probs = torch.rand(T7, 2, requires_grad=True)
+        indices = torch.rand(T7, E).topk(2).indices
+        indices[2, 1], indices[3] = E, E + 5
+        nowhere = indices >= E                               # not every loop of theirs takes E
+        want = experts(x, indices.masked_fill(nowhere, 0), probs.masked_fill(nowhere, 0.0))
+        experts.config._experts_implementation = "moe_py"
+        try:
+            got = experts(x, indices, probs)
+        except NotImplementedError as why:
+            refused.append(str(why).split(" cannot be expressed by kernels.expert_mlp; try ")[0])
+            continue
+        close(got, want, 2e-5)
+        close_grads(got, want, [x, probs, *experts.parameters()], tol=2e-5)
+        checked.append(name)
+    return checked, refused
+
+
+@pytest.mark.parametrize("folder", [
+    "beam", "deepseek_v4", "gpt_oss", "inkling2", "minimax_m3_vl", "nemotron_h", "qwen3_moe"])
+def test_live_experts_of_some_models_of_the_library(folder):
+    """One of each activation and layout."""
+    checked, refused = experts_match_the_library(folder)
+    assert checked and not refused
+
+
+@slow
+def test_live_experts_of_every_model_of_the_library():
+    """Output and gradients of all experts classes, with an index that goes nowhere; or a
+    refusal."""
+    checked, refused = experts_match_the_library("*")
+    assert len(checked) >= 61
+    assert refused == [
+        "DeepseekOcr2TextExperts: act_fn transformers.activations.GELUActivation",
+        "Ernie4_5_VLMoeMoeExperts: act_fn transformers.activations.QuickGELUActivation",
+        "MuseSparkExperts: has_post_expert_norm",
+        "UnlimitedOcrTextExperts: act_fn transformers.activations.GELUActivation"]
+
+
+def test_live_experts_refused_by_class():
+    """An overridden gate is recognised by the class that has it: a subclass of a known one is
+    unknown."""
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from transformers.models.gpt_oss import GptOssConfig, modeling_gpt_oss
+    from transformers.models.nemotron_h import NemotronHConfig, modeling_nemotron_h
+    families.register_experts()
+    taken = "an implementation of the library; needs another name"
+    check_errors([(functools.partial(families.register_experts, name), f"name is {name!r}, {taken}")
+                  for name in ("eager", "grouped_mm")])
+
+    class GptOssExperts(modeling_gpt_oss.GptOssExperts):
+        def _apply_gate(self, gate_up):
+            return gate_up[..., ::2]
+    sizes = dict(hidden_size=8, intermediate_size=6, moe_intermediate_size=6, n_routed_experts=4)
+    gpt_oss = GptOssExperts(GptOssConfig(**sizes, num_local_experts=4))
+    gated = modeling_nemotron_h.NemotronHExperts(NemotronHConfig(**sizes, mlp_hidden_act="silu"))
+    gate = f"{__name__}.{GptOssExperts._apply_gate.__qualname__}"
+    x, indices, probs = torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    for experts, why in [(gpt_oss, f"GptOssExperts: the overridden _apply_gate ({gate}) cannot be"),
+                         (gated, "NemotronHExperts: has_gate = False with swiglu cannot be")]:
+        experts.config._experts_implementation = "moe_py"
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=re.escape(why)):
+            experts(x, indices, probs)
+
+
+def qwen3_experts(H: int, F: int, E: int) -> torch.nn.Module:
+    """With register_experts()."""
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
+    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=F, num_experts=E)
+    config._experts_implementation = families.register_experts()
+    experts = modeling_qwen3_moe.Qwen3MoeExperts(config)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(0, 0.5)
+    return experts
+
+
+def test_live_experts_in_the_weights_dtype():
+    """fp32 tokens, as a norm gives them under autocast, and bf16 weights: products in bf16, an
+    output in fp32."""
+    experts = qwen3_experts(H=8, F=6, E=4).bfloat16()
+    x, indices, probs = torch.randn(T7, 8), torch.randint(4, (T7, 1)), torch.rand(T7, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = experts(x, indices, probs)
+    assert got.dtype == torch.float32
+    same(got, experts(x.bfloat16(), indices, probs).float())
+
+
+def test_live_experts_keep_little_for_the_backward():
+    """At Qwen3-MoE's proportions: T·H + N·2F, within 5%; the library's grouped_mm keeps more than
+    twice that."""
+    T, H, F, E, K = 256, 128, 48, 16, 4
+    experts = qwen3_experts(H, F, E)
+    kept = {}
+    x = torch.randn(T, H, requires_grad=True)
+    probs = torch.rand(T, K, requires_grad=True)
+    indices = torch.rand(T, E).topk(K).indices
+    for name in ("moe_py", "grouped_mm"):
+        experts.config._experts_implementation = name
+        kept[name] = saved_bytes(lambda: experts(x, indices, probs), exclude=experts.parameters())
+    small = T * K * (3 * 8 + 4) + E * 4
+    assert kept["moe_py"] - small <= 1.05 * 4 * (T * H + T * K * 2 * F)
+    assert kept["moe_py"] <= 0.4 * kept["grouped_mm"]
+
+
+LAYOUTS = {                                           # fc1, fc2 and the bias of fc1
+    "in order": ("e p f h", "e h f", "e p f"), "transposed": ("e h p f", "e f h", "e p f"),
+    "interleaved": ("e f p h", "e h f", "e f p"),
+    "transposed and interleaved": ("e h f p", "e f h", "e f p")}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("through", [lambda f: f, pytest.param(compiled, marks=slow)])
+def test_live_experts_take_weights_in_any_layout(how, bias, through):
+    """Views: the same output and gradients as of weights in order, and no copy of a weight."""
+    from einops import rearrange
+    E, T, K, size = 4, 7, 3, dict(e=4, p=2, f=5, h=6)
+    options = dict(clamp_value=0.5) if bias else {}
+    in_file = [*LAYOUTS[how], "e h"]
+    in_order = [*LAYOUTS["in order"], "e h"]
+    shapes = [[size[axis] for axis in axes.split()] for axes in in_file]
+    held = [double(shape, requires_grad=True) for shape in shapes[:4 if bias else 2]]
+    x = double(T, size["h"], requires_grad=True)
+    probs = double(T, K, requires_grad=True)
+    plan = plan_permutation(torch.rand(T, E + 1).topk(K).indices, E)
+
+    def views(held):
+        return [rearrange(t, f"{a} -> {b}") for t, a, b in zip(held, in_file, in_order)]
+
+    def ours(x, probs, *held):
+        return expert_mlp(x, probs, plan, *views(held), **options)
+
+    copies = [view.contiguous() for view in views(held)]
+    function = through(ours)
+    got = function(x, probs, *held)
+    want = expert_mlp(x, probs, plan, *copies, **options)
+    close(got, want)
+    close_grads(got, want, [x, probs, *held], tol=1e-9)
+    kept = saved_bytes(lambda: function(x, probs, *held), exclude=held)
+    in_order = saved_bytes(lambda: expert_mlp(x, probs, plan, *copies), exclude=copies)
+    assert kept <= in_order
+
+
+WHOLE = dict(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+    num_key_value_heads=2, intermediate_size=24, moe_intermediate_size=24, pad_token_id=0,
+    max_position_embeddings=64)
+MLA = dict(
+    num_key_value_heads=4, head_dim=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    kv_lora_rank=8, q_lora_rank=8)
+LINEAR = dict(
+    num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8)
+SPARSE = dict(mlp_layer_types=["sparse"] * 2)
+MIXED = MLA | SPARSE | dict(layer_types=["linear_attention", "full_attention"])
+WHOLE_EXTRAS = {
+    "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1,
+                  use_mamba_kernels=False, mamba_dt_rank=2),
+    "qwen3_next": LINEAR, "kimi_linear": MIXED, "bailing_hybrid": MIXED,
+    "qwen4_exp_text": LINEAR | dict(
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
+        indexer_compress_ratio=4),
+    "deepseek_v2": MLA, "deepseek_v3": MLA | dict(first_k_dense_replace=1), "axk2": MLA,
+    "mistral_large4_text": MLA, "dots3_note_text": MLA,
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=0),
+    "nemotron_h": dict(mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2),
+    "flint": dict(mlp_only_layers=[]), "beam": SPARSE,
+    "dbrx": dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, attn_config=dict(
+        kv_n_heads=2, clip_qkv=8, rope_theta=1e4))}
+
+
+def whole_model(case: str, **fixed) -> torch.nn.Module:
+    """A tiny language model of the library with random weights; experts by the library's loop."""
+    fields = library_fields(case)
+    if case == "dbrx":
+        ffn = fields["ffn_config"] | dict(ffn_hidden_size=24)
+        fields = dict(vocab_size=64, ffn_config=ffn)
+    else:
+        fields |= WHOLE
+    fields |= WHOLE_EXTRAS.get(family(case), {}) | fixed
+    fields = {name: value for name, value in fields.items() if value is not None}
+    config = library_config(case, **fields)
+    modeling = importlib.import_module(
+        type(config).__module__.replace("configuration_", "modeling_"))
+    own = {name: value for name, value in vars(modeling).items()
+           if getattr(value, "config_class", None) is type(config)}
+    ends = "ForCausalLM", "ForConditionalGeneration", "TextModel"
+    model = next(own[name] for end in ends for name in own if name.endswith(end))(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def random_ids() -> Tensor:
+    return torch.randint(1, 64, (2, T7))
+
+
+def whole_logits(model, ids: Tensor) -> Tensor:
+    out = model(ids, use_cache=False)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def three_steps(model, ids: Tensor) -> list[float]:
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(3):
+        logits = whole_logits(model, ids)
+        targets = ids[:, 1:].flatten() % logits.shape[-1]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text")
+def test_live_models_of_the_library(case, tmp_path):
+    """Logits, generate, the block's own output, router logits, saving, loading, training,
+    checkpoints, bf16."""
+    theirs = whole_model(case).eval()
+    ours = copy.deepcopy(theirs)
+    ids = random_ids()
+    block_name = PUBLISHED[case].block.split()[1]
+    names = [name for name, module in theirs.named_modules()
+             if type(module).__name__ == block_name]
+    assert names and families.replace_blocks(ours) == names
+    with torch.no_grad():
+        close(whole_logits(ours, ids), whole_logits(theirs, ids), 1e-4)
+        x = torch.randn(2, T7, 32)
+        options = {"input_ids": ids} if case == "deepseek_v4" else {}
+        outputs = [model.get_submodule(names[0])(x.clone(), **options) for model in (ours, theirs)]
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+        recorded = [model(ids, use_cache=False, output_router_logits=True).router_logits
+                    for model in (ours, theirs)]
+        assert len(recorded[0]) == len(names)
+        torch.testing.assert_close(*recorded, rtol=1e-4, atol=1e-4)
+    same(ours.state_dict(), theirs.state_dict())
+    if hasattr(theirs, "generate"):
+        same(*(model.generate(ids, max_new_tokens=4, do_sample=False) for model in (ours, theirs)))
+
+    ours.save_pretrained(tmp_path)
+    again, found = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    same(again.state_dict(), theirs.state_dict())
+    close(whole_logits(again.eval(), ids), whole_logits(theirs.eval(), ids), 1e-4)
+
+    checkpointed = copy.deepcopy(ours)
+    checkpointed.gradient_checkpointing_enable()
+    losses = three_steps(theirs, ids)
+    assert losses == pytest.approx(three_steps(ours, ids), abs=1e-3)
+    assert losses == pytest.approx(three_steps(checkpointed, ids), abs=1e-3)
+    if case != "inkling2_text":                       # which mixes dtypes in bf16 itself
+        halves = ours.to(torch.bfloat16)
+        assert whole_logits(halves, ids).isfinite().all()
+        assert {p.dtype for p in halves.parameters()} - {torch.float32} == {torch.bfloat16}
+
+
+def trainer_steps(pieces: int, folder, **changes):
+    """Three steps of the library's Trainer on eight texts a step, in `pieces` microbatches."""
+    transformers = pytest.importorskip("transformers", reason="trains a model of transformers")
+    pytest.importorskip("accelerate", reason="the library's Trainer needs accelerate")
+    torch.manual_seed(1)
+    model = whole_model("qwen3_moe")
+    families.replace_blocks(model, **changes)
+    data = [dict(input_ids=text, labels=text) for text in torch.randint(64, (24, 12))]
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=8 // pieces, gradient_accumulation_steps=pieces,
+        max_steps=3, logging_steps=1, report_to=[], save_strategy="no", optim="sgd",
+        learning_rate=0.5, lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True)
+    trainer = transformers.Trainer(model, args, train_dataset=data)
+    trainer.callback_handler.callbacks.insert(0, families.MoECallback())     # as the README says
+    seen = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **others):
+            seen.append(dict(logs))
+    trainer.add_callback(Reporter)
+    trainer.train()
+    return model.state_dict(), trainer.state.log_history, seen
+
+
+def test_live_trainer_of_the_library(tmp_path):
+    """Four microbatches of two texts, or one of eight: the same routers, biases and losses."""
+    families._callback_class.cache_clear()
+    changes = dict(
+        enable_expert_bias=True, bias_update="quantile", z_loss_coeff=0.3,
+        load_balancing_type="seq_aux_loss", aux_loss_coeff=0.5)
+    (one, log, seen), (four, *_) = [trainer_steps(n, tmp_path, **changes) for n in (1, 4)]
+    for name, tensor in one.items():
+        close(four[name].double(), tensor.double(), 1e-4)
+    assert moe._LOSS_SCALE[moe._CPU] == 1
+    for entry, logged in zip(log[:3], seen):
+        assert {"loss", "seq_load_balancing_loss", "z_loss", "max_violation"} <= set(entry)
+        assert entry == {**logged, "step": entry["step"]}
+    assert "max_violation" not in log[-1]
+
+
+def test_live_lora_by_peft():
+    """register_experts under PEFT: the library's gradients. Replaced blocks have weights with 4
+    axes, which PEFT does not take; modules_to_save leaves routers that do not run."""
+    peft = pytest.importorskip("peft", reason="adapts a model with peft")
+    ids = random_ids()
+
+    def adapted(model, **options):
+        torch.manual_seed(2)
+        return peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **options))
+    results = []
+    for implementation in ("eager", families.register_experts()):
+        torch.manual_seed(1)
+        model = whole_model("qwen3_moe")
+        model.set_experts_implementation(implementation)
+        model = adapted(model, target_modules=[], target_parameters=[
+            "mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        model(ids, labels=ids).loss.backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    want, got = results
+    assert len(want) == 4 * 2                                # A and B of two weights in two layers
+    close_all(got, want, 1e-5)
+
+    blocks = [whole_model("qwen3_moe") for _ in range(2)]
+    for model in blocks:
+        families.replace_blocks(model, enable_expert_bias=True)
+    with pytest.raises(ValueError, match="only 2d and 3d are supported"):
+        adapted(blocks[0], target_modules=[], target_parameters=["experts.fc1"])
+    model = adapted(blocks[1], target_modules=["q_proj"], modules_to_save=["router"])
+    model(ids, labels=ids).loss.backward()
+    violations = load_balancing_metrics(model)["max_violation"]
+    assert violations.isnan().tolist() == [True, False] * 2
+    finish_step(model)
+    biases = [router.expert_bias.any().item() for router in moe._routers(model)]
+    assert biases == [False, True] * 2
+
+
+def test_live_model_with_hash_layers():
+    """DeepSeek-V4's table goes with the block, is saved, and the forward gets the token numbers."""
+    theirs = whole_model("deepseek_v4", mlp_layer_types=["hash_moe", "moe"]).eval()
+    table = torch.rand(64, E8).topk(3).indices
+    with torch.no_grad():
+        theirs.model.layers[0].mlp.gate.tid2eid.copy_(table)
+    ours = copy.deepcopy(theirs)
+    ids = random_ids()
+    families.replace_blocks(ours)
+    want = whole_logits(theirs, ids)
+    close(whole_logits(ours, ids), want, 1e-4)
+    same(ours.state_dict(), theirs.state_dict())
+    with torch.no_grad():
+        ours.model.layers[0].mlp.hash_table.zero_()
+    ours.load_state_dict(theirs.state_dict())
+    close(whole_logits(ours, ids), want, 1e-4)
+
+
+def test_live_model_under_the_librarys_trainer_loss():
+    """The library's own balance loss, from router logits, has the same gradients through our
+    router."""
+    theirs = whole_model("qwen3_moe", router_aux_loss_coef=0.1)
+    ids = random_ids()
+    theirs.double()(ids[:1], use_cache=False, output_router_logits=True)     # installs the hooks
+    ours = copy.deepcopy(theirs)
+    families.replace_blocks(ours)
+    outs = [model(ids, labels=ids, use_cache=False, output_router_logits=True)
+            for model in (ours, theirs)]
+    close(outs[0].aux_loss, outs[1].aux_loss, 1e-9)
+    close(outs[0].loss, outs[1].loss, 1e-9)
+    for out in outs:
+        out.loss.backward()
+    first, old = (model.model.layers[0].mlp for model in (ours, theirs))
+    close(first.router.weight.grad, old.gate.weight.grad, 1e-7)
+
+
+@some_quick(["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "inkling2_text", "lfm2_moe"],
+            "gpt_oss")
+def test_live_registered_experts_in_whole_models(case):
+    """Loss and every gradient as with the library's loop; each experts module is one graph;
+    generate; autocast."""
+    model = whole_model(case)
+    ids = random_ids()
+
+    def match():
+        logits = whole_logits(model, ids)
+        upstream = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
+        leaves = list(model.parameters())
+        got = [logits, *torch.autograd.grad(logits, leaves, upstream, materialize_grads=True)]
+        for a, b in zip(got, want or got, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item() + 1e-6)
+        written = model.generate(ids, max_new_tokens=4, do_sample=False)
+        return got, written
+
+    want = None
+    want, written = match()
+    model.set_experts_implementation(families.register_experts())
+    same(match()[1], written)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logits = whole_logits(model, ids)
+    assert logits.isfinite().all() and logits.shape == want[0].shape
+    for module in model.modules():
+        if hasattr(module, "down_proj") and hasattr(module, "has_gate"):
+            module.compile(fullgraph=True, backend="aot_eager")
+    match()
+
+
+def test_families_example():
+    """With the tensors of one block: the published output, and the same tensors back."""
+    code = example("families")
+    assert len(code.strip().split("\n")) <= 10
+    tensors = fam_tensors("qwen3_moe", torch.float32, "model.layers.0.mlp.")
+    scope = {"hf_config": fam_fields("qwen3_moe"), "tensors": tensors, "x": torch.randn(4, 2, H6)}
+    exec(code, scope)
+    want = published_loop("qwen3_moe", scope["x"].double(), fam_tensors("qwen3_moe"))
+    close(scope["y"], want, 1e-5)
+    same(scope["back"], tensors)
+
+
+def test_live_example(tmp_path, monkeypatch, capsys):
+    """What is saved gives the same logits again."""
+    pytest.importorskip("transformers", reason="builds a model of transformers")
+    monkeypatch.chdir(tmp_path)
+    exec(example("replace"), {})
+    names, violation, equal = capsys.readouterr().out.strip().split("\n")
+    assert names == "['model.layers.0.mlp', 'model.layers.1.mlp']" and equal == "True"
+    assert violation.startswith("tensor([")
