@@ -12,8 +12,9 @@ needed. There are two ways into a live model of the Hugging Face library:
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # the whole layer
     model.set_experts_implementation(register_experts())                       # the experts alone
 
-The table FAMILIES is at the end of the file. It sets no balance loss: set load_balancing_type with
-dataclasses.replace, or as a change of replace_blocks. The letters are those of kernels.py.
+The table FAMILIES is at the end of the file; `python families.py` prints it for docs/models.md. It
+sets no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
+replace_blocks. The letters are those of kernels.py.
 """
 import dataclasses
 import functools
@@ -35,7 +36,7 @@ else:
 # ---- Configs ----
 
 def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
-    """Returns the MoEConfig of a published model's MoE layer.
+    """The MoEConfig of a published model's MoE layer.
 
     hf_config: config.json as a dict, the library's to_dict(), or the library's config object. Its
       model_type chooses the row of FAMILIES. If the config has a text_config, then the outermost
@@ -44,8 +45,7 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
 
     params_dtype is the config's dtype or torch_dtype. The inner config comes before the outer one.
     Without a dtype it is float32. A size must be in the config. Every other field has the default
-    that its model publishes. The layer computes what was published: a ValueError lists all that it
-    cannot express.
+    that its model publishes. ValueError: lists all that the layer cannot express.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -82,8 +82,8 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
 class Slot(NamedTuple):
     """Where a published tensor lies in the layer.
 
-    part is an index of the parameter's axis p (gate, up), or "" for the whole parameter. axes are
-    the axes of the published tensor in einops style: "e h (f p)" is gate and up interleaved.
+    part: an index of the parameter's axis p (gate, up), or "" for the whole parameter.
+    axes: of the published tensor, for einops. "e h (f p)" is gate and up interleaved.
     """
     parameter: str
     part: str
@@ -97,6 +97,8 @@ class Family(NamedTuple):
       left out has its default.
     layouts: the first is the published one, the last is the one held in memory. Each maps a tensor
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
+    example: a published model, and in brackets the source of its formulas.
+    note: what the knobs do not say.
     needs: field of the published config -> the values with which the layer computes the same model.
       The field may be absent.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
@@ -105,6 +107,8 @@ class Family(NamedTuple):
     """
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
+    example: str
+    note: str = ""
     needs: dict[str, tuple] = {}
     others: str = ""
     returns: str = ""
@@ -117,7 +121,7 @@ _ABSENT = object()
 class Reader:
     """Reads fields of a published config.
 
-    names collects the fields that were read, problems collects what cannot be expressed.
+    names: the fields that were read. problems: what cannot be expressed.
     """
 
     def __init__(self, config, layer_idx: int | None = None):
@@ -127,9 +131,7 @@ class Reader:
         self.problems = []
 
     def get(self, name: str, default=None):
-        """Returns the value of a field, or the default.
-
-        "ffn_config.moe_top_k" is a field inside another one.
+        """The value of a field, or the default. "ffn_config.moe_top_k" is a field of a field.
 
         A list has one value per layer. layer_idx chooses one. Without it all must be equal.
         """
@@ -154,7 +156,7 @@ class Reader:
         return value[index]
 
     def __call__(self, *names: str, default=_ABSENT, among: dict | None = None):
-        """Returns the value under any of the names, or the default.
+        """The value under any of the names, or the default.
 
         among: published value -> knob. Any other value is a problem.
         """
@@ -178,19 +180,19 @@ class Reader:
 
 
 def _or(items):
-    """Joins the items, each of them once."""
+    """The items, each of them once, with "or" between them."""
     return " or ".join(dict.fromkeys(items))
 
 
 def _listed(items, separator):
-    """Joins the first ten items, and says how many there are if there are more."""
+    """The first ten items, joined; of more items also their number."""
     if len(items) > 10:
         items = [*items[:10], f".. {len(items)} in all"]
     return separator.join(items)
 
 
 def _type_of(hf_config, layer_idx=None):
-    """Returns the model_type, and a Reader of every config, the innermost first.
+    """(model_type, a Reader of every config, the innermost first).
 
     The model_type is the outermost known one, or else the innermost one.
     """
@@ -221,7 +223,7 @@ def _dtype_of(reads):
 
 
 def _usual_needs(values):
-    """Returns the needs that hold for every family. A field that a knob reads is left out later."""
+    """The needs of every family, but for the fields that its knobs read."""
     return {
         "router_jitter_noise": (0.0, None),
         "mlp_bias": (False, None),
@@ -246,7 +248,7 @@ def _check_layer_idx(read):
 
 
 def _meaning(values):
-    """Returns all fields of a MoEConfig. Values that compute the same become equal."""
+    """All fields of a MoEConfig. Values that compute the same are equal."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
     if values["norm_topk_prob"] is None:
@@ -262,7 +264,7 @@ def _meaning(values):
 def from_hf(
     layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str = "",
 ) -> moe.MoELayer:
-    """Copies the weights of one published block into the layer, and returns the layer.
+    """The layer, with the weights of one published block copied into it.
 
     tensors: name -> tensor of float64, float32, bfloat16 or float16. Each tensor is cast to its
       parameter's dtype; the expert bias stays float32. Names and layouts may be the published ones
@@ -274,9 +276,8 @@ def from_hf(
     Over ep only the experts of this rank are read, and the others may be missing. Over tp this
     rank's part of the shared expert is read.
 
-    A ValueError lists the missing, the unexpected and the misshapen tensors: the first ten, and how
-    many there are. A layer that is no block of this family, or is on the meta device, is a
-    ValueError too. After these errors the layer is unchanged.
+    ValueError: lists the missing, the misshapen and the unexpected tensors. Another one: the layer
+    is no block of this family, or is on the meta device. After an error the layer is unchanged.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> tensors = to_hf(moe.MoELayer(config), "mixtral")
@@ -294,11 +295,11 @@ def from_hf(
 
 
 def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, Tensor]:
-    """The inverse of from_hf: returns prefix + name -> a copy of the tensor, as published.
+    """prefix + name -> a copy of the tensor, as published: the inverse of from_hf.
 
     Every tensor has its parameter's dtype. Over ep the result has the experts of this rank, under
-    their global numbers. A ValueError names the published tensors that are spread over ranks: over
-    ep those that hold all experts, over tp those of the shared expert.
+    their global numbers. ValueError: names the published tensors that are spread over ranks. Over
+    ep these hold all experts, over tp they are those of the shared expert.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> to_hf(moe.MoELayer(config), "mixtral", prefix="mlp.")["mlp.experts.3.w1.weight"].shape
@@ -343,7 +344,7 @@ COMPARED = """
 
 
 def _checked(layer, model_type):
-    """Returns the layer, which may be inside torch.compile's wrapper, and its row.
+    """(the layer without torch.compile's wrapper, its row).
 
     ValueError: the layer computes something else than the family.
     """
@@ -380,13 +381,13 @@ class Source:
                       for name in tensors.keys() if name.startswith(prefix)]
 
     def load(self, name: str) -> Tensor:
-        """Returns the tensor and does not keep it."""
+        """The tensor, which is not kept."""
         if hasattr(self.tensors, "get_tensor"):
             return self.tensors.get_tensor(self.prefix + name)
         return self.tensors[self.prefix + name]
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], str]:
-        """safetensors' get_slice tells both. Without it the tensor is loaded, and not kept."""
+        """(shape, dtype), from safetensors' get_slice, or else from the loaded tensor."""
         if hasattr(self.tensors, "get_slice"):
             part = self.tensors.get_slice(self.prefix + name)
             dtype = part.get_dtype()
@@ -412,7 +413,7 @@ class Place(NamedTuple):
         self.view.copy_(tensor)
 
     def take(self) -> Tensor:
-        """Returns the layer's part as the published tensor.
+        """The layer's part, as the published tensor.
 
         It is the parameter's own memory if the published tensor has the same order and fills that
         memory alone. Otherwise it is a copy.
@@ -429,7 +430,7 @@ def _tensors(module):
 
 
 def _places(layer, layout, tensors=None):
-    """Returns name behind the prefix -> Place, in the layer's tensors or in those given.
+    """name behind the prefix -> Place, in the layer's tensors or in those given.
 
     A parameter that the layer does not have is left out.
     """
@@ -475,13 +476,13 @@ def _places(layer, layout, tensors=None):
 
 
 def _nearest(layer, layouts, names, tensors=None):
-    """Returns the places of the layout that has most of the names, or the first of equal ones."""
+    """The places of the layout that has most of the names, or the first of equal ones."""
     candidates = [_places(layer, layout, tensors) for layout in layouts]
     return max(candidates, key=lambda places: len(places.keys() & set(names)))
 
 
 def _prefixes(names, layouts):
-    """Returns the prefixes of blocks: a block has a router, and experts beside it."""
+    """The prefixes of blocks. A block has a router, and experts beside it."""
     found = {}
     for layout in layouts:
         router = next(iter(layout))
@@ -495,9 +496,9 @@ def _prefixes(names, layouts):
 
 
 def _matched(layer, model_type, source):
-    """Returns name behind the prefix -> Place, in the layout that the source has.
+    """name behind the prefix -> Place on this rank, in the layout that the source has.
 
-    Only this rank's places are returned. ValueError: not all of them are there and fit.
+    ValueError: a tensor is missing, does not fit, or is unexpected.
     """
     row = TYPES[model_type]
     prefix = source.prefix
@@ -514,6 +515,12 @@ def _matched(layer, model_type, source):
     for name, place in local.items():
         if name not in here:
             problems.append(f"{prefix}{name} {place.shape} is missing")
+            continue
+        shape, dtype = source.shape_and_dtype(name)
+        if shape != place.shape:
+            problems.append(f"{prefix}{name} is {shape}; needs {place.shape}")
+        if dtype not in DTYPES and place.view.is_floating_point():
+            problems.append(f"{prefix}{name} is {dtype}; needs {', '.join(DTYPES)}")
     for name in source.names:
         if name in places or re.fullmatch(row.others, name):
             continue
@@ -521,13 +528,6 @@ def _matched(layer, model_type, source):
             problems.append(f"{prefix}{name} is of quantised weights; dequantise them first")
         else:
             problems.append(f"{prefix}{name} is unexpected")
-    for name, place in local.items():
-        if name in here:
-            shape, dtype = source.shape_and_dtype(name)
-            if shape != place.shape:
-                problems.append(f"{prefix}{name} is {shape}; needs {place.shape}")
-            if dtype not in DTYPES and place.view.is_floating_point():
-                problems.append(f"{prefix}{name} is {dtype}; needs {', '.join(DTYPES)}")
     if problems:
         raise ValueError(f"tensors do not make a {model_type} block, nothing was changed:\n  "
                          + _listed(problems, "\n  "))
@@ -546,9 +546,7 @@ def upcycle(
     config: moe.MoEConfig, gate_proj: Tensor | None, up_proj: Tensor, down_proj: Tensor,
     noise: float = 0.0,
 ) -> moe.MoELayer:
-    """Returns a layer whose experts all start as one dense FFN.
-
-    This is sparse upcycling (arXiv 2212.05055).
+    """A layer whose experts all start as one dense FFN: sparse upcycling (arXiv 2212.05055).
 
     gate_proj [F, H], or None where the activation is not gated. up_proj [F, H], down_proj [H, F].
       They are cast to params_dtype.
@@ -563,26 +561,21 @@ def upcycle(
     >>> gate_proj, up_proj, down_proj = torch.rand(16, 8), torch.rand(16, 8), torch.rand(8, 16)
     >>> layer = upcycle(config, gate_proj, up_proj=up_proj, down_proj=down_proj)
     """
-    F, H = config.ffn_hidden_size, config.hidden_size
-    given = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
-    needs = {"gate_proj": [F, H], "up_proj": [F, H], "down_proj": [H, F]}
-    if config.parts == 1:
-        needs["gate_proj"] = None
-    problems = []
-    for name, tensor in given.items():
-        shape = None if tensor is None else list(tensor.shape)
-        if shape != needs[name]:
-            problems.append(f"{name} is {shape}; needs {needs[name]}")
+    moe.kernels.check_shapes(
+        {"F": config.ffn_hidden_size, "H": config.hidden_size},
+        gate_proj=(gate_proj, "F H"), up_proj=(up_proj, "F H"), down_proj=(down_proj, "H F"))
+    parts = [part for part in (gate_proj, up_proj) if part is not None]
+    if len(parts) != config.parts:
+        raise ValueError(f"gate_proj and up_proj are {len(parts)} matrices; "
+                         f"activation = {config.activation!r} needs {config.parts}")
     if config.latent_size is not None:
-        problems.append(f"latent_size is {config.latent_size}; needs None, since an expert is as "
-                        f"wide as the dense FFN")
+        raise ValueError(f"latent_size is {config.latent_size}; needs None, since an expert is as "
+                         f"wide as the dense FFN")
     if noise < 0:
-        problems.append(f"noise is {noise}; needs 0 or more")
-    if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError(f"noise is {noise}; needs 0 or more")
 
     layer = moe.MoELayer(config).to(up_proj.device)
-    fc1_PFH = torch.stack([part for part in (gate_proj, up_proj) if part is not None])
+    fc1_PFH = torch.stack(parts)
     with torch.no_grad():
         layer.experts.fc1.copy_(fc1_PFH)
         layer.experts.fc2.copy_(down_proj)
@@ -599,10 +592,10 @@ def upcycle(
 # ---- The experts of a live Hugging Face model ----
 
 def register_experts(name: str = "moe_py") -> str:
-    """Makes kernels.expert_mlp an experts implementation of the Hugging Face library.
+    """The name, under which kernels.expert_mlp becomes an experts implementation of the library.
 
-    Returns the name. Use it as `model.set_experts_implementation(name)`, or as
-    `experts_implementation=name` when a model is loaded.
+    Use it as `model.set_experts_implementation(name)`, or as `experts_implementation=name` when a
+    model is loaded.
 
     Router, losses, weights and checkpoints stay those of the library. No weight is copied:
     transposed and interleaved weights are used as views. An index of E or more is unrouted.
@@ -625,7 +618,7 @@ def register_experts(name: str = "moe_py") -> str:
 def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
 
-    The products are in the dtype of the weights, the output is in that of hidden_states.
+    The products are in the dtype of the weights. The output is in that of hidden_states.
     """
     options = _options_of(experts)
     up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -651,18 +644,31 @@ def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     return y_TH.to(hidden_states.dtype)
 
 
-# The class that defines the gate -> its activation ("act_fn": that of the module), and the
-# activation's constants as attributes of the module.
+class Gate(NamedTuple):
+    """What a class of the library computes between its two products.
+
+    activation: a name of kernels.ACTIVATIONS, or "act_fn" for that of the module.
+    constants: constant of the activation -> attribute of the module.
+    """
+    activation: str
+    constants: dict[str, str]
+
+
+QUICK_GEGLU_GATE = Gate("quick_geglu", {"alpha": "alpha", "clamp_value": "limit"})
+CLAMPED_SWIGLU_GATE = Gate("swiglu", {"clamp_value": "swiglu_limit"})
+
+# The class that defines the gate -> the gate.
 GATES = {
-    "BeamExperts": "act_fn",
-    "DeepseekV4Experts": "act_fn clamp_value=limit",
-    "Glm5NextTextExperts": "swiglu clamp_value=swiglu_limit",
-    "HYV4Experts": "swiglu clamp_value=swiglu_limit",
-    "GptOssExperts": "quick_geglu alpha=alpha clamp_value=limit",
-    "OpenAIPrivacyFilterExperts": "quick_geglu alpha=alpha clamp_value=limit",
-    "MiniMaxM3VLExperts": "quick_geglu alpha=swiglu_alpha clamp_value=swiglu_limit",
-    "Inkling2Experts":
-        "situ beta=act_fn.gate_softcap.softcap linear_beta=act_fn.up_softcap.softcap",
+    "BeamExperts": Gate("act_fn", {}),
+    "DeepseekV4Experts": Gate("act_fn", {"clamp_value": "limit"}),
+    "Glm5NextTextExperts": CLAMPED_SWIGLU_GATE,
+    "HYV4Experts": CLAMPED_SWIGLU_GATE,
+    "GptOssExperts": QUICK_GEGLU_GATE,
+    "OpenAIPrivacyFilterExperts": QUICK_GEGLU_GATE,
+    "MiniMaxM3VLExperts": Gate("quick_geglu", {
+        "alpha": "swiglu_alpha", "clamp_value": "swiglu_limit"}),
+    "Inkling2Experts": Gate("situ", {
+        "beta": "act_fn.gate_softcap.softcap", "linear_beta": "act_fn.up_softcap.softcap"}),
 }
 ACT_FNS = {
     "transformers.activations.SiLUActivation": "swiglu",
@@ -680,7 +686,10 @@ def _full_name(owner, method=None):
 
 
 def _options_of(experts):
-    """Returns the activation of an experts module as keyword arguments of kernels.expert_mlp."""
+    """The activation of an experts module, as keyword arguments of kernels.expert_mlp.
+
+    NotImplementedError: names what kernels.expert_mlp cannot express.
+    """
     def refuse(what):
         raise NotImplementedError(
             f"{type(experts).__name__}: {what} cannot be expressed by kernels.expert_mlp; "
@@ -688,15 +697,15 @@ def _options_of(experts):
 
     if experts.has_post_expert_norm:
         refuse("has_post_expert_norm")
-    gate = _full_name(type(experts), "_apply_gate")
-    known = "act_fn"
-    if gate != "transformers.integrations.moe._default_apply_gate":
-        owner = gate.split(".")[-2]
-        if owner not in GATES or not gate.startswith("transformers.models."):
-            refuse(f"the overridden _apply_gate ({gate})")
-        known = GATES[owner]
+    method = _full_name(type(experts), "_apply_gate")
+    gate = Gate("act_fn", {})
+    if method != "transformers.integrations.moe._default_apply_gate":
+        owner = method.split(".")[-2]
+        if owner not in GATES or not method.startswith("transformers.models."):
+            refuse(f"the overridden _apply_gate ({method})")
+        gate = GATES[owner]
 
-    kind, *constants = known.split()
+    kind = gate.activation
     if kind == "act_fn":
         act = experts.act_fn
         act = _full_name(type(act) if isinstance(act, nn.Module) else act)
@@ -709,8 +718,7 @@ def _options_of(experts):
     options = {"kind": kind}
     if kind == "quick_geglu":
         options["linear_offset"] = 1.0
-    for constant in constants:
-        name, path = constant.split("=")
+    for name, path in gate.constants.items():
         options[name] = operator.attrgetter(path)(experts)
     return options
 
@@ -718,10 +726,10 @@ def _options_of(experts):
 # ---- The blocks of a live Hugging Face model ----
 
 def replace_blocks(model: nn.Module, **changes) -> list[str]:
-    """Replaces every MoE block of a live Hugging Face model by this project's layer, in place.
+    """The names of all MoE blocks of a live Hugging Face model, which become MoELayers in place.
 
-    Returns the names of the blocks, in order. A layer has its block's weights, dtypes, device and
-    requires_grad. It takes [B, S, H] and returns what the block returned.
+    A layer has its block's weights, dtypes, device and requires_grad. It takes [B, S, H] and
+    returns what the block returned.
 
     changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
       add to a block is drawn anew. And pg_collection, the ProcessGroups of the layers, for a model
@@ -769,8 +777,9 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
 
 
 class HuggingFaceRouter(moe.TopKRouter):
-    """A TopKRouter whose logits also go through what is left of the library's router. The hooks
-    there collect them for output_router_logits.
+    """A TopKRouter whose logits also go through what is left of the library's router.
+
+    The hooks there collect them for output_router_logits.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -782,8 +791,8 @@ class HuggingFaceRouter(moe.TopKRouter):
 class HuggingFaceBlock(moe.MoELayer):
     """A MoELayer in the place of a block of the library.
 
-    It takes [B, S, H] and returns what the block returned. Its state dict has the library's names
-    in memory. It loads those names, and the published ones.
+    It takes [B, S, H] and returns what the block returned. Its state dict has the names that the
+    library holds in memory. It loads those names and the published ones.
     """
 
     def __init__(
@@ -847,7 +856,10 @@ class HuggingFaceBlock(moe.MoELayer):
 
 
 def _blank_block(model, prefix, changes, groups):
-    """Returns the layer on the meta device. It fits the block's tensors and has their dtypes."""
+    """The layer, on the meta device, with the dtypes of the block's tensors.
+
+    ValueError: the block's tensors do not fit.
+    """
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
@@ -872,7 +884,7 @@ def _blank_block(model, prefix, changes, groups):
 
 
 def _put_block(model, name, layer):
-    """Fills the layer with the block's weights, and puts it in the block's place."""
+    """Puts the layer in the block's place, with the block's weights."""
     block = model.get_submodule(name)
     source = Source(_tensors(block), prefix="")
     device = next(iter(source.tensors.values())).device
@@ -909,7 +921,7 @@ def _callback_class():
     from transformers import TrainerCallback
 
     class MoECallback(TrainerCallback):
-        """Does in the library's Trainer what a training loop does around this project's layers:
+        """Does in the library's Trainer what a training loop does around MoELayers:
 
             Trainer(model, args, train_dataset=data, callbacks=[MoECallback()])
 
@@ -961,20 +973,26 @@ def __getattr__(name):
 
 # ---- Words of the table: knobs ----
 
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
+
+
 def field(*names: str, default=_ABSENT, among: dict | None = None) -> Callable:
-    """Returns a knob that is a field of the published config, under any of these names."""
+    """A knob: a field of the published config, under any of these names."""
     return lambda read: read(*names, default=default, among=among)
 
 
 def flag(*names: str, default: bool) -> Callable:
-    """Returns a knob that is True or False; a published None is False."""
+    """A knob that is True or False. A published None is False."""
     return lambda read: bool(read(*names, default=default))
+
+
+HIDDEN_ACT = field("hidden_act", default="silu", among=GATED)
 
 
 def sizes(
     F: str = "moe_intermediate_size", E: str = "num_local_experts", K: str = "num_experts_per_tok",
 ) -> dict:
-    """Names the fields that hold F, E and K. H and the activation have the same names everywhere.
+    """Knobs of H, F, E, K and the activation. The arguments name the fields of F, E and K.
 
     E and K are also read under the names that other versions of the library have.
     """
@@ -983,30 +1001,30 @@ def sizes(
         "ffn_hidden_size": field(F),
         "topk": field(K, "num_experts_per_tok", "num_experts_per_token"),
         "num_experts": field(E, "num_experts", "num_local_experts"),
-        "activation": field("hidden_act", default="silu", among=GATED),
+        "activation": HIDDEN_ACT,
     }
 
 
 def normed(default: bool) -> dict:
-    """The probs of the chosen experts are normalised if the config says so."""
+    """Knob: the probs of the chosen experts are normalised if the config says so."""
     return {"norm_topk_prob": flag("norm_topk_prob", default=default)}
 
 
 def scaled(default: float) -> dict:
-    """The probs are multiplied by a factor of the config."""
+    """Knob: a factor of the config, on the probs."""
     return {"scaling_factor": field("routed_scaling_factor", default=default)}
 
 
 def shared(*sizes: str) -> dict:
-    """There is one shared expert. The arguments are the names of the field with its size."""
+    """Knob of one shared expert. The arguments are the names of the field with its size."""
     return {"shared_expert_intermediate_size": field(*sizes)}
 
 
 def shared_times(*sizes: str, default: int | None = 1) -> dict:
-    """There are several shared experts. Side by side they are one large expert.
+    """Knob of several shared experts. Side by side they are one large expert.
 
-    The arguments are the names of the field with the size of each; without arguments it is F.
-    default is the default of their number.
+    sizes: the names of the field with the size of each; without one it is F.
+    default: of their number.
     """
     names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     size = field(*sizes or ["moe_intermediate_size"])
@@ -1020,11 +1038,12 @@ def shared_times(*sizes: str, default: int | None = 1) -> dict:
 def grouped(
     groups: int | None, kept: int | None, best: int = 2, on: Callable | None = None,
 ) -> dict:
-    """There are n_group groups of experts. The topk_group groups with the largest scores are kept.
+    """Knobs of n_group groups of experts. The topk_group groups with the largest scores are kept.
 
-    groups and kept are the defaults of the two fields. The score of a group is the sum of its best
-    experts; best is their number. on(read) says if groups are used. Without it they are used if
-    there are several.
+    groups, kept: the defaults of the two fields.
+    best: how many scores of a group are summed to its score.
+    on: a function of the Reader, whether groups are used. Without it they are used if there are
+      several.
     """
     number = field("n_group", "num_expert_group", default=groups)
 
@@ -1046,7 +1065,7 @@ def grouped(
 
 
 def biased(scaling: float, norm: bool = True) -> dict:
-    """The router has sigmoid scores, a bias for the choice alone, and a factor."""
+    """Knobs of a router with sigmoid scores, a bias for the choice alone, and a factor."""
     return SIGMOID | EXPERT_BIAS | {
         "norm_topk_prob": flag("norm_topk_prob", "moe_renormalize", default=norm),
         "scaling_factor": field("routed_scaling_factor", "route_scale", default=scaling),
@@ -1054,12 +1073,12 @@ def biased(scaling: float, norm: bool = True) -> dict:
 
 
 def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> dict:
-    """This is DeepSeek-V3's router (arXiv 2412.19437): biased, and with groups."""
+    """Knobs of DeepSeek-V3's router (arXiv 2412.19437): biased, and with groups."""
     return biased(scaling, norm) | grouped(groups, kept)
 
 
 def kimi_activation(read: Reader) -> str:
-    """Kimi K3 has the field of SiTU's beta. A config with it need not name the activation."""
+    """The activation, which is SiTU if the config has SiTU's beta and names no other."""
     default = "silu"
     if read("activation_situ_beta", default=None) is not None:
         default = "situ"
@@ -1067,14 +1086,14 @@ def kimi_activation(read: Reader) -> str:
 
 
 def kimi_norm_eps(read: Reader) -> float:
-    """rms_norm_eps is used by the norm of the latent experts if they have one."""
+    """rms_norm_eps, if the latent experts have a norm."""
     if read("latent_moe_use_norm", default=False):
         return read("rms_norm_eps", default=1e-5)
     return 1e-5
 
 
 def chosen_by_score(read: Reader) -> bool:
-    """DeepSeek-V4: in a hash layer a table chooses the experts, and there is no bias."""
+    """Whether a DeepSeek-V4 layer has a bias. In a hash layer a table chooses the experts."""
     kinds = {"moe": True, "hash_moe": False, None: None}
     by_score = read("mlp_layer_types", default=None, among=kinds)
     hashed = read("num_hash_layers", default=3) or 0         # used without mlp_layer_types
@@ -1084,8 +1103,6 @@ def chosen_by_score(read: Reader) -> bool:
         read.problems.append(f"the first {hashed} layers are hash layers; needs layer_idx")
     return (read.layer_idx or 0) >= hashed
 
-
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 # A router without one of these two takes the softmax over the chosen experts.
 SOFTMAX_OVER_ALL = {"pre_softmax": True}
@@ -1109,7 +1126,7 @@ NOAUX = {"topk_method": ("noaux_tc", None)}
 # ---- Words of the table: layouts ----
 
 def layout(text: str) -> dict[str, Slot]:
-    """Reads lines of three columns: name behind the prefix, parameter or parameter[part], axes."""
+    """A layout, from lines of three columns: name, parameter or parameter[part], axes."""
     slots = {}
     for line in filter(str.strip, text.splitlines()):
         name, where, axes = line.split(maxsplit=2)
@@ -1119,17 +1136,16 @@ def layout(text: str) -> dict[str, Slot]:
 
 
 def layouts(others: str, experts: str | None = None, held: str | None = None) -> tuple[dict, dict]:
-    """Returns the layout as published, and the layout as held in memory.
+    """(the layout as published, the layout as held in memory).
 
-    The published layout has `others`, and one tensor per expert and projection or, if given,
-    `experts`. The layout in memory has `others` or, if given, `held`, and one tensor with gate and
-    up of all experts.
+    The published one is `others` and `experts`; by default `experts` is one tensor per expert and
+    projection. The one in memory is `held`, by default `others`, and gate and up in one tensor.
     """
     return layout(others + (experts or EACH)), layout((held or others) + FUSED)
 
 
 def w132(text: str) -> str:
-    """Returns the text with w1, w3 and w2 for the gate, up and down projections."""
+    """The text with w1, w3 and w2 for the gate, up and down projections."""
     return text.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
 
 
@@ -1226,19 +1242,21 @@ INEXPRESSIBLE = {
 }
 
 
-def qwen2_moe(norm: bool) -> Family:
+def qwen2_moe(norm: bool, example: str) -> Family:
     """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
     return Family(
         sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=norm)
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
-        layouts(QWEN2))
+        layouts(QWEN2),
+        example)
 
 
-def deepseek(router: dict, shared_experts: dict = shared_times()) -> Family:
+def deepseek(router: dict, example: str, shared_experts: dict = shared_times()) -> Family:
     """A model with DeepSeek-V3's names."""
     return Family(
         sizes(E="n_routed_experts") | router | shared_experts,
         layouts(CORRECTED + SHARED),
+        example,
         needs=NOAUX)
 
 
@@ -1252,6 +1270,7 @@ KIMI = Family(
         "latent_norm_eps": kimi_norm_eps,
     },
     layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
+    example="Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)",
     needs=NOAUX | {"moe_router_activation_func": ("sigmoid", None)})
 
 # A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
@@ -1259,53 +1278,71 @@ KIMI = Family(
 FAMILIES = {
     "mixtral": Family(
         sizes(F="intermediate_size"),
-        layouts(GATE, w132(EACH))),
+        layouts(GATE, w132(EACH)),
+        example="Mixtral-8x7B-v0.1 (arXiv 2401.04088)",
+        note="the probs are a softmax over the chosen experts"),
     "granitemoe": Family(
         sizes(F="intermediate_size"),
-        (layout(GRANITE), layout(ROUTER + FUSED))),
+        (layout(GRANITE), layout(ROUTER + FUSED)),
+        example="granite-3.0-1b-a400m-base (model card)"),
     "jamba": Family(
         sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED,
-        layouts(ROUTER)),
+        layouts(ROUTER),
+        example="Jamba-v0.1 (arXiv 2403.19887)"),
     "olmoe": Family(
         sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE)),
+        layouts(GATE),
+        example="OLMoE-1B-7B-0924 (arXiv 2409.02060)"),
     "qwen3_moe": Family(
         sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE)),
-    "qwen2_moe": qwen2_moe(norm=False),
-    "qwen3_next": qwen2_moe(norm=True),
+        layouts(GATE),
+        example="Qwen3-30B-A3B (arXiv 2505.09388)"),
+    "qwen2_moe": qwen2_moe(norm=False, example="Qwen1.5-MoE-A2.7B (arXiv 2407.10671)"),
+    "qwen3_next": qwen2_moe(norm=True, example="Qwen3-Next-80B-A3B-Instruct (model card)"),
     "deepseek_v2": Family(
         sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
         | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | scaled(1.0),
-        layouts(GATE + SHARED)),
-    "deepseek_v3": deepseek(V3_ROUTER),
-    "kimi_k2": deepseek(V3_ROUTER),
-    "glm4_moe": deepseek(noaux(1.0)),
-    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None)),
+        layouts(GATE + SHARED),
+        example="DeepSeek-V2 (arXiv 2405.04434)",
+        note="a group's score is its best expert's"),
+    "deepseek_v3": deepseek(V3_ROUTER, "DeepSeek-V3 (arXiv 2412.19437)")._replace(
+        note="a group's score is the sum of its two best"),
+    "kimi_k2": deepseek(V3_ROUTER, "Kimi-K2-Instruct (arXiv 2507.20534)"),
+    "glm4_moe": deepseek(noaux(1.0), "GLM-4.5-Air (arXiv 2508.06471)"),
+    "dots1": deepseek(
+        noaux(1.0, norm=False),
+        "dots.llm1.base (arXiv 2506.05767)",
+        shared_times(default=None)),
     "llama4_text": Family(
         sizes(F="intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
         (layout(LLAMA4),),
+        example="Llama-4-Scout-17B-16E (model card)",
+        note="top 1",
         returns="logits"),
     "gpt_oss": Family(
         sizes(F="intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
         (layout(GPT_OSS),),
+        example="gpt-oss-20b (arXiv 2508.10925)",
         returns="probs"),
     "ernie4_5_moe": Family(
         sizes(E="moe_num_experts", K="moe_k") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
+        example="ERNIE-4.5-21B-A3B-PT (technical report)",
         needs={"use_bias": (False, None), "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
         sizes(F="intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(GATE + expert_bias("e_score_correction_bias"), w132(EACH)),
+        example="MiniMax-M2 (model card)",
         needs={"use_routing_bias": (True,), "shared_intermediate_size": (0, None)}),
     "hunyuan_v1_moe": Family(
         sizes(F="intermediate_size", E="num_experts", K="moe_topk")
         | shared("intermediate_size", "moe_intermediate_size"),
         layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
+        example="Hunyuan-A13B-Instruct (technical report)",
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
                "group_limited_greedy": (False, None)}),
     "lfm2_moe": Family(
@@ -1314,7 +1351,8 @@ FAMILIES = {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
-        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH)),
+        example="LFM2-8B-A1B (arXiv 2511.23404)"),
     "nemotron_h": Family(
         sizes(E="n_routed_experts") | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
@@ -1322,6 +1360,8 @@ FAMILIES = {
             "activation": field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"}),
         },
         (layout(NEMOTRON + NEMOTRON_EACH), layout(NEMOTRON + NEMOTRON_FUSED)),
+        example="NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)",
+        note="the activation is ReLU²",
         needs=NOAUX | {"n_shared_experts": (1, None)}),
     "dbrx": Family(
         sizes(F="ffn_config.ffn_hidden_size", E="ffn_config.moe_num_experts",
@@ -1332,9 +1372,12 @@ FAMILIES = {
                                     among={1.0: True, None: False}),
         },
         (layout(DBRX),),
+        example="dbrx-base (model card)",
         needs={"ffn_config.moe_jitter_eps": (0.0, None)}),
     "kimi_linear": KIMI,
-    "kimi_k3": KIMI,
+    "kimi_k3": KIMI._replace(
+        example="Kimi-K3 (technical report)",
+        note="a latent space with a norm, SiTU in all experts"),
     "deepseek_v4": Family(
         sizes(E="n_routed_experts") | ALWAYS_NORMED | {
             "score_function": field("scoring_func", default="sqrtsoftplus",
@@ -1346,6 +1389,8 @@ FAMILIES = {
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
+        example="DeepSeek-V4-Flash (technical report)",
+        note="√softplus scores; hash layers choose by a table",
         needs=NOAUX | {"n_shared_experts": (1, None)},
         others=r"gate\.tid2eid"),
     "inkling2_text": Family(
@@ -1354,36 +1399,71 @@ FAMILIES = {
             "situ_beta": field("mlp_gate_softcap", default=4.0),
             "situ_linear_beta": field("mlp_up_softcap", default=25.0),
         },
-        layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED)),
+        layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED),
+        example="Inkling-2-Small (transformers 5.23)",
+        note="SwiGLU with both factors soft-capped is SiTU"),
     "flint": Family(
         sizes(E="num_experts") | SIGMOID | normed(default=True)
         | shared("shared_expert_intermediate_size"),
-        layouts(GATE + shared_expert("shared_expert"))),
+        layouts(GATE + shared_expert("shared_expert")),
+        example="flint (transformers 5.23)"),
     "mistral_large4_text": Family(
         sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
         | grouped(groups=1, kept=1) | shared_times(),
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
+        example="Mistral-Large-4 (transformers 5.23)",
+        note="a group's score is the sum of its two best",
         others=r"(?!gate\.|experts\.|shared_experts\.).*"),
     "minimax_m3_vl_text": Family(
         sizes(F="intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
         | shared("shared_intermediate_size"),
         layouts(GATE + expert_bias("e_score_correction_bias") + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
+        example="MiniMax-M3 (transformers 5.23)",
         needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": (True, None),
                "n_shared_experts": (1, None)}),
     "bailing_hybrid": Family(
         sizes(E="num_experts") | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
+        example="Ling-3.0-Flash (transformers 5.23)",
         needs=NOAUX | {"score_function": ("sigmoid", None),
                        "moe_router_enable_expert_bias": (True, None)}),
-    "axk2": deepseek(biased(2.5)),
+    "axk2": deepseek(biased(2.5), "A.X-K2-Light (transformers 5.23)"),
     "dots3_note_text": deepseek(
         noaux(1.0),
+        "dots3-note-prev (transformers 5.23)",
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(
         sizes(E="num_experts") | V3_ROUTER,
         layouts(CORRECTED),
+        example="Beam-1.0-501B-A23B (transformers 5.23)",
         needs=NOAUX),
-    "qwen4_exp_text": qwen2_moe(norm=True),
+    "qwen4_exp_text": qwen2_moe(norm=True, example="Qwen4-Exp (transformers 5.23)"),
 }
 TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, **FAMILIES}
+
+
+def models_table() -> str:
+    """The table of docs/models.md: a line per family, with its knobs.
+
+    A knob without a value is read from the published config. Sizes, and an activation that the
+    config names, are left out.
+    """
+    lines = ["| `model_type` | example (source) | knobs | note |", "|---|---|---|---|"]
+    first = {}                                               # knobs -> the first family with them
+    for name, row in FAMILIES.items():
+        words = []
+        for knob, value in row.knobs.items():
+            if not callable(value):
+                words.append(f"`{knob}={value!r}`")
+            elif knob not in sizes():
+                words.append(f"`{knob}`")
+        knobs = ", ".join(words) or "none"
+        if first.setdefault(knobs, name) != name:
+            knobs = f"as `{first[knobs]}`"
+        lines.append(f"| `{name}` | {row.example} | {knobs} | {row.note} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(models_table())

@@ -1,6 +1,11 @@
 """Tests of families.py: published models against their formulas, live ones against the library.
 
-    python -m pytest test_families.py
+    python -m pytest test_families.py                 in half a minute
+    python -m pytest test_families.py -k test_live_   one section: its word begins its tests' names
+    SLOW=1 python -m pytest test_families.py          also what is slow by nature
+
+The words of the sections: families, live. Some tests need transformers; two also need accelerate or
+peft. Without them they are skipped.
 """
 import contextlib
 import copy
@@ -11,6 +16,7 @@ import inspect
 import itertools
 import math
 import re
+import runpy
 import sys
 import types
 import weakref
@@ -19,6 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 import families
@@ -28,8 +35,8 @@ from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
     replay_routing, update_expert_bias)
 from test_moe import (
-    INF, best, check_errors, check_examples, close, close_all, compiled, error, fresh_start, grads,
-    mesh_of, own_part, same, saved_bytes, score_loop, slow, spawn_gloo)
+    HERE, best, check_errors, check_examples, close, compiled, error, fresh_start, grads, mesh_of,
+    over_ranks, own_part, same, saved_bytes, score_loop, slow)
 from test_scripts import example
 
 
@@ -83,7 +90,7 @@ class Published:
     and its axes, the router's first; {e} stands for every expert. score: "chosen" is a softmax
     over the chosen logits alone. fused: tensors -> gate above up [E, 2F, H] and down [E, H, F],
     where experts have no matrices of their own. held: part of a published name -> of the
-    name in memory."""
+    name in memory. whole: fields of the library's config for a tiny whole model."""
     block: str
     config: dict
     tensors: str
@@ -91,6 +98,7 @@ class Published:
     act: object = swiglu_loop
     fused: object = None
     held: dict = dataclasses.field(default_factory=dict)
+    whole: dict = dataclasses.field(default_factory=dict)
     norm: bool = True                                 # where the config does not say
     eps: float = 0.0
 
@@ -123,6 +131,16 @@ KIMI = WIDE | dict(
     num_experts=E8, num_experts_per_token=3, num_shared_experts=2, moe_renormalize=True,
     routed_scaling_factor=2.446, num_expert_group=1, topk_group=1)
 
+# Parts of a whole model's config: attention, and which layers are of which kind.
+MLA = dict(
+    num_key_value_heads=4, head_dim=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    kv_lora_rank=8, q_lora_rank=8)
+LINEAR = dict(
+    num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8)
+SPARSE = dict(mlp_layer_types=["sparse"] * 2)
+MIXED = MLA | SPARSE | dict(layer_types=["linear_attention", "full_attention"])
+
 GATE = "gate.weight E H\n"
 ROUTER = "router.weight E H\n"
 CORRECTION = "gate.e_score_correction_bias"
@@ -148,19 +166,24 @@ PUBLISHED = {
               "output_linear.weight": "experts.down_proj"},
         fused=lambda t: (t["input_linear.weight"], t["output_linear.weight"])),
     "jamba": Published(
-        "Jamba JambaSparseMoeBlock", SMALL | dict(num_experts=E8), ROUTER + EACH, norm=False),
+        "Jamba JambaSparseMoeBlock", SMALL | dict(num_experts=E8), ROUTER + EACH, norm=False,
+        whole=dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1,
+                   use_mamba_kernels=False, mamba_dt_rank=2)),
     "olmoe": Published(
         "Olmoe OlmoeSparseMoeBlock", SMALL | dict(num_experts=E8, norm_topk_prob=False),
         GATE + EACH),
     "qwen3_moe": Published("Qwen3Moe Qwen3MoeSparseMoeBlock", PLAIN, GATE + EACH),
     "qwen2_moe": Published(
         "Qwen2Moe Qwen2MoeSparseMoeBlock", WITH_SHARED | dict(norm_topk_prob=False), QWEN2),
-    "qwen3_next": Published("Qwen3Next Qwen3NextSparseMoeBlock", WITH_SHARED, QWEN2),
+    "qwen3_next": Published(
+        "Qwen3Next Qwen3NextSparseMoeBlock", WITH_SHARED, QWEN2, whole=LINEAR),
     "deepseek_v2": Published(
         "DeepseekV2 DeepseekV2Moe", V3 | dict(
             scoring_func="softmax", topk_method="group_limited_greedy", norm_topk_prob=False,
-            routed_scaling_factor=16.0), GATE + EACH + SHARED),
-    "deepseek_v3": Published("DeepseekV3 DeepseekV3MoE", V3, V3_TENSORS, score="sigmoid"),
+            routed_scaling_factor=16.0), GATE + EACH + SHARED, whole=MLA),
+    "deepseek_v3": Published(
+        "DeepseekV3 DeepseekV3MoE", V3, V3_TENSORS, score="sigmoid",
+        whole=MLA | dict(first_k_dense_replace=1)),
     "kimi_k2": Published(
         "", V3 | ONE_GROUP | dict(routed_scaling_factor=2.827), V3_TENSORS, score="sigmoid"),
     "glm4_moe": Published("Glm4Moe Glm4MoeMoE", DOTS, V3_TENSORS, score="sigmoid"),
@@ -196,13 +219,15 @@ PUBLISHED = {
         "Lfm2Moe Lfm2MoeSparseMoeBlock", dict(
             hidden_size=H6, num_experts_per_tok=3, moe_intermediate_size=F5, intermediate_size=17,
             num_experts=E8, norm_topk_prob=True, routed_scaling_factor=1.3, use_expert_bias=True),
-        GATE + "expert_bias E\n" + EACH_W, score="sigmoid", eps=1e-6),
+        GATE + "expert_bias E\n" + EACH_W, score="sigmoid", eps=1e-6,
+        whole=dict(layer_types=["conv", "full_attention"], num_dense_layers=0)),
     "nemotron_h": Published(
         "NemotronH NemotronHMoE", GROUPS | dict(
             hidden_size=H6, num_experts_per_tok=3, moe_intermediate_size=F5, n_shared_experts=1,
             moe_shared_expert_intermediate_size=4, mlp_hidden_act="relu2", mlp_bias=False,
             n_routed_experts=E8),
-        NEMOTRON + ffn_of("experts.{e}", GUD[1:]), score="sigmoid", act=relu2),
+        NEMOTRON + ffn_of("experts.{e}", GUD[1:]), score="sigmoid", act=relu2,
+        whole=dict(mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2)),
     "dbrx": Published(
         "Dbrx DbrxFFN", dict(d_model=H6, ffn_config=dict(
             ffn_hidden_size=F5, moe_num_experts=E8, moe_top_k=3, moe_jitter_eps=0,
@@ -211,9 +236,12 @@ PUBLISHED = {
             f"experts.mlp.{name} EF H\n" for name in ("w1", "v1", "w2")),
         fused=lambda t: (
             torch.cat([t[f"experts.mlp.{name}"].view(E8, F5, H6) for name in ("w1", "v1")], 1),
-            t["experts.mlp.w2"].view(E8, F5, H6).mT)),
+            t["experts.mlp.w2"].view(E8, F5, H6).mT),
+        whole=dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, attn_config=dict(
+            kv_n_heads=2, clip_qkv=8, rope_theta=1e4))),
     "kimi_linear": Published(
-        "KimiLinear KimiLinearMoE", KIMI, CORRECTED + SHARED + EACH_W, score="sigmoid"),
+        "KimiLinear KimiLinearMoE", KIMI, CORRECTED + SHARED + EACH_W, score="sigmoid",
+        whole=MIXED),
     "kimi_k3": Published(
         "", KIMI | dict(
             hidden_act="situ", activation_situ_beta=0.8, activation_situ_linear_beta=1.5,
@@ -240,11 +268,12 @@ PUBLISHED = {
             "gate.bias": CORRECTION, "w13_weight": "gate_up_proj", "w2_weight": "down_proj"},
         fused=lambda t: (in_halves(t["experts.w13_weight"]), t["experts.w2_weight"])),
     "flint": Published(
-        "Flint FlintSparseMoeBlock", WITH_SHARED, GATE + EACH + ONE_SHARED, score="sigmoid"),
+        "Flint FlintSparseMoeBlock", WITH_SHARED, GATE + EACH + ONE_SHARED, score="sigmoid",
+        whole=dict(mlp_only_layers=[])),
     "mistral_large4_text": Published(
         "MistralLarge4Text MistralLarge4TextMoE",
         TWO_SHARED | dict(n_group=4, topk_group=2, routed_scaling_factor=1.3),
-        GATE + EACH_W + ffn_of("shared_experts", W132, "2F"), held=W_HELD),
+        GATE + EACH_W + ffn_of("shared_experts", W132, "2F"), held=W_HELD, whole=MLA),
     "minimax_m3_vl_text": Published(
         "MiniMaxM3VLText MiniMaxM3VLSparseMoeBlock", LOCAL | dict(
             hidden_act="swigluoai", shared_intermediate_size=4, dense_intermediate_size=17,
@@ -256,14 +285,19 @@ PUBLISHED = {
         "BailingHybrid BailingHybridMoE", PLAIN | GROUPS | dict(
             num_shared_experts=2, score_function="sigmoid", moe_router_enable_expert_bias=True),
         GATE + "gate.expert_bias E\n" + EACH + SHARED, score="sigmoid",
-        held={"gate.expert_bias": CORRECTION}),
+        held={"gate.expert_bias": CORRECTION}, whole=MIXED),
     "axk2": Published(
-        "AXK2 AXK2MoE", DOTS | dict(n_group=None, topk_group=None), V3_TENSORS, score="sigmoid"),
+        "AXK2 AXK2MoE", DOTS | dict(n_group=None, topk_group=None), V3_TENSORS, score="sigmoid",
+        whole=MLA),
     "dots3_note_text": Published(
         "Dots3NoteText Dots3NoteTextMoE", V3 | dict(shared_experts_intermediate_size=2),
-        CORRECTED + EACH + ffn_of("shared_experts", F="S"), score="sigmoid"),
-    "beam": Published("Beam BeamMoE", PLAIN | GROUPS, CORRECTED + EACH, score="sigmoid"),
-    "qwen4_exp_text": Published("Qwen4ExpText Qwen4ExpTextSparseMoeBlock", WITH_SHARED, QWEN2),
+        CORRECTED + EACH + ffn_of("shared_experts", F="S"), score="sigmoid", whole=MLA),
+    "beam": Published(
+        "Beam BeamMoE", PLAIN | GROUPS, CORRECTED + EACH, score="sigmoid", whole=SPARSE),
+    "qwen4_exp_text": Published(
+        "Qwen4ExpText Qwen4ExpTextSparseMoeBlock", WITH_SHARED, QWEN2, whole=LINEAR | dict(
+            indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
+            indexer_compress_ratio=4)),
 }
 FAMILIES = list(PUBLISHED)
 PUBLISHED["nemotron_h-latent"] = dataclasses.replace(
@@ -336,7 +370,7 @@ def published_route(case, logits, t, K, chosen=None) -> list:
     parts = [sorted(biased[first:first + size]) for first in range(0, E8, size)]
     kept = best([sum(part[-tops:]) for part in parts], c.get("topk_group") or 1)
     if chosen is None:
-        masked = [b if e // size in kept else -INF for e, b in enumerate(biased)]
+        masked = [b if e // size in kept else -math.inf for e, b in enumerate(biased)]
         chosen = best(masked, K)
 
     norm = c.get("norm_topk_prob", c.get("moe_renormalize", p.norm))
@@ -432,8 +466,7 @@ def fam_layer(case: str, dtype=torch.float64, tensors=None, prefix: str = "") ->
 
 def close_grads(got: Tensor, want: Tensor, leaves, tol: float) -> None:
     upstream = torch.randn_like(want)
-    for a, b in zip(grads(got, leaves, upstream), grads(want, leaves, upstream), strict=True):
-        close(a, b, tol)
+    close(grads(got, leaves, upstream), grads(want, leaves, upstream), tol)
 
 
 def as_held(case: str, t: dict) -> dict:
@@ -464,6 +497,17 @@ def test_families_are_those_listed_here():
     assert set(FAMILIES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
 
 
+def test_families_table_in_the_docs(capsys):
+    """docs/models.md has what `python families.py` prints: a line per family."""
+    runpy.run_path(families.__file__, run_name="__main__")
+    printed = capsys.readouterr().out
+    page = (HERE / "docs/models.md").read_text()
+    _, after = page.split("<!-- families table -->\n")
+    assert after.split("<!-- end of the table -->")[0] == printed
+    _, _, *lines = printed.splitlines()
+    assert [line.split("`")[1] for line in lines] == FAMILIES
+
+
 def match_published_loop(case: str, through) -> None:
     """Output, and gradients under the published names."""
     prefix = "model.layers.3.mlp."
@@ -486,8 +530,7 @@ def match_published_loop(case: str, through) -> None:
         for parameter, grad in zip(layer.parameters(), gots[1:], strict=True):
             parameter.copy_(grad)
     named = families.to_hf(layer, family(case))
-    for key, grad in zip(leaves, wants[1:], strict=True):
-        close(named[key], grad, 1e-8)
+    close([named[key] for key in leaves], wants[1:], 1e-8)
 
 
 @EVERY_CASE
@@ -880,12 +923,12 @@ def test_families_misfits():
     assert text.splitlines() == [
         "ValueError: tensors do not make a mixtral block, nothing was changed:",
         "  mlp.gate.weight [8, 6] is missing",
+        "  mlp.experts.0.w1.weight is [6, 5]; needs [5, 6]",
         "  mlp.experts.1.w3.weight [5, 6] is missing",
+        "  mlp.experts.2.w2.weight is float8_e4m3fn; needs float64, float32, bfloat16, float16",
         "  mlp.experts.0.w1.weight_scale is of quantised weights; dequantise them first",
         "  mlp.experts.3.w1.weight_packed is of quantised weights; dequantise them first",
-        "  mlp.experts.8.w2.weight is unexpected",
-        "  mlp.experts.0.w1.weight is [6, 5]; needs [5, 6]",
-        "  mlp.experts.2.w2.weight is float8_e4m3fn; needs float64, float32, bfloat16, float16"]
+        "  mlp.experts.8.w2.weight is unexpected"]
     held = as_held("mixtral", fam_tensors("mixtral", torch.float32))
     held["experts.gate_up_proj"] = held["experts.gate_up_proj"].mT
     fused, read, write = MoELayer(fam_config("gpt_oss")), families.from_hf, families.to_hf
@@ -1101,13 +1144,18 @@ def test_families_upcycle_refuses():
     check_errors([
         (lambda: upcycle(narrow, up, up, down_proj=down),
          "latent_size is 4; needs None, since an expert is as wide as the dense FFN"),
-        (lambda: upcycle(ungated, up, up, down_proj=down), "gate_proj is [5, 6]; needs None"),
-        (lambda: upcycle(config, None, up, down_proj=down), "gate_proj is None; needs [5, 6]"),
-        (lambda: upcycle(config, up, down, down_proj=down, noise=-1.0),
-         "up_proj is [6, 5]; needs [5, 6]; noise is -1.0; needs 0 or more")])
+        (lambda: upcycle(ungated, up, up, down_proj=down),
+         "gate_proj and up_proj are 2 matrices; activation = 'relu2' needs 1"),
+        (lambda: upcycle(config, None, up, down_proj=down),
+         "gate_proj and up_proj are 1 matrices; activation = 'swiglu' needs 2"),
+        (lambda: upcycle(config, up, down, down_proj=down),
+         "up_proj has shape [6, 5]; needs [F = 5, H = 6]"),
+        (lambda: upcycle(config, up, up, down_proj=down, noise=-1.0),
+         "noise is -1.0; needs 0 or more")])
 
 
-def published_model_over_ranks(rank, ranks):
+@over_ranks(2)
+def test_families_over_ranks(rank, ranks):
     """Each rank reads its experts out of a whole model's tensors, and writes them under their
     global numbers."""
     groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
@@ -1128,10 +1176,6 @@ def published_model_over_ranks(rank, ranks):
     assert {name for name in out if ".experts." in name} == {
         f"mlp.experts.{e}.{part}_proj.weight"
         for e in range(rank * local, rank * local + local) for part in ("gate", "up", "down")}
-
-
-def test_families_experts_over_ranks_of_a_published_model():
-    spawn_gloo(published_model_over_ranks, 2)
 
 
 SIGNATURES = """\
@@ -1505,6 +1549,17 @@ def test_live_register_experts_needs_the_library(monkeypatch):
         families.register_experts()
 
 
+def experts_classes() -> dict:
+    """Class behind the experts interface of the library -> its file. Imports nothing."""
+    found = importlib.util.find_spec("transformers")
+    if found is None:
+        return {}
+    files = Path(found.origin).parent.glob("models/*/modeling_*.py")
+    decorated = r"^@use_experts_implementation.*?\nclass (\w+)"
+    return {name: file for file in sorted(files)
+            for name in re.findall(decorated, file.read_text(), re.M)}
+
+
 def library_experts(name: str, file: Path) -> torch.nn.Module:
     """An experts module with random weights, of the first config that it can be made of."""
     path = f"transformers.models.{file.parent.name}.{file.stem}"
@@ -1522,62 +1577,50 @@ def library_experts(name: str, file: Path) -> torch.nn.Module:
                     setattr(config, field, size)
             config._experts_implementation = "eager"
             experts = getattr(modeling, name)(config)
-            with torch.no_grad():
-                for parameter in experts.parameters():
-                    parameter.normal_(0, 0.5)
-            return experts
+            return randomised(experts)
 
 
-def experts_match_the_library(folders: str) -> tuple[list[str], list[str]]:
-    """Over every class behind the experts interface: those with the same output and gradients, and
-    the refusals."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+def randomised(module: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.5)
+    return module
+
+
+EXPERTS_CLASSES = experts_classes()
+EXPERTS_REFUSED = {
+    "DeepseekOcr2TextExperts": "act_fn transformers.activations.GELUActivation",
+    "Ernie4_5_VLMoeMoeExperts": "act_fn transformers.activations.QuickGELUActivation",
+    "MuseSparkExperts": "has_post_expert_norm",
+    "UnlimitedOcrTextExperts": "act_fn transformers.activations.GELUActivation",
+}
+
+
+@some_quick(EXPERTS_CLASSES, *(
+    "BeamExperts DeepseekV4Experts GptOssExperts Inkling2Experts MiniMaxM3VLExperts "
+    "NemotronHExperts Qwen3MoeExperts MuseSparkExperts").split())
+def test_live_experts_match_the_library(case):
+    """Output and gradients with an index that goes nowhere, or a refusal. Quick: one class of each
+    activation and layout."""
     families.register_experts()
-    models, checked, refused = Path(transformers.__file__).parent / "models", [], []
-    decorated = [(name, file) for file in sorted(models.glob(f"{folders}/modeling_*.py"))
-                 for name in re.findall(r"^@use_experts_implementation.*?\nclass (\w+)",
-                                        file.read_text(), re.M)]
-    for name, file in decorated:
-        experts = library_experts(name, file)
-        E = experts.num_experts
-        H = experts.down_proj.shape[2 if experts.is_transposed else 1]
-        x = torch.randn(T7, H, requires_grad=True)
-        probs = torch.rand(T7, 2, requires_grad=True)
-        indices = torch.rand(T7, E).topk(2).indices
-        indices[2, 1], indices[3] = E, E + 5
-        nowhere = indices >= E                               # not every loop of theirs takes E
-        want = experts(x, indices.masked_fill(nowhere, 0), probs.masked_fill(nowhere, 0.0))
-        experts.config._experts_implementation = "moe_py"
-        try:
-            got = experts(x, indices, probs)
-        except NotImplementedError as why:
-            refused.append(str(why).split(" cannot be expressed by kernels.expert_mlp; try ")[0])
-            continue
-        close(got, want, 2e-5)
-        close_grads(got, want, [x, probs, *experts.parameters()], tol=2e-5)
-        checked.append(name)
-    return checked, refused
-
-
-@pytest.mark.parametrize("folder", [
-    "beam", "deepseek_v4", "gpt_oss", "inkling2", "minimax_m3_vl", "nemotron_h", "qwen3_moe"])
-def test_live_experts_of_some_models_of_the_library(folder):
-    """One of each activation and layout."""
-    checked, refused = experts_match_the_library(folder)
-    assert checked and not refused
-
-
-@slow
-def test_live_experts_of_every_model_of_the_library():
-    """Output and gradients of all experts classes, with an index that goes nowhere; or a
-    refusal."""
-    checked, refused = experts_match_the_library("*")
-    assert len(checked) >= 61
-    assert refused == [
-        "DeepseekOcr2TextExperts: act_fn transformers.activations.GELUActivation",
-        "Ernie4_5_VLMoeMoeExperts: act_fn transformers.activations.QuickGELUActivation",
-        "MuseSparkExperts: has_post_expert_norm",
-        "UnlimitedOcrTextExperts: act_fn transformers.activations.GELUActivation"]
+    experts = library_experts(case, EXPERTS_CLASSES[case])
+    E = experts.num_experts
+    H = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    x = torch.randn(T7, H, requires_grad=True)
+    probs = torch.rand(T7, 2, requires_grad=True)
+    indices = torch.rand(T7, E).topk(2).indices
+    indices[2, 1], indices[3] = E, E + 5
+    nowhere = indices >= E                                   # not every loop of theirs takes E
+    want = experts(x, indices.masked_fill(nowhere, 0), probs.masked_fill(nowhere, 0.0))
+    experts.config._experts_implementation = "moe_py"
+    if case in EXPERTS_REFUSED:
+        refusal = f"{case}: {EXPERTS_REFUSED[case]} cannot be expressed by kernels.expert_mlp; try "
+        with pytest.raises(NotImplementedError, match=re.escape(refusal)):
+            experts(x, indices, probs)
+        return
+    got = experts(x, indices, probs)
+    close(got, want, 2e-5)
+    close_grads(got, want, [x, probs, *experts.parameters()], tol=2e-5)
 
 
 def test_live_experts_refused_by_class():
@@ -1612,11 +1655,7 @@ def qwen3_experts(H: int, F: int, E: int) -> torch.nn.Module:
     from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
     config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=F, num_experts=E)
     config._experts_implementation = families.register_experts()
-    experts = modeling_qwen3_moe.Qwen3MoeExperts(config)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.normal_(0, 0.5)
-    return experts
+    return randomised(modeling_qwen3_moe.Qwen3MoeExperts(config))
 
 
 def test_live_experts_in_the_weights_dtype():
@@ -1658,7 +1697,6 @@ LAYOUTS = {                                           # fc1, fc2 and the bias of
 @pytest.mark.parametrize("through", [lambda f: f, pytest.param(compiled, marks=slow)])
 def test_live_experts_take_weights_in_any_layout(how, bias, through):
     """Views: the same output and gradients as of weights in order, and no copy of a weight."""
-    from einops import rearrange
     E, T, K, size = 4, 7, 3, dict(e=4, p=2, f=5, h=6)
     options = dict(clamp_value=0.5) if bias else {}
     in_file = [*LAYOUTS[how], "e h"]
@@ -1690,28 +1728,6 @@ WHOLE = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
     num_key_value_heads=2, intermediate_size=24, moe_intermediate_size=24, pad_token_id=0,
     max_position_embeddings=64)
-MLA = dict(
-    num_key_value_heads=4, head_dim=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
-    kv_lora_rank=8, q_lora_rank=8)
-LINEAR = dict(
-    num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-    linear_value_head_dim=8)
-SPARSE = dict(mlp_layer_types=["sparse"] * 2)
-MIXED = MLA | SPARSE | dict(layer_types=["linear_attention", "full_attention"])
-WHOLE_EXTRAS = {
-    "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1,
-                  use_mamba_kernels=False, mamba_dt_rank=2),
-    "qwen3_next": LINEAR, "kimi_linear": MIXED, "bailing_hybrid": MIXED,
-    "qwen4_exp_text": LINEAR | dict(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
-        indexer_compress_ratio=4),
-    "deepseek_v2": MLA, "deepseek_v3": MLA | dict(first_k_dense_replace=1), "axk2": MLA,
-    "mistral_large4_text": MLA, "dots3_note_text": MLA,
-    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=0),
-    "nemotron_h": dict(mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2),
-    "flint": dict(mlp_only_layers=[]), "beam": SPARSE,
-    "dbrx": dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, attn_config=dict(
-        kv_n_heads=2, clip_qkv=8, rope_theta=1e4))}
 
 
 def whole_model(case: str, **fixed) -> torch.nn.Module:
@@ -1722,7 +1738,7 @@ def whole_model(case: str, **fixed) -> torch.nn.Module:
         fields = dict(vocab_size=64, ffn_config=ffn)
     else:
         fields |= WHOLE
-    fields |= WHOLE_EXTRAS.get(family(case), {}) | fixed
+    fields |= PUBLISHED[case].whole | fixed
     fields = {name: value for name, value in fields.items() if value is not None}
     config = library_config(case, **fields)
     modeling = importlib.import_module(
@@ -1778,11 +1794,11 @@ def test_live_models_of_the_library(case, tmp_path):
         x = torch.randn(2, T7, 32)
         options = {"input_ids": ids} if case == "deepseek_v4" else {}
         outputs = [model.get_submodule(names[0])(x.clone(), **options) for model in (ours, theirs)]
-        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+        close(*outputs, 1e-4)
         recorded = [model(ids, use_cache=False, output_router_logits=True).router_logits
                     for model in (ours, theirs)]
         assert len(recorded[0]) == len(names)
-        torch.testing.assert_close(*recorded, rtol=1e-4, atol=1e-4)
+        close(*recorded, 1e-4)
     same(ours.state_dict(), theirs.state_dict())
     if hasattr(theirs, "generate"):
         same(*(model.generate(ids, max_new_tokens=4, do_sample=False) for model in (ours, theirs)))
@@ -1864,7 +1880,7 @@ def test_live_lora_by_peft():
         results.append([p.grad for p in model.parameters() if p.grad is not None])
     want, got = results
     assert len(want) == 4 * 2                                # A and B of two weights in two layers
-    close_all(got, want, 1e-5)
+    close(got, want, 1e-5)
 
     blocks = [whole_model("qwen3_moe") for _ in range(2)]
     for model in blocks:
