@@ -115,6 +115,7 @@ class Family(NamedTuple):
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+SAFETENSORS_DTYPES = ("F64", "F32", "BF16", "F16")
 _ABSENT = object()
 
 
@@ -331,7 +332,6 @@ AXES = {
     "latent_up.norm": "l",
     "hash_table": "v k",
 }
-SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 GATED_OR_NOT = {True: "gated", False: "not gated"}
 
 # These fields must be as the row says. Those that the row reads from a config are free.
@@ -390,8 +390,7 @@ class Source:
         """(shape, dtype), from safetensors' get_slice, or else from the loaded tensor."""
         if hasattr(self.tensors, "get_slice"):
             part = self.tensors.get_slice(self.prefix + name)
-            dtype = part.get_dtype()
-            return list(part.get_shape()), SAFETENSORS_DTYPES.get(dtype, dtype)
+            return list(part.get_shape()), part.get_dtype()
         tensor = self.load(name)
         return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
@@ -519,7 +518,7 @@ def _matched(layer, model_type, source):
         shape, dtype = source.shape_and_dtype(name)
         if shape != place.shape:
             problems.append(f"{prefix}{name} is {shape}; needs {place.shape}")
-        if dtype not in DTYPES and place.view.is_floating_point():
+        if dtype not in DTYPES + SAFETENSORS_DTYPES and place.view.is_floating_point():
             problems.append(f"{prefix}{name} is {dtype}; needs {', '.join(DTYPES)}")
     for name in source.names:
         if name in places or re.fullmatch(row.others, name):
@@ -725,6 +724,13 @@ def _options_of(experts):
 
 # ---- The blocks of a live Hugging Face model ----
 
+# Fields of MoEConfig that replace_blocks sets itself.
+FIXED = {
+    "params_dtype": "blocks keep their dtypes: cast the model instead",
+    "batch_first": "a block's input is batch first as it is",
+}
+
+
 def replace_blocks(model: nn.Module, **changes) -> list[str]:
     """The names of all MoE blocks of a live Hugging Face model, which become MoELayers in place.
 
@@ -747,11 +753,9 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     if not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; "
                         f"needs a model of the Hugging Face library")
-    if "params_dtype" in changes:
-        raise ValueError("changes has params_dtype; "
-                         "blocks keep their dtypes: cast the model instead")
-    if "batch_first" in changes:
-        raise ValueError("changes has batch_first; a block's input is batch first as it is")
+    for name, why in FIXED.items():
+        if name in changes:
+            raise ValueError(f"changes has {name}; {why}")
     model_type, _ = _type_of(model.config)
     prefixes = _prefixes(_tensors(model), _family(model_type).layouts[-1:])
     if not prefixes:

@@ -1600,14 +1600,14 @@ EXPERTS_REFUSED = {
     "BeamExperts DeepseekV4Experts GptOssExperts Inkling2Experts MiniMaxM3VLExperts "
     "NemotronHExperts Qwen3MoeExperts MuseSparkExperts").split())
 def test_live_experts_match_the_library(case):
-    """Output and gradients with an index that goes nowhere, or a refusal. Quick: one class of each
-    activation and layout."""
+    """Output and gradients with an index that goes nowhere, or a refusal. Inputs are so large that
+    clamps act. Quick: one class of each activation and layout."""
     families.register_experts()
-    experts = library_experts(case, EXPERTS_CLASSES[case])
+    experts = library_experts(case, EXPERTS_CLASSES[case]).double()
     E = experts.num_experts
     H = experts.down_proj.shape[2 if experts.is_transposed else 1]
-    x = torch.randn(T7, H, requires_grad=True)
-    probs = torch.rand(T7, 2, requires_grad=True)
+    x = (8 * double(T7, H)).requires_grad_()
+    probs = double(T7, 2, requires_grad=True)
     indices = torch.rand(T7, E).topk(2).indices
     indices[2, 1], indices[3] = E, E + 5
     nowhere = indices >= E                                   # not every loop of theirs takes E
@@ -1619,8 +1619,8 @@ def test_live_experts_match_the_library(case):
             experts(x, indices, probs)
         return
     got = experts(x, indices, probs)
-    close(got, want, 2e-5)
-    close_grads(got, want, [x, probs, *experts.parameters()], tol=2e-5)
+    close(got, want, 2e-5)                                   # some of theirs compute in fp32
+    close_grads(got, want, [x, probs, *experts.parameters()], tol=2e-4)
 
 
 def test_live_experts_refused_by_class():
@@ -1939,21 +1939,23 @@ def test_live_registered_experts_in_whole_models(case):
     generate; autocast."""
     model = whole_model(case)
     ids = random_ids()
+    leaves = list(model.parameters())
 
-    def match():
+    def logits_and_grads():
         logits = whole_logits(model, ids)
         upstream = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
-        leaves = list(model.parameters())
-        got = [logits, *torch.autograd.grad(logits, leaves, upstream, materialize_grads=True)]
-        for a, b in zip(got, want or got, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item() + 1e-6)
-        written = model.generate(ids, max_new_tokens=4, do_sample=False)
-        return got, written
+        gradients = torch.autograd.grad(logits, leaves, upstream, materialize_grads=True)
+        return [logits, *gradients]
 
-    want = None
-    want, written = match()
+    def match():
+        for a, b in zip(logits_and_grads(), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item() + 1e-6)
+        same(model.generate(ids, max_new_tokens=4, do_sample=False), written)
+
+    want = logits_and_grads()
+    written = model.generate(ids, max_new_tokens=4, do_sample=False)
     model.set_experts_implementation(families.register_experts())
-    same(match()[1], written)
+    match()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         logits = whole_logits(model, ids)
     assert logits.isfinite().all() and logits.shape == want[0].shape
