@@ -265,7 +265,7 @@ def _meaning(values):
 def from_hf(
     layer: moe.MoELayer, tensors: Mapping, model_type: str, prefix: str = "",
 ) -> moe.MoELayer:
-    """The layer, with the weights of one published block copied into it.
+    """Copies the weights of one published block into the layer, and returns the layer.
 
     tensors: name -> tensor of float64, float32, bfloat16 or float16. Each tensor is cast to its
       parameter's dtype; the expert bias stays float32. Names and layouts may be the published ones
@@ -278,7 +278,7 @@ def from_hf(
     rank's part of the shared expert is read.
 
     ValueError: lists the missing, the misshapen and the unexpected tensors. Another one: the layer
-    is no block of this family, or is on the meta device. After an error the layer is unchanged.
+    is no block of this family, or is on the meta device. After these errors the layer is unchanged.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> tensors = to_hf(moe.MoELayer(config), "mixtral")
@@ -591,7 +591,7 @@ def upcycle(
 # ---- The experts of a live Hugging Face model ----
 
 def register_experts(name: str = "moe_py") -> str:
-    """The name, under which kernels.expert_mlp becomes an experts implementation of the library.
+    """Registers kernels.expert_mlp with the Hugging Face library, and returns its name there.
 
     Use it as `model.set_experts_implementation(name)`, or as `experts_implementation=name` when a
     model is loaded.
@@ -732,10 +732,10 @@ FIXED = {
 
 
 def replace_blocks(model: nn.Module, **changes) -> list[str]:
-    """The names of all MoE blocks of a live Hugging Face model, which become MoELayers in place.
+    """Replaces the MoE blocks of a live Hugging Face model by MoELayers, and returns their names.
 
-    A layer has its block's weights, dtypes, device and requires_grad. It takes [B, S, H] and
-    returns what the block returned.
+    The model is changed in place. A layer has its block's weights, dtypes, device and
+    requires_grad. It takes [B, S, H] and returns what the block returned.
 
     changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
       add to a block is drawn anew. And pg_collection, the ProcessGroups of the layers, for a model
@@ -990,9 +990,6 @@ def flag(*names: str, default: bool) -> Callable:
     return lambda read: bool(read(*names, default=default))
 
 
-HIDDEN_ACT = field("hidden_act", default="silu", among=GATED)
-
-
 def sizes(
     F: str = "moe_intermediate_size", E: str = "num_local_experts", K: str = "num_experts_per_tok",
 ) -> dict:
@@ -1005,7 +1002,7 @@ def sizes(
         "ffn_hidden_size": field(F),
         "topk": field(K, "num_experts_per_tok", "num_experts_per_token"),
         "num_experts": field(E, "num_experts", "num_local_experts"),
-        "activation": HIDDEN_ACT,
+        "activation": field("hidden_act", default="silu", among=GATED),
     }
 
 
