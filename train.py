@@ -8,22 +8,20 @@ Python standard library.
     python train.py --out out4 --baseline none quantile dense --layers 2 --experts 16 --steps 250
     torchrun --nproc-per-node 2 train.py --ep 2    # the experts spread over two processes
 
+In this order: settings, data, model, step, checkpoint, loop; then what stands around the loop:
+log, processes, Ctrl-C and the command line.
+
 Letters are those of kernels.py (S context, B batch, H hidden size, E experts, K experts per token,
 F expert FFN size). V is 256 byte values, N the attention heads, D the size of one.
 
 A run is a function of its settings: the batch of a step depends on (seed, step) alone, and no sum
 depends on the order of threads. So a resumed run has the losses of an uninterrupted one.
-
-One object, `run`, goes through all functions. It has the settings of the command line. Then
-start_machine adds the device and the process groups, load_data the data, and start_run the model,
-the optimizer, the step and the history.
 """
 import argparse
 import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -32,7 +30,7 @@ import threading
 import time
 import warnings
 import zlib
-from datetime import timedelta
+from collections import namedtuple
 from pathlib import Path
 
 import torch
@@ -50,18 +48,40 @@ from moe import (
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
-BALANCE = {                                    # --balance -> fields of the router's config
-    "aux": lambda run: dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
-    "seq": lambda run: dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
-    # Gradients are averaged over the processes: see ProcessGroups.
-    "global": lambda run: dict(
-        load_balancing_type="global_aux_loss", aux_loss_coeff=0.01 * run.world),
-    # A step is 0.8 % of the mean score, which is 1 / E.
-    "bias": lambda run: dict(enable_expert_bias=True, bias_update_rate=0.008 / run.experts),
-    "quantile": lambda run: dict(enable_expert_bias=True, bias_update="quantile"),
-    "sinkhorn": lambda run: dict(load_balancing_type="sinkhorn"),
-    "none": lambda run: {},
-}
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+BALANCE = "aux seq global bias quantile sinkhorn none dense".split()
+OPTIONS = """
+--data        ""      a file or a folder to train on, without hidden files and tests; "" is the
+                      Python standard library. Of ten or more files every tenth is held out, else
+                      the last tenth of the bytes
+--out         "out"   folder for checkpoint-STEP/ and log.jsonl
+--resume      ""      go on from this checkpoint (alone: from the last one in OUT) with the same
+                      settings; with more --steps the run gets longer. Resume only what you trust: a
+                      checkpoint can run code
+--baseline    ""      then train these with the same data and steps: the model with another balance,
+                      or a dense one
+--no-compile  false   run without torch.compile, as where CXX or g++ is missing
+--steps       500     steps of the optimizer
+--batch       8       sequences a step
+--context     256     bytes a sequence
+--lr          1e-2    of the embedding, at the peak of the schedule; make_optimizer says what the
+                      matrices get
+--seed        0       of the weights and of the order of the data, not of what is held out
+--layers      4       blocks of attention and feed-forward
+--hidden      128     H, width of the model
+--experts     8       E, experts a layer
+--topk        2       K, experts a byte goes to
+--ffn         0       F, width of one expert; 0 is 4 H / K, up to a multiple of 8
+--shared      0       width of a shared expert in every layer; 0 is none
+--overlap     false   the shared expert runs beside the routed path, on a stream of its own
+--ep          1       processes over which the experts are spread (under torchrun)
+--fsdp        false   shard all that is not a MoE layer over the processes (under torchrun)
+--balance     "bias"  what keeps the experts evenly used; dense is a model without experts, of the
+                      same active parameters
+--dtype       "auto"  of the products; auto is bfloat16 on a GPU and on a CPU with bf16
+                      instructions, else float32
+--save-every  100     steps between checkpoints
+"""                                            # option, default, help
 
 
 def fail(message):
@@ -73,139 +93,87 @@ def fail(message):
 # ---- Settings ----
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    """The settings of the run and of this process."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = fail
-    add = parser.add_argument
+    more = {
+        "--resume": dict(nargs="?", const="last"),
+        "--baseline": dict(nargs="+", choices=BALANCE),
+        "--balance": dict(choices=BALANCE),
+        "--dtype": dict(choices="auto float32 bfloat16".split())}
+    for name, default, help in re.findall(r"(--\S+) +(\S+) +(.*(?:\n .*)*)", OPTIONS):
+        default = json.loads(default)
+        kind = dict(type=type(default))
+        if default is False:
+            kind = dict(action="store_true")
+        parser.add_argument(name, default=default, help=help, **kind | more.get(name, {}))
+    args = parser.parse_args(argv)
 
-    def setting(name, default, help, choices=None):
-        help += f" (default: {default})"
-        add(name, type=type(default), default=default, choices=choices, help=help)
+    for name in "steps batch context lr layers hidden experts topk ep save_every".split():
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            fail(f"--{name.replace('_', '-')} is {value}; needs a positive number")
+    if args.hidden % 2:
+        fail(f"--hidden is {args.hidden}; needs an even number, rotary embeddings turn pairs")
+    args.rank = int(os.environ.get("RANK", 0))
+    args.world = int(os.environ.get("WORLD_SIZE", 1))
+    alone = args.fsdp and args.world == 1
+    if alone or args.world % args.ep or args.batch % args.world:
+        fail(f"{args.world} processes run (torchrun --nproc-per-node); needs a multiple of --ep = "
+             f"{args.ep} that divides --batch = {args.batch}; with --fsdp more than one")
 
-    def switch(name, help):
-        add(name, action="store_true", help=f"{help} (default: off)")
-
-    add("--data", type=Path, help="a file or a folder to train on (default: the standard library's "
-        ".py files without its tests). Of ten or more files every tenth is held out, else the last "
-        "tenth of the bytes")
-    setting("--out", Path("out"), "folder for checkpoint-STEP/, log.jsonl and curves.png")
-    add("--resume", nargs="?", type=Path, const=Path(), help="go on from this checkpoint (alone: "
-        "from the last one in OUT) with the same settings; with more --steps the run gets longer. "
-        "Resume only what you trust: a checkpoint can run code")
-    add("--baseline", nargs="+", default=[], choices=["dense", *BALANCE], help="after the MoE "
-        "train these with the same data and steps: a dense model of the same active parameters, or "
-        "the MoE with another balance")
-    switch("--no-compile", "run without torch.compile")
-    setting("--steps", 500, "steps of the optimizer")
-    setting("--batch", 8, "sequences a step")
-    setting("--context", 256, "bytes a sequence")
-    setting("--lr", 1e-2, "of the embedding, at the peak of the schedule (a warmup, then linear to "
-            "0 at --steps); make_optimizer says what the matrices get")
-    setting("--seed", 0, "of the weights and of the order of the data, not of what is held out")
-    setting("--layers", 4, "blocks of attention and feed-forward")
-    setting("--hidden", 128, "H, width of the model")
-    setting("--experts", 8, "E, experts a layer")
-    setting("--topk", 2, "K, experts a byte goes to")
-    add("--ffn", type=int, help="F, width of one expert (default: 4 H / K, up to a multiple of 8)")
-    add("--shared", type=int, help="width of a shared expert in every layer (default: none)")
-    switch("--overlap", "the shared expert runs beside the routed path, on a stream of its own")
-    setting("--ep", 1, "processes over which the experts are spread (under torchrun)")
-    switch("--fsdp", "shard all that is not a MoE layer over the processes (under torchrun)")
-    setting("--balance", "bias", "what keeps the experts evenly used", choices=list(BALANCE))
-    setting("--dtype", "auto", "of the products; auto is bfloat16 on a GPU and on a CPU with bf16 "
-            "instructions, else float32", choices=["auto", "float32", "bfloat16"])
-    setting("--save-every", 100, "steps between checkpoints")
-    run = parser.parse_args(argv)
-    run.kind = "moe"
-    run.compile = not run.no_compile
-    run.groups = ProcessGroups()
-    run.rank = int(os.environ.get("RANK", 0))
-    run.world = int(os.environ.get("WORLD_SIZE", 1))
-
-    for name in "steps batch context layers hidden experts topk ffn shared ep save_every".split():
-        value = getattr(run, name)
-        if value is not None and value < 1:
-            fail(f"--{name.replace('_', '-')} is {value}; needs 1 or more")
-    if not 0 < run.lr < math.inf:
-        fail(f"--lr is {run.lr}; needs a positive number")
-    if run.topk > run.experts:
-        fail(f"--topk is {run.topk}; a byte cannot go to more experts than "
-             f"--experts = {run.experts}")
-    if run.hidden % 2:
-        fail(f"--hidden is {run.hidden}; needs an even number, rotary embeddings turn pairs")
-    if run.overlap and run.shared is None:
-        fail("--overlap needs a shared expert: set --shared SIZE")
-    if run.world % run.ep or run.experts % run.ep:
-        fail(f"--ep is {run.ep}; needs to divide the {run.world} processes (torchrun "
-             f"--nproc-per-node {run.ep} train.py ..) and --experts = {run.experts}")
-    if run.batch % run.world:
-        fail(f"--batch is {run.batch}; needs a multiple of the {run.world} processes")
-    run.ffn = run.ffn or math.ceil(4 * run.hidden / run.topk / 8) * 8
-    return run
-
-
-def planned_runs(run):
-    """Name -> run, in the order of training. Each baseline has a folder of its own in OUT."""
-    runs = {"moe": run}
-    for name in run.baseline:
-        change = dict(out=run.out / name, resume=run.resume and Path(), balance=name)
-        if name == "dense":
-            change.update(kind="dense", balance="none")
-        runs[name] = argparse.Namespace(**vars(run) | change)
-    return runs
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    args.device = accelerator.type if accelerator else "cpu"
+    if args.dtype == "auto":
+        # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
+        fast = accelerator or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        args.dtype = "bfloat16" if fast else "float32"
+    args.ffn = args.ffn or math.ceil(4 * args.hidden / args.topk / 8) * 8
+    args.data = Path(args.data or LIBRARY)
+    args.out = Path(args.out)
+    args.no_compile |= not shutil.which(os.environ.get("CXX", "g++"))
+    return args
 
 
 # ---- Data: bytes; whole files are held out ----
 
-def corpus_files(run):
-    """Files in an order that does not depend on the machine."""
-    root, pattern, skipped = run.data, "*", r"/(\.|__pycache__/)"
-    if root is None:
-        root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
-        skipped = r"/(\.|(site-packages|dist-packages|tests?|idle_test)/)"
-    if not root.exists():
-        fail(f"--data {root}: no such file or folder")
-    found = [root] if root.is_file() else sorted(root.rglob(pattern), key=Path.as_posix)
-    for path in found:
-        own = run.out.resolve() in path.resolve().parents      # a run must not read what it writes
-        if path.is_file() and not own:
-            if not re.search(skipped, path.as_posix().removeprefix(root.as_posix())):
-                yield path
+Data = namedtuple("Data", "train held_out checksum")   # [n] uint8, [8, 16, S + 1], int
 
 
-def load_data(run):
-    """Gives the run train_bytes [n] uint8, held_out blocks [8, 16, S + 1] uint8, spread evenly over
-    all held-out bytes, and a checksum of all bytes."""
-    texts = [path.read_bytes() for path in corpus_files(run)]
-    if len(texts) < 10:
-        text = b"".join(texts)
-        texts = [text[len(text) * i // 10:len(text) * (i + 1) // 10] for i in range(10)]
-    held_out = b"".join(texts[9::10])
+def load_data(root, context, device):
+    """The files are in an order that does not depend on the machine."""
+    pattern = "*.py" if root == LIBRARY else "*"
+    files = sorted(root.rglob(pattern), key=Path.as_posix) or [root]
+    # A run does not read what it writes.
+    skipped = (r"/(\.|log.jsonl|(checkpoint-.*|unfinished|"
+               r"__pycache__|site-packages|dist-packages|tests?|idle_test)/)")
+    texts = [path.read_bytes() for path in files if path.is_file()
+             and not re.search(skipped, path.as_posix().removeprefix(root.as_posix()))]
+    held_out = texts[9::10]
     del texts[9::10]
-    train_bytes = b"".join(texts)
-    shorter = min(len(train_bytes), len(held_out))
-    if shorter <= run.context:
-        fail(f"--data: {len(train_bytes)} bytes to train on and {len(held_out)} held out; both "
-             f"have to be more than --context = {run.context}")
+    text = b"".join(texts + held_out)
+    held_out_bytes = sum(map(len, held_out)) or len(text) // 10
+    train_bytes = len(text) - held_out_bytes
+    if held_out_bytes <= context:
+        fail(f"--data {root}: {held_out_bytes} of {len(text)} bytes are held out; needs more than "
+             f"--context = {context}")
 
-    run.checksum = zlib.crc32(train_bytes + held_out)
-    corpus = torch.frombuffer(bytearray(train_bytes + held_out), dtype=torch.uint8)
-    run.train_bytes, scored = corpus.split([len(train_bytes), len(held_out)])
-    starts = torch.linspace(0, len(scored) - run.context - 1, 128).long()
-    blocks = cut_blocks(scored, starts, run)
-    run.held_out = rearrange(blocks, "(chunks b) s -> chunks b s", b=16)
-
-
-def cut_blocks(data, starts, run):
-    """[.., S + 1]: the inputs and, one byte later, the targets."""
-    return data[starts[:, None] + torch.arange(run.context + 1)]
+    corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    starts = torch.linspace(0, held_out_bytes - context - 1, 128).long()
+    blocks = cut_blocks(corpus[train_bytes:], starts, context)
+    return Data(corpus[:train_bytes], blocks.unflatten(0, (8, 16)), zlib.crc32(text))
 
 
-def get_batch(run):
+def cut_blocks(data, starts, context):
+    """[.., S + 1] int64: the inputs and, one byte later, the targets."""
+    return data[starts[:, None] + torch.arange(context + 1)].long()
+
+
+def get_batch(data, args, step):
     """This process's part of the batch, [B / processes, S + 1]."""
-    generator = torch.Generator().manual_seed(run.seed * 1_000_003 + run.step)
-    starts = torch.randint(
-        len(run.train_bytes) - run.context, (run.batch,), generator=generator)
-    return cut_blocks(run.train_bytes, starts.chunk(run.world)[run.rank], run)
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    starts = torch.randint(len(data) - args.context, (args.batch,), generator=generator)
+    return cut_blocks(data, starts.chunk(args.world)[args.rank], args.context)
 
 
 # ---- Model ----
@@ -213,13 +181,13 @@ def get_batch(run):
 class Attention(nn.Module):
     """Causal, with rotary positions (arXiv 2104.09864) and normed queries and keys (2010.04245)."""
 
-    def __init__(self, run):
+    def __init__(self, hidden, context):
         super().__init__()
-        self.head_dim = math.gcd(run.hidden, 32)
-        self.qkv = nn.Linear(run.hidden, 3 * run.hidden, bias=False)
-        self.out = nn.Linear(run.hidden, run.hidden, bias=False)
+        self.head_dim = math.gcd(hidden, 32)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
         frequency_D2 = 10_000.0 ** -torch.linspace(0, 1, self.head_dim // 2)
-        angle_SD2 = torch.arange(run.context)[:, None] * frequency_D2
+        angle_SD2 = torch.arange(context)[:, None] * frequency_D2
         turn = torch.stack((angle_SD2.cos(), angle_SD2.sin()))
         self.register_buffer("turn", turn, persistent=False)
 
@@ -232,39 +200,46 @@ class Attention(nn.Module):
     def forward(self, x_BSH):
         q, k, v = rearrange(
             self.qkv(x_BSH), "b s (three n d) -> three b n s d", three=3, d=self.head_dim)
-        q, k = self.rotate(q), self.rotate(k)
-        y_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y_BNSD = F.scaled_dot_product_attention(
+            self.rotate(q), self.rotate(k), v, is_causal=True)
         return self.out(rearrange(y_BNSD, "b n s d -> b s (n d)"))
 
 
-def make_ffn(run):
+def make_ffn(args, groups):
     """A MoELayer; for "dense" an MLP of width K·F, the weights that a byte meets in the layer."""
-    shared = run.topk * run.ffn
-    if run.kind == "moe":
-        shared = run.shared
+    sizes = args.hidden, args.ffn, args.experts, args.topk
+    if args.balance == "dense":
+        config = MoEConfig(*sizes, shared_expert_intermediate_size=args.topk * args.ffn)
+        return SharedExpertMLP(config, gate=False, pg_collection=groups)
+    balance = dict(
+        aux=dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01),
+        seq=dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.01),
+        # Gradients are averaged over the processes: see ProcessGroups.
+        **{"global": dict(
+            load_balancing_type="global_aux_loss", aux_loss_coeff=0.01 * args.world)},
+        # A step is 0.8 % of the mean score, which is 1 / E.
+        bias=dict(enable_expert_bias=True, bias_update_rate=0.008 / args.experts),
+        quantile=dict(enable_expert_bias=True, bias_update="quantile"),
+        sinkhorn=dict(load_balancing_type="sinkhorn"),
+        none={})
     config = MoEConfig(
-        hidden_size=run.hidden,
-        ffn_hidden_size=run.ffn,
-        num_experts=run.experts,
-        topk=run.topk,
-        shared_expert_intermediate_size=shared,
-        shared_expert_overlap=run.overlap,
+        *sizes,
+        shared_expert_intermediate_size=args.shared or None,
+        shared_expert_overlap=args.overlap,
         batch_first=True,
         # Normalised after the choice, the one prob of K = 1 would be 1: the router would not learn.
-        pre_softmax=run.topk == 1 and run.balance != "sinkhorn",
-        **BALANCE[run.balance](run))
-    if run.kind == "moe":
-        return MoELayer(config, run.groups)
-    return SharedExpertMLP(config, gate=False, pg_collection=run.groups)
+        pre_softmax=args.topk == 1 and args.balance != "sinkhorn",
+        **balance[args.balance])
+    return MoELayer(config, groups)
 
 
 class Block(nn.Module):
-    def __init__(self, run):
+    def __init__(self, args, groups):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(run.hidden)
-        self.attention = Attention(run)
-        self.ffn_norm = nn.RMSNorm(run.hidden)
-        self.ffn = make_ffn(run)
+        self.attention_norm = nn.RMSNorm(args.hidden)
+        self.attention = Attention(args.hidden, args.context)
+        self.ffn_norm = nn.RMSNorm(args.hidden)
+        self.ffn = make_ffn(args, groups)
 
     def forward(self, x_BSH):
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
@@ -274,22 +249,23 @@ class Block(nn.Module):
 class ByteModel(nn.Module):
     """bytes [B, S] int64 -> logits [B, S, V]; with targets [B, S] the mean loss in nats, 0-d."""
 
-    def __init__(self, run):
+    def __init__(self, args, groups=None):
         super().__init__()
-        self.embedding = nn.Linear(V, LAST * run.hidden, bias=False)
-        self.blocks = nn.ModuleList(Block(run) for _ in range(run.layers))
-        self.norm = nn.RMSNorm(run.hidden)
-        self.head = nn.Linear(run.hidden, V, bias=False)
+        self.args = args
+        self.groups = groups
+        self.embedding = nn.Linear(V, LAST * args.hidden, bias=False)
+        self.blocks = nn.ModuleList(Block(args, groups) for _ in range(args.layers))
+        self.norm = nn.RMSNorm(args.hidden)
+        self.head = nn.Linear(args.hidden, V, bias=False)
         for name, weight in self.named_parameters():
             if weight.ndim == 1:
                 continue
             # Every process draws all experts and keeps its own: one model at any --ep.
-            ranks = run.ep if is_expert(name) else 1
-            drawn = torch.empty(ranks * len(weight), *weight.shape[1:])
-            drawn.normal_(std=weight.shape[-1] ** -0.5)
-            weight.data = drawn.chunk(ranks)[run.rank % ranks]
+            ranks = args.ep if ".experts." in name else 1
+            drawn = torch.randn(ranks * len(weight), *weight.shape[1:])
+            weight.data = drawn.chunk(ranks)[args.rank % ranks] * weight.shape[-1] ** -0.5
             if name.endswith(("out.weight", "fc2")):
-                weight.data /= (2 * run.layers) ** 0.5   # two terms a layer join the residual
+                weight.data /= (2 * args.layers) ** 0.5  # two terms a layer join the residual
         nn.init.normal_(self.embedding.weight, std=LAST ** -0.5)
         nn.init.zeros_(self.head.weight)                 # the first prediction is 8 bits a byte
 
@@ -308,468 +284,275 @@ class ByteModel(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
-def is_expert(name):
-    return ".experts." in name
+def loss_of(model, block):
+    """In nats, of [B, S + 1] bytes."""
+    bf16 = model.args.dtype == "bfloat16"
+    with torch.autocast(block.device.type, torch.bfloat16, enabled=bf16):
+        return model(block[:, :-1], block[:, 1:])
 
 
-def make_optimizer(run):
+# ---- Step ----
+
+def make_optimizer(model, lr):
     """Adam's steps are as long for a weight with one active input as for one with 512, so their
     effect on the output grows with the fan-in. Hence lr for the embedding, whose rows are looked
     up, 0.4 lr for the head, and lr · 20 / fan-in for matrices (arXiv 2203.03466). Then one --lr
     suits the wide dense FFN and the narrow experts."""
     scales = {"embedding.weight": 1.0, "head.weight": 0.4}
     groups = []
-    for name, p in run.model.named_parameters():
+    for name, p in model.named_parameters():
         scale, decay = 0.15, 0.0
         if p.ndim > 1:
             scale, decay = scales.get(name, 20 / p.shape[-1]), 0.1
-        groups.append(dict(params=[p], scale=scale, weight_decay=decay))
-    return torch.optim.AdamW(groups, lr=run.lr, betas=(0.9, 0.95), fused=True)
+        groups.append(dict(params=[p], peak_lr=scale * lr, weight_decay=decay))
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def set_learning_rate(run):
-    """Up in the first twentieth of the run, then in a line to 0."""
-    warmup = max(1, run.steps // 20)
-    fall = (run.steps - run.step + 1) / max(1, run.steps - warmup)
-    for group in run.optimizer.param_groups:
-        group["lr"] = group["scale"] * run.lr * min(run.step / warmup, fall, 1.0)
+def schedule(step, steps):
+    """Of the learning rate: up in the first twentieth of the run, then in a line to 0."""
+    warmup = max(1, steps // 20)
+    return min(step / warmup, (steps - step + 1) / max(1, steps - warmup), 1.0)
 
 
-# ---- Machine: the device, and processes over which gradients are averaged ----
-
-def start_machine(run):
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    run.device = accelerator or torch.device("cpu")
-    if accelerator:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)     # attention's backward too
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    if run.dtype == "auto":
-        # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
-        fast = accelerator or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        run.dtype = "bfloat16" if fast else "float32"
-
-    if run.world > 1:
-        if run.rank:
-            sys.stdout = open(os.devnull, "w")           # the first process speaks
-        backend = dist.get_default_backend_for_device(run.device)
-        dist.init_process_group(backend, timeout=timedelta(minutes=5))
-        run.groups = ProcessGroups.from_mesh(dist.init_device_mesh(
-            run.device.type, (run.world // run.ep, run.ep), mesh_dim_names=("dp", "ep")))
-    elif run.fsdp:
-        print("--fsdp does nothing in one process; torchrun starts more")
-        run.fsdp = False
-    run.compile = run.compile and compiler_works(run.device)
+def train_step(model, optimizer, block, rate):
+    """One step of the optimizer and of the routers' balance -> the loss of this process's block.
+    The learning rates are `rate` times their peaks."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * rate
+    loss = loss_of(model, block)
+    loss.backward()
+    if model.args.world > 1:
+        average_gradients(model)
+    norm = gradient_norm(model, model.groups)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    if model.args.balance != "dense":
+        finish_step(model)
+    return loss.detach()
 
 
-def autocast(run):
-    bf16 = run.dtype == "bfloat16"
-    return torch.autocast(run.device.type, torch.bfloat16, enabled=bf16)
+@torch.no_grad()
+def evaluate(model, blocks):
+    """Bits per byte."""
+    model.eval()
+    losses = [loss_of(model, block) for block in blocks]
+    model.train()
+    return torch.stack(losses).cpu().double().mean().item() / math.log(2)
 
 
-def compiler_works(device):
-    """Compiles x + 1. Only this failure is forgiven: a missing compiler, never a model's error."""
-    try:
-        torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
-        return True
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        reason = str(error).strip().splitlines()[0]
-        print(f"torch.compile does not work on this machine; this run goes without it ({reason})")
-        return False
+# ---- Checkpoint ----
 
-
-def compile_model(run):
-    """One graph. FSDP's hooks gather weights between the parts: there it is one graph a part."""
-    torch.compiler.reset()                               # the graphs of the model before
-    if run.compile and run.fsdp:
-        for block in run.model.blocks:
-            block.attention.compile(fullgraph=True)
-            block.ffn.compile(fullgraph=True)
-    elif run.compile:
-        return torch.compile(run.model, fullgraph=True, dynamic=False)
-    return run.model
-
-
-def mean_over_processes(x, run):
-    if run.world > 1:
-        dist.all_reduce(x)
-    return x.item() / run.world
-
-
-def layer_parameters(model):
-    """Those that ep may spread, and that reduce_gradients reduces."""
-    layers = [m for m in model.modules() if isinstance(m, (MoELayer, SharedExpertMLP))]
-    return {p for layer in layers for p in layer.parameters()}
-
-
-def average_gradients(model, world):
-    reduce_gradients(model)
-    reduced = layer_parameters(model)
-    for p in model.parameters():
-        if isinstance(p, DTensor):                       # FSDP2 has averaged it already
-            continue
-        if p not in reduced:
-            dist.all_reduce(p.grad)
-        p.grad /= world
-
-
-# ---- Runs and their checkpoints ----
-
-def start_run(run):
-    """A new model, or that of a checkpoint."""
-    torch.manual_seed(run.seed)
-    run.model = ByteModel(run).to(run.device)
-    run.step = 0
-    run.history = []
-    held = sum(p.numel() for p in run.model.parameters())
-    experts = sum(p.numel() for name, p in run.model.named_parameters() if is_expert(name))
-    total = held + experts * (run.ep - 1)
-    active = held - experts + experts * run.ep * run.topk // run.experts
-    shape = f"{run.topk} of {run.experts} experts of {run.ffn}, balance {run.balance}"
-    if run.kind == "dense":
-        shape = f"FFN of {run.topk * run.ffn}"
-    print(f"\n{run.kind}: {run.layers} layers of width {run.hidden}, {shape}; "
-          f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active for a byte")
-
-    if run.fsdp:
-        for part in (*run.model.blocks, run.model):
-            fully_shard(part, ignored_params=layer_parameters(run.model))
-    run.optimizer = make_optimizer(run)
-    checkpoint = run.resume
-    if checkpoint == Path():
-        *_, checkpoint = [None, *checkpoints(run)]
-    if checkpoint is not None:
-        load_checkpoint(run, checkpoint)
-    run.out.mkdir(parents=True, exist_ok=True)
-    write_log(run)
-
-
-def checkpoints(run):
-    return sorted(run.out.glob("checkpoint-*"))
-
-
-def settings_of(run):
-    """All that the numbers depend on. A checkpoint goes on with the same; only steps may grow."""
-    names = ("steps batch context lr seed layers hidden experts topk ffn shared overlap balance "
-             "compile kind checksum dtype")
-    return {"device": run.device.type} | {name: getattr(run, name) for name in names.split()}
-
-
-def sharded_state(run):
+def sharded_state(model, optimizer):
     """Name -> the model's and the optimizer's own tensors, as DTensors where each process holds a
     part. DCP saves them, and loads into them."""
-    state = dict(run.model.state_dict())
-    for name, layer in run.model.named_modules():
+    state = model.state_dict()
+    for name, layer in model.named_modules():
         if isinstance(layer, MoELayer):
             state |= layer.sharded_state_dict(f"{name}.")
-    for name, p in run.model.named_parameters():
+    for name, p in model.named_parameters():
         like = state[name]
-        for key, tensor in run.optimizer.state[p].items():
+        for key, tensor in optimizer.state[p].items():
             # Like their parameters, the moments of this process's experts are plain tensors.
-            plain = tensor.ndim > 0 and not isinstance(tensor, DTensor)
+            plain = tensor.ndim and not isinstance(tensor, DTensor)
             if plain and isinstance(like, DTensor):
                 tensor = DTensor.from_local(tensor, like.device_mesh, like.placements)
             state[f"optimizer.{name}.{key}"] = tensor
     return state
 
 
-def save_checkpoint(run):
+def save_checkpoint(model, optimizer, settings, step):
     """Written beside the last one, then renamed: at any moment one of the two is whole."""
-    path = run.out / f"checkpoint-{run.step:07}"
-    beside = run.out / "unfinished"
-    if run.rank == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        with open(beside / "run.json", "w") as file:
-            json.dump([settings_of(run), run.step, run.history], file)
-            file.flush()
-            os.fsync(file.fileno())
-    dcp.save(sharded_state(run), checkpoint_id=beside)
-    if run.rank == 0:
-        older = checkpoints(run)
-        beside.rename(path)
+    beside = model.args.out / "unfinished"
+    dcp.save(sharded_state(model, optimizer), checkpoint_id=beside)
+    if model.args.rank == 0:
+        (beside / "run.json").write_text(json.dumps([settings, step]))
+        older = list(beside.parent.glob("checkpoint-*"))
+        beside.rename(beside.with_name(f"checkpoint-{step:07}"))
         for folder in older:
             shutil.rmtree(folder)
-    return path
 
 
-def load_checkpoint(run, path):
-    """At any number of processes. What does not fit is one clear line and exit code 2."""
+def load_checkpoint(model, optimizer, settings, path):
+    """-> its step. The number of processes may differ. What does not fit is refused."""
     try:
-        saved, run.step, run.history = json.loads((path / "run.json").read_text())
-        if saved["steps"] < run.steps:
-            print(f"{run.steps} steps, not {saved['steps']}: the learning rate falls more slowly")
-            saved["steps"] = run.steps
-        differing = [f"{name} (checkpoint {saved.get(name)}, now {value})"
-                     for name, value in settings_of(run).items() if saved.get(name) != value]
-        if differing:
-            fail(f"--resume: {path} was made with other settings: {', '.join(differing)}")
-
-        for p in run.model.parameters():
+        saved, step = json.loads((path / "run.json").read_text())
+        saved["steps"] = max(saved["steps"], settings["steps"])
+        other = dict(saved.items() - settings.items())
+        if other:
+            fail(f"--resume: {path} was made with other settings, {other}")
+        for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        run.optimizer.step()                             # makes the state that is loaded into
-        run.optimizer.zero_grad()
-        dcp.load(sharded_state(run), checkpoint_id=path)
-    except (OSError, ValueError, LookupError, TypeError, dcp.CheckpointException) as error:
+        optimizer.step()                                 # makes the state that is loaded into
+        optimizer.zero_grad()
+        dcp.load(sharded_state(model, optimizer), checkpoint_id=path)
+    except (OSError, ValueError, LookupError, dcp.CheckpointException) as error:
         fail(f"--resume: {path} is damaged or no checkpoint of train.py ({type(error).__name__})")
-    print(f"resumed {path} at step {run.step}")
+    return step
 
 
-# ---- Progress ----
+# ---- Loop ----
 
-def write_log(run):
-    if run.rank == 0:
-        lines = [json.dumps(record) + "\n" for record in run.history]
-        (run.out / "log.jsonl").write_text("".join(lines))
-
-
-def load_picture(record):
-    """A row for each layer, a column for each expert. A half block is an even share, a full block
-    is twice that or more."""
-    for i, counts in enumerate(record["tokens_per_expert"]):
-        mean = sum(counts) / len(counts)
-        bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, math.ceil(4 * n / mean))] for n in counts)
-        print(f"    layer {i}  |{bars}|  max violation {record['max_violation'][i]:.2f}")
-
-
-def draw_curves(path, runs, zlib_bpb):
-    """The losses, and for every MoE the load of every expert over the steps."""
+def train(args, groups, data, interrupts):
+    """A new model, or that of a checkpoint, up to step args.steps."""
+    torch.manual_seed(args.seed)
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"matplotlib is not installed: {path} left out")
-        return
-    moes = [name for name, each in runs.items() if each.kind == "moe"]
-    figure = Figure(figsize=(5 + 3 * len(moes), 4), layout="constrained")
-    left, *others = figure.subplots(1, 1 + len(moes), width_ratios=[5] + [3] * len(moes))
-    for i, (name, each) in enumerate(runs.items()):
-        for key, style in (("loss", ":"), ("held_out", "o-")):
-            points = [(record["step"], record[key]) for record in each.history if key in record]
-            left.plot(*zip(*points), f"C{i}{style}", label=f"{name}, {key}")
-    left.set(title="loss in bits per byte", xlabel="step", ylim=(None, zlib_bpb))
-    left.legend(ncols=2)
+        model = ByteModel(args, groups).to(args.device)
+    except ValueError as error:                          # settings that do not fit each other
+        fail(error)
+    if args.fsdp:
+        shard(model)
+    optimizer = make_optimizer(model, args.lr)
+    # All that the numbers depend on. A checkpoint goes on with the same; only steps may grow.
+    settings = dict(data=data.checksum)
+    for name in ("steps batch context lr seed layers hidden experts topk ffn shared overlap "
+                 "balance no_compile device dtype").split():
+        settings[name] = getattr(args, name)
+    first = 1
+    path = args.resume
+    if path == "last":
+        path = max(args.out.glob("checkpoint-*"), default="")
+    if path:
+        first += load_checkpoint(model, optimizer, settings, Path(path))
+    if not args.no_compile:
+        compile_model(model)
+    args.out.mkdir(parents=True, exist_ok=True)
 
-    for axes, name in zip(others, moes):
-        history, layers = runs[name].history, runs[name].layers
-        load_TLE = torch.tensor([record["tokens_per_expert"] for record in history]).double()
-        share_TLE = load_TLE / load_TLE.mean(2, keepdim=True)
-        image = axes.imshow(
-            rearrange(share_TLE, "t l e -> (l e) t"), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r",
-            interpolation="nearest", extent=(0, history[-1]["step"], layers, 0))
-        axes.set(title=f"load, balance {runs[name].balance}", xlabel="step",
-                 ylabel="layer, its experts", yticks=range(layers + 1))
-    figure.colorbar(image, label="share of an expert, 1 = even")
-    figure.savefig(path)
-    print(f"curves: {path}")
+    losses, start = [], time.perf_counter()
+    for step in range(first, args.steps + 1):
+        block = get_batch(data.train, args, step)
+        losses.append(train_step(model, optimizer, block, schedule(step, args.steps)))
+        last = step == args.steps
+        if last or step == first or step % math.ceil(args.steps / 25) == 0:
+            loss = mean_over_processes(torch.stack(losses).mean(), args) / math.log(2)
+            rate = len(losses) * args.batch * args.context / (time.perf_counter() - start)
+            metrics = {}
+            if args.balance != "dense":
+                metrics = load_balancing_metrics(model, reduce=True)
+            log(args, step=step, loss=loss, tokens_per_second=rate, **metrics)
+            losses, start = [], time.perf_counter()
 
-
-# ---- Train, evaluate, sample ----
-
-def train_step(run, forward):
-    """One step of the optimizer and of the routers' balance -> the loss of this process's part."""
-    set_learning_rate(run)
-    loss = loss_of(run, forward, get_batch(run))
-    loss.backward()
-    if run.world > 1:
-        average_gradients(run.model, run.world)
-    norm = gradient_norm(run.model, run.groups)
-    nn.utils.clip_grads_with_norm_(run.model.parameters(), 1.0, norm, foreach=False)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-
-    if run.kind == "moe":
-        finish_step(run.model)
-    return loss.detach()
-
-
-def report(run, loss, held_out, began, rate):
-    """One record for the history, the log and the screen. The losses are bits per byte."""
-    seconds = round(time.perf_counter() - began, 1)
-    record = dict(step=run.step, loss=loss, tokens_per_second=round(rate), seconds=seconds)
-    line = f"step {run.step:>{len(str(run.steps))}}/{run.steps}  loss {loss:.3f}"
-    if held_out is not None:
-        record["held_out"] = held_out
-        line += f"  held-out {held_out:.3f}"
-    left = timedelta(seconds=int((run.steps - run.step) * run.batch * run.context / rate))
-    print(f"{line:<50}  {rate:>9,.0f} tokens/s  {left} left")
-
-    if run.kind == "moe":
-        metrics = load_balancing_metrics(run.model, reduce=True)
-        for name in ("tokens_per_expert", "max_violation"):
-            record[name] = metrics[name].tolist()
-        if held_out is not None:
-            load_picture(record)
-    run.history.append(record)
-    write_log(run)
-
-
-def train(run):
-    """The last record of the history has the final "held_out". Ctrl-C ends the program: after a
-    checkpoint, or before the first step without one."""
-    start_run(run)
-    forward = compile_model(run)
-    first = run.step + 1
-    every = max(1, run.steps // 25)
-    losses, asked = [], []
-
-    def leave(*_):
-        """Ctrl-C before the first step is done. The compiler could swallow an exception."""
-        os.write(2, b"\nstopped\n")
-        os._exit(130)
-
-    def ask(*_):
-        """The first Ctrl-C stops the loop after its step, a second one the program at once."""
-        asked.append(True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"stopping after this step ..\n")    # print itself may be interrupted here
-
-    mark = began = time.perf_counter()
-    if run.history:
-        began -= run.history[-1]["seconds"]
-    if run.compile and run.step < run.steps:
-        print("compiling, about a minute ..", flush=True)
-    signal.signal(signal.SIGINT, leave)
-
-    while run.step < run.steps:
-        run.step += 1
-        losses.append(train_step(run, forward))
-        if run.step == first:
-            signal.signal(signal.SIGINT, ask)
-
-        last = run.step == run.steps
-        test = last or run.step % (5 * every) == 0
-        if test or run.step == first or run.step % every == 0:
-            loss = mean_over_processes(torch.stack(losses).mean(), run) / math.log(2)
-            rate = len(losses) * run.batch * run.context / (time.perf_counter() - mark)
-            held_out = evaluate(run, forward) if test else None
-            report(run, loss, held_out, began=began, rate=rate)
-            losses, mark = [], time.perf_counter()
-
-        counts = torch.tensor(float(len(asked)), device=run.device)
-        stop = mean_over_processes(counts, run) > 0      # on any process
-        if last or stop or run.step % run.save_every == 0:
-            path = save_checkpoint(run)
-        if stop and not last:
-            print(f"saved {path}; to go on: {command_to_go_on(run)}")
+        stop = mean_over_processes(len(interrupts), args) > 0                # on any process
+        if last or stop or step % args.save_every == 0:
+            save_checkpoint(model, optimizer, settings, step)
+            log(args, step=step, held_out=evaluate(model, data.held_out))
+        if stop:
+            print(f"saved step {step}; the same command with --resume goes on from there")
             sys.exit(130)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def command_to_go_on(run):
-    """The command that was run, or torchrun's, with --resume."""
-    command = sys.orig_argv
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
-        parent = Path(f"/proc/{os.getppid()}/cmdline")   # on Linux: with all of torchrun's options
-        if parent.exists():
-            command = parent.read_text().split("\0")[:-1]
-    if run.resume != Path():
-        command = [*command, "--resume"]
-    return shlex.join(command)
+def log(args, **record):
+    """Losses are bits per byte. The screen shows the largest value of a metric of each layer."""
+    print(*(f"{name} {torch.as_tensor(value).max():<8.4g}" for name, value in record.items()))
+    if args.rank == 0:
+        with open(args.out / "log.jsonl", "a") as file:
+            print(json.dumps(record, default=torch.Tensor.tolist), file=file)
 
 
-def loss_of(run, forward, block):
-    """In nats, of [B, S + 1] bytes."""
-    block = block.to(run.device, torch.int64)
-    with autocast(run):
-        return forward(block[:, :-1], block[:, 1:])
+# ---- Processes: gradients are averaged over them ----
+
+def start_processes(args):
+    if args.device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)     # attention's backward too
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    if args.world == 1:
+        return ProcessGroups()
+    if args.rank:
+        sys.stdout = open(os.devnull, "w")               # the first process speaks
+    dist.init_process_group(dist.get_default_backend_for_device(args.device))
+    return ProcessGroups.from_mesh(dist.init_device_mesh(
+        args.device, (args.world // args.ep, args.ep), mesh_dim_names=("dp", "ep")))
 
 
-@torch.no_grad()
-def evaluate(run, forward):
-    """Bits per byte of the held-out blocks."""
-    run.model.eval()
-    losses = [loss_of(run, forward, block) for block in run.held_out]
-    run.model.train()
-    return torch.stack(losses).cpu().double().mean().item() / math.log(2)
+def mean_over_processes(x, args):
+    x = torch.as_tensor(x, device=args.device)
+    if args.world > 1:
+        dist.all_reduce(x)
+    return x.item() / args.world
 
 
-@torch.no_grad()
-def sample(run, prompt, length=400):
-    """What the model writes after the prompt, at temperature 0.8."""
-    run.model.eval()
-    generator = torch.Generator().manual_seed(run.seed)
-    text = list(prompt)
-    for _ in range(length):
-        window = torch.tensor([text[-run.context:]], device=run.device)
-        with autocast(run), torch.compiler.set_stance("force_eager"):        # lengths differ
-            logits_V = run.model(window)[0, -1].cpu()
-        byte = torch.multinomial((logits_V / 0.8).softmax(-1), 1, generator=generator)
-        text.append(byte.item())
-    return bytes(text[len(prompt):])
+def average_gradients(model):
+    """Those of the layers are summed by reduce_gradients; FSDP2 has averaged its DTensors."""
+    reduce_gradients(model)
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            if ".ffn." not in name:
+                dist.all_reduce(p.grad)
+            p.grad /= model.args.world
 
 
-def printable(text):
-    """Without the control characters, which a terminal would obey."""
-    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text.decode(errors="replace"))
+def shard(model):
+    """All but the layers, whose experts ep may spread."""
+    ignored = {p for name, p in model.named_parameters() if ".ffn." in name}
+    for part in (*model.blocks, model):
+        fully_shard(part, ignored_params=ignored)
 
 
-def zlib_bits_per_byte(blocks):
-    """Level 9, each block alone, of the bytes that the model predicts: all but a block's first."""
-    blocks = blocks[..., 1:].flatten(0, 1)
-    sizes = [len(zlib.compress(bytes(block), 9)) for block in blocks.tolist()]
-    return 8 * sum(sizes) / blocks.numel()
+def compile_model(model):
+    """One graph. FSDP's hooks gather weights between the parts: there it is one graph a part."""
+    print("compiling, about a minute ..", flush=True)
+    torch.compiler.reset()                               # the graphs of the model before
+    parts = [model]
+    if model.args.fsdp:
+        parts = [part for block in model.blocks for part in (block.attention, block.ffn)]
+    for part in parts:
+        part.compile(fullgraph=True, dynamic=False)
 
 
-def check_out(run):
-    """A run without --resume must not write over another. --resume alone needs a checkpoint."""
-    log = run.out / "log.jsonl"
-    if run.resume == Path():
-        if not checkpoints(run):
-            fail(f"--resume: no checkpoint in {run.out}")
-    elif log.is_file() and log.stat().st_size > 0:
-        fail(f"--out {run.out} holds a run; --resume goes on with it, or name another folder")
+# ---- Ctrl-C ----
+
+def catch_interrupts():
+    """-> a list that grows by one with the first Ctrl-C; a second one ends the program at once.
+
+    A Ctrl-C that kills the C++ compiler would leave a broken library in Inductor's cache. So
+    another thread takes the signal: child processes inherit what this thread blocks. Python still
+    runs the handler in this thread.
+    """
+    seen = []
+
+    def handle(*_):
+        if seen:
+            os._exit(130)                                # the compiler could swallow an exception
+        seen.append(True)
+        os.write(2, b"stopping after this step; once more: at once\n")      # print is not reentrant
+
+    signal.signal(signal.SIGINT, handle)
+    if os.name == "posix":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    return seen
 
 
-def main():
-    run = parse_args()
+# ---- Command line ----
+
+def main(argv=None):
+    args = parse_args(argv)
+    holds_run = any(args.out.glob("checkpoint-*"))
+    if args.resume == "last" and not holds_run:
+        fail(f"--resume: no checkpoint in {args.out}")
+    if holds_run and not args.resume:
+        fail(f"--out {args.out} holds a run; --resume goes on with it, or name another folder")
     warnings.filterwarnings("ignore", "torch.distributed is disabled")       # in one process
-    sys.stdout.reconfigure(errors="replace")             # a terminal's encoding may lack characters
-    check_out(run)
-    start_machine(run)
-    load_data(run)
-    print(f"{run.data or 'Python standard library'}: {len(run.train_bytes):,} bytes to train on; "
-          f"{run.device.type}, {run.dtype}; loss and held-out in bits per byte")
-    runs = planned_runs(run)
-    for each in runs.values():
-        train(each)
-
-    zlib_bpb = zlib_bits_per_byte(run.held_out)
-    print("\nheld-out bits per byte")
-    for name, each in runs.items():
-        end = each.history[-1]
-        print(f"    {name:<8}  {end['held_out']:.3f}   {end['step']} steps, {end['seconds']:.0f} s")
-    print(f"    zlib -9   {zlib_bpb:.3f}   on blocks of {run.context} bytes\n")
-    if run.rank == 0:
-        draw_curves(run.out / "curves.png", runs, zlib_bpb)
-
-    prompt = bytes(run.held_out[4, 0, :64].tolist())
-    text = sample(run, prompt)
-    print(f"\nsample, after 64 held-out bytes:\n{printable(prompt)}⟫{printable(text)}")
-    if run.world > 1:
+    groups = start_processes(args)
+    data = load_data(args.data, args.context, args.device)
+    print(f"{args.data}: {len(data.train):,} bytes to train on; {args.device}, {args.dtype}; "
+          f"loss and held-out in bits per byte")
+    interrupts = catch_interrupts()
+    for name in ("", *args.baseline):
+        each = argparse.Namespace(**vars(args))
+        if name:
+            each.out = args.out / name
+            each.balance = name
+            each.resume = args.resume and "last"
+        print(f"\nbalance {each.balance}")
+        train(each, groups, data, interrupts)
+    if args.world > 1:
         dist.destroy_process_group()
 
 
-def shield_compiler():
-    """A Ctrl-C that kills the C++ compiler would leave a broken library in Inductor's cache.
-
-    So another thread takes the signal: child processes inherit what this thread blocks. Python
-    still runs the handler in this thread.
-    """
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-
-
 if __name__ == "__main__":
-    if os.name == "posix":
-        shield_compiler()
     try:
         main()
     except OSError as error:                             # what the file system refuses
         fail(error)
-    except dcp.CheckpointException as error:
-        *_, (cause, _) = error.failures.values()
-        fail(f"could not write a checkpoint, the last one is untouched: {cause}")
-    except KeyboardInterrupt:
-        print("\nstopped")
-        sys.exit(130)
