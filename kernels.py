@@ -14,8 +14,8 @@ Unrouted  An assignment with index E is unrouted: it was dropped, or its token i
           It sorts after all experts. No expert computes it, and it adds nothing to any
           output. In the backward its row and its prob get the gradient 0.
 Masks     A padding_mask is boolean. True means padding.
-Autocast  Nothing here follows autocast: a product is in the dtype of its operands, the
-          router's in router_dtype, in the forward and in the backward. The modules of moe.py
+Autocast  Nothing here follows autocast, in the forward or in the backward: a product is in the
+          dtype of its operands, and the router's product is in router_dtype. The modules of moe.py
           cast the operands of experts and latent experts to autocast's dtype themselves.
 
 Nothing here has state, a config, or a process group beyond an argument.
@@ -83,15 +83,15 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
 def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
     """A copy of value. Its argument `grad` forces the compiler to make the copy in the backward.
 
-    `grad` is otherwise unused. Without it the compiler may compute what is made of value in
-    the forward. That costs memory, since the result is kept for the backward. And a value
+    `grad` is otherwise unused. Without it the compiler may move results derived from `value`
+    into the forward. That costs memory, since they are kept for the backward. And a value
     that changes in between, as the loss scale does, would be read too early.
     """
     return value.clone()
 
 
-# Compiled by torch 2.11, an autograd function whose forward ends in a cast that changes
-# nothing has a wrong gradient. So where the dtype fits there is no cast.
+# Torch 2.11 miscompiles an autograd function whose forward ends in a cast without effect: its
+# gradient is wrong. So where the dtype fits there is no cast.
 
 def _cast(x, dtype):
     """x in dtype; x itself if it is so already."""
@@ -1565,7 +1565,7 @@ def _native(*operands):
 
     It does in bf16 on CUDA, not on ROCm, on compute capability 9.x and 10.x (H100, H200,
     B200, B300), with fewer than 1,024 matrices, if widths, strides and data pointers are
-    multiples of 16 bytes. A graph cannot see data pointers: there they are taken as such.
+    multiples of 16 bytes. A graph cannot see data pointers: there they are assumed aligned.
     """
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
@@ -1603,7 +1603,7 @@ def _is_native(offsets):
 def _product(rows, weights, offsets, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
 
-    Torch's product leaves unrouted rows uninitialised, elsewhere they are zeros: see _row_limit.
+    Torch's product leaves unrouted rows uninitialised; the other path gives zeros: see _row_limit.
     """
     if not _is_native(offsets):
         return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets)
@@ -1710,8 +1710,8 @@ def _token_and_prob(order, probs):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """fc1 is [E, P·F, H]. Kept for the backward are fc1's output and this function's own
-    arguments. The activation is cheap to compute again, and would take another [N, F].
+    """fc1 is [E, P·F, H]. The backward keeps fc1's output and this function's own arguments.
+    The activation is cheap to compute again, and would take another [N, F].
     """
 
     @staticmethod
@@ -1794,8 +1794,8 @@ def expert_mlp(
     fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
     weight is copied as long as P and F are adjacent axes there. The plan is one of
     plan_permutation, not of pad_plan. Only the arguments and fc1's output [N, P·F] are kept
-    for the backward (with fp8_input_store as fp8 e4m3), with fc2_bias also [T, E].
-    ValueError and TypeError: shapes and dtypes that do not fit.
+    for the backward (with fp8_input_store as fp8 e4m3). With fc2_bias, a [T, E] tensor is kept
+    too. ValueError and TypeError: shapes and dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
     >>> fc1, fc2 = torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[10.0]]])
@@ -1822,7 +1822,8 @@ def expert_mlp(
         plan.order, plan.inverse, plan.offsets)
     if fc2_bias is not None:
         # Σ_k p_tk · fc2_bias[i_tk]: probs [T, E] times fc2_bias [E, H], in fp32, of which no copy
-        # is kept. A map a slot: a token may name an expert twice, and no add is atomic.
+        # is kept. One map per slot, because a token may name an expert twice: in one map that
+        # would need an atomic add.
         expert_TK = _expert_of(plan.inverse, plan.offsets)
         slots = zip(probs.split(1, dim=1), expert_TK.split(1, dim=1))
         probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)

@@ -80,7 +80,7 @@ _CHOICES = {
     "bias_update": ("sign", "quantile"),
     "token_drop_policy": ("probs", "position"),
 }
-# (field, the field that it needs): a value other than its default is nothing without the other
+# (field, the field that it needs): a non-default value has no effect without the other
 _NEEDS = (
     ("num_groups", "group_topk"),
     ("group_topk", "num_groups"),
@@ -327,7 +327,7 @@ class MoELayer(ParallelModule):
 
     hidden_states [S, B, H] -> the same shape and dtype. The parts are layer.router,
     layer.experts, layer.latent_down and layer.latent_up (see LatentDown), and
-    layer.shared_experts; the last three are None if the config has none. With batch_first
+    layer.shared_experts; these three are None if not configured. With batch_first
     hidden_states are [B, S, H], and masks and given indices [B, S, ..].
 
     `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. (CUDA
@@ -453,9 +453,9 @@ def set_aux_loss_scale(scale: float | Tensor) -> None:
     """Sets the factor on the gradients of all balance losses and z-losses.
 
     Give the factor by which you multiply the main loss before its backward: a loss
-    scaler's, or 1 / microbatches. It is a float or a 0-d tensor. It holds for every backward
-    from now on, also of forwards that are done already, and in compiled code without a
-    recompile.
+    scaler's, or 1 / microbatches. It is a float or a 0-d tensor. It is one value for the
+    whole process. It holds for every backward from now on, also of forwards that have run
+    already, and in compiled code without a recompile.
     """
     if isinstance(scale, Tensor) and scale.ndim:
         raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
@@ -493,8 +493,8 @@ def _recomputing():
 
     In eager mode that happens inside a backward, in a graph as part of the compiled
     backward. A reentrant checkpoint runs its first pass without grad, where nothing is
-    counted, and its second pass is not recognised here: it is the one that adds to the
-    counts. What this check needs of torch's private names is all here.
+    counted. Its second pass is not recognised here, so the second pass adds to the counts.
+    What this check needs of torch's private names is all here.
     """
     node = torch._C._current_autograd_node()
     if node is None:

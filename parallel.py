@@ -35,7 +35,7 @@ class ProcessGroups:
               losses are shared over tp_cp, and reduce_gradients sums the router's gradient.
     ep        ranks that share out the experts, each with tokens of its own.
     tp_cp     ranks that hold one sequence between them.
-    dp_cp     all ranks with the same tp rank, those of ep too.
+    dp_cp     all ranks with the same tp rank, including the ep ranks.
     tp_dp_cp  all ranks.
     expt_dp   all ranks with the same experts: those with the same ep rank.
 
@@ -111,7 +111,7 @@ def all_sum(x: Tensor, group) -> Tensor:
 # half comes first: it issues the opposite exchange, and the first half waits for that. So
 # what runs between the halves in the forward runs beside the exchange in the backward too,
 # in eager mode and in a graph. The first half has a second output, the shadow: an expanded
-# scalar, which has the shape of the rows and needs no memory. The second half returns the
+# scalar, which has the shape of the rows sent and needs no memory. The second half returns the
 # gradient in flight as the shadow's gradient, so autograd hands it to the first half.
 
 def exchange(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
@@ -132,8 +132,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
-        # It has the shape of the rows that are sent, since their gradient comes back in its place
-        # and autograd compares the two shapes.
+        # It has the shape of the rows that are sent: their gradient is returned as the shadow's
+        # gradient, and autograd compares the two shapes.
         shadow = rows.new_zeros(()).expand(rows.shape)
         return exchange(rows, **splits), shadow
 
@@ -194,7 +194,7 @@ class Dispatch(Protocol):
 
     def send_back(self, output: Tensor):
         """output [M, H] of the experts, in the order of the rows -> a handle. It may start
-        to send and not wait. The shared expert computes next.
+        the send without waiting; the shared expert then runs.
         """
 
     def wait_and_combine(self, handle) -> Tensor:
@@ -223,7 +223,7 @@ class ExpertParallel:
     """Rows go to the ranks that hold their experts, and back.
 
     The ranks first exchange how many rows go where, and read it on the host: the one sync
-    of the dispatch. With a capacity_factor (pad_to_capacity) every expert gets equally many
+    of the dispatch. With capacity_factor and pad_to_capacity every expert gets equally many
     rows from every rank: no exchange of counts, no sync. M is the number of rows that this
     rank receives.
     """
@@ -362,8 +362,8 @@ def gathered(parameter: Tensor | None) -> Tensor | None:
     """The whole parameter.
 
     Inside the call of a module that FSDP2 has sharded it is gathered already. If you call
-    the router of a sharded layer past the layer's call, the weight is gathered here, and its
-    gradient is averaged as FSDP2 does.
+    the router of a sharded layer directly, not through the layer, the weight is gathered here,
+    and its gradient is averaged as FSDP2 does.
     """
     if not isinstance(parameter, DTensor):
         return parameter
