@@ -35,9 +35,16 @@ from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
     replay_routing, update_expert_bias)
 from test_moe import (
-    HERE, best, check_errors, check_examples, close, compiled, error, fresh_start, grads, mesh_of,
+    HERE, best, close, compiled, error, fresh_start, grads, mesh_of,
     over_ranks, own_part, same, saved_bytes, score_loop, slow)
-from test_scripts import example
+from test_scripts import check_examples, example
+
+
+def check_errors(table, kind: type = ValueError) -> None:
+    """Each row is a call and a phrase of the error, of type `kind`, that it raises."""
+    for call, phrase in table:
+        text = error(call)
+        assert text.startswith(kind.__name__) and phrase in text, f"{phrase!r} is not in {text!r}"
 
 
 # ---- Published models ----

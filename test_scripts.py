@@ -1,32 +1,51 @@
-"""Tests of the sources' imports, of the scripts, and of README and docs.
+"""Tests of the sources' imports and signatures, of the scripts, of the examples in README and docs,
+of the streams (docs/overlap.md) and of other people's trainers (docs/ranks.md).
 
     python -m pytest test_scripts.py
     python -m pytest test_scripts.py -k test_train_      one section
 
-The words of the sections: sources, train, bench, docs.
+The words of the sections: sources, train, bench, docs, overlap, trainer.
 """
 import ast
+import collections
+import copy
+import dataclasses
+import doctest
+import functools
+import inspect
+import itertools
 import json
 import os
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
+import warnings
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from torch import Tensor
 
+import kernels
+import moe
+import parallel
 import train
 from moe import (
-    MoEConfig, MoELayer, ProcessGroups, TopKRouter, load_balancing_metrics, set_aux_loss_scale)
+    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
+    finish_step, load_balancing_metrics, reduce_gradients, set_aux_loss_scale,
+    update_expert_bias)
 from test_moe import (
-    HERE, close, compiled, free_port, fresh_start, grads, leaf, mesh_of, over_ranks, same, slow,
+    BIASED, CONFIGS, EAGER_WAYS, HERE, LOSSES, STEPS, WAYS, about, agree, best, close, compiled,
+    counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of, outcome,
+    over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but, small_config,
     switch_loss_loop)
 
 
@@ -78,6 +97,97 @@ def imported_modules(file: str) -> set[str]:
 def test_sources_import_torch_and_einops_alone(file, local):
     others = imported_modules(file) - {"torch", "einops"} - local
     assert others <= sys.stdlib_module_names, f"{file} imports {others - sys.stdlib_module_names}"
+
+
+# A function and its arguments, with those defaults that are neither None nor False.
+SIGNATURES = """
+kernels.topk_routing_with_score_function: logits topk use_pre_softmax num_groups group_topk
+    scaling_factor score_function=softmax expert_bias dense_output precomputed_indices
+    norm_topk_prob norm_eps=1e-20 group_score_topk
+kernels.group_limited_topk: scores topk num_tokens num_experts num_groups group_topk
+    group_score_topk
+kernels.compute_routing_scores_for_aux_loss: logits topk score_function padding_mask
+kernels.switch_load_balancing_loss_func: probs tokens_per_expert total_num_tokens topk
+    num_experts moe_aux_loss_coeff
+kernels.z_loss_func: logits z_loss_coeff padding_mask
+kernels.sinkhorn: cost tol=0.0001 padding_mask
+kernels.get_capacity: num_tokens num_experts capacity_factor min_capacity
+kernels.apply_router_token_dropping: routing_probs routing_map router_topk capacity_factor
+    drop_policy=probs pad_to_capacity
+kernels.get_updated_expert_bias: tokens_per_expert expert_bias expert_bias_update_rate
+    tp_dp_cp_group
+kernels.required_bias_histogram: scores expert_bias topk num_bins=1000 padding_mask
+kernels.quantile_expert_bias: histogram expert_bias topk
+kernels.plan_permutation: indices num_experts
+kernels.gather_rows: tokens plan
+kernels.combine_rows: rows plan probs
+kernels.permute: tokens routing_map probs num_out_tokens fused drop_and_pad
+kernels.unpermute: permuted_tokens sorted_indices restore_shape probs routing_map fused
+    drop_and_pad
+kernels.sort_chunks_by_idxs: input split_sizes sorted_idxs probs
+kernels.pad_routing_map: routing_map pad_multiple
+kernels.activation: y kind=swiglu weights fp8_input_store constants
+kernels.activation_back: g y kind=swiglu weights constants
+kernels.weighted_swiglu: y weights
+kernels.swiglu_back: g y
+kernels.weighted_swiglu_back: g y weights
+kernels.grouped_mm: rows weights offsets
+kernels.expert_mlp: tokens probs plan fc1 fc2 fc1_bias fc2_bias kind=swiglu fp8_input_store
+    constants
+kernels.linear: rows weight norm eps=1e-05
+moe.replay_routing: model indices missing=unrouted
+moe.load_balancing_metrics: model reduce
+moe.overlap_state_check: required_state next_state
+moe.set_tensor_grad_fn_sequence_sr: tensor value
+moe.ProcessGroups: tp ep tp_cp dp_cp tp_dp_cp expt_dp
+moe.TopKRouter: config pg_collection
+moe.TopKRouter.forward: input padding_mask topk_indices dense_output
+moe.TopKRouter.route: input padding_mask topk_indices
+moe.TopKRouter.routing: logits padding_mask
+moe.TopKRouter.choose: logits padding_mask topk_indices
+moe.TopKRouter.apply_z_loss: logits padding_mask
+moe.TopKRouter.attach_and_log_load_balancing_loss: activation aux_loss_coeff aux_loss
+    aux_loss_name reduce_group reduce_group_has_dp valid_token_count
+moe.SharedExpertMLP: config gate pg_collection
+moe.SharedExpertMLP.pre_forward_comm: input wait_current_stream=True
+moe.MoELayer: config pg_collection
+moe.MoELayer.forward: hidden_states padding_mask topk_indices
+moe.MoELayer.dispatch: x probs indices plan
+"""
+
+
+def test_sources_signatures():
+    """Other people's code depends on the names of arguments, on their order and defaults."""
+    for row in re.sub(r"\n +", " ", SIGNATURES).strip().splitlines():
+        name, want = row.split(": ")
+        parameters = inspect.signature(eval(name)).parameters.values()
+        got = [p.name if p.default in (p.empty, None, False) else f"{p.name}={p.default}"
+               for p in parameters if p.name != "self"]
+        assert got == want.split(), name
+
+
+def failed_examples(docstring: str, names: dict) -> str:
+    """What doctest reports of the `>>>` examples in a docstring; empty if they all hold."""
+    test = doctest.DocTestParser().get_doctest(docstring, dict(names), "example", None, 0)
+    reports = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)   # not pytest's -v
+    runner.run(test, out=reports.append)
+    return "".join(reports)
+
+
+def check_examples(module) -> None:
+    """Those in the docstrings of the module, and of every function, method and class in it."""
+    assert failed_examples(">>> 1 + 1\n3", {}) and failed_examples(">>> 1 / 0", {})
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            torch.manual_seed(0)
+            reports = failed_examples(ast.get_docstring(node) or "", vars(module))
+            assert not reports, reports
+
+
+def test_sources_examples_in_docstrings():
+    for module in (kernels, moe, parallel):
+        check_examples(module)
 
 
 # ---- train ----
@@ -599,3 +709,818 @@ def test_docs_loop():
     undecayed = {names[id(p)] for p in scope["others"]}
     assert undecayed == {"1.experts.fc1_bias", "1.experts.fc2_bias", "2.bias"}
     assert len(scope["decayed"]) + len(undecayed) == len(names)
+
+
+# ---- Overlap: streams and order (docs/overlap.md) ----
+
+class Recorder:
+    """A stream that writes down who waits for whom, and every operation that runs on it."""
+    current: list = []
+
+    def __init__(self, name, trace):
+        self.name = name
+        self.trace = trace
+
+    def wait_stream(self, other):
+        self.trace.append(f"{self.name}  waits for {other.name}")
+
+    def __enter__(self):
+        Recorder.current.append(self)
+
+    def __exit__(self, *_):
+        Recorder.current.pop()
+
+
+def stand_in(patch, main, side, record_stream=lambda tensor, stream: None) -> None:
+    """From now on the CPU is an accelerator with these two streams, on any build of torch."""
+    Recorder.current = [main]
+    patch.setattr(moe, "_current_stream", lambda device: Recorder.current[-1])
+    patch.setitem(moe._SIDE_STREAMS, torch.device("cpu"), side)
+    patch.setattr(torch.Tensor, "record_stream", record_stream)
+
+
+def in_runs(trace: list[str]) -> str:
+    """`where  what, what x2, ..`: one line for each run of steps at the same place."""
+    lines = []
+    for where, steps in itertools.groupby(trace, lambda step: step.partition("  ")[0]):
+        repeated = [(what, len([*same_steps])) for what, same_steps in itertools.groupby(steps)]
+        what = [step.removeprefix(where).strip() + f" x{n}" * (n > 1) for step, n in repeated]
+        lines.append(f"{where}  {', '.join(what)}".strip())
+    return "\n".join(lines)
+
+
+class Note(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name, trace):
+        ctx.name = name
+        ctx.trace = trace
+        trace.append(f"{Recorder.current[-1].name}  {name}")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.trace.append(f"backward  {ctx.name}")
+        return grad, None, None
+
+
+def noted(owner, name: str, label: str, trace, monkeypatch) -> None:
+    """From now on owner.name writes to the trace."""
+    function = getattr(owner, name)
+
+    def noting(*args):
+        y = function(*args)
+        return None if y is None else Note.apply(y, label, trace)
+    monkeypatch.setattr(owner, name, noting)
+
+
+def recorded(shared, trace, monkeypatch) -> None:
+    """From now on the shared expert's streams and products write to the trace."""
+    stand_in(monkeypatch, Recorder("main", trace), Recorder("side", trace), lambda _, stream: (
+        trace.append(f"{stream.name}  keeps a tensor")))
+    for name in ("_score", "_enter", "_fc1_and_act", "_fc2", "_leave"):
+        noted(shared, name, "shared" + name, trace, monkeypatch)
+
+
+def test_overlap_order_and_waits(monkeypatch):
+    """Steps that are given `overlapped_comm_output`: in the backward each communication goes first,
+    and the side stream waits."""
+    shared = SharedExpertMLP(exact_config(shared_expert_overlap=True), gate=True)
+    trace = []
+    recorded(shared, trace, monkeypatch)
+    x = leaf(4, 1, 6)
+    shared.pre_forward_comm(x)
+    dispatched = Note.apply(x.sin(), "dispatch", trace)
+    shared.linear_fc1_forward_and_act(dispatched)
+    rows = Note.apply(dispatched.cos(), "experts", trace)
+    combined = Note.apply(rows.sin(), "combine", trace)
+    shared.linear_fc2_forward(combined)
+    shared.post_forward_comm()
+    out = combined + shared.get_output()
+    trace.append("")
+    out.sum().backward()
+    assert_expected_inline(in_runs(trace), """\
+side  waits for main, keeps a tensor, shared_score, shared_enter
+main  dispatch
+side  shared_fc1_and_act
+main  experts, combine
+side  shared_fc2, shared_leave
+main  waits for side, keeps a tensor
+
+backward  combine
+side  waits for main, keeps a tensor
+backward  shared_leave, shared_fc2, experts, dispatch
+side  waits for main
+backward  shared_fc1_and_act, shared_enter, shared_score
+main  waits for side, keeps a tensor x4""")
+
+
+def test_overlap_on_two_streams_matches_one(monkeypatch):
+    """What is frozen gets no gradient. The rest gets those of the layer without overlap."""
+    config = exact_config(shared_expert_overlap=True, shared_expert_gate=True, init_std=0.5)
+    fc1, fc2, gate = [f"shared_experts.{name}" for name in ("fc1", "fc2", "gate_weight")]
+    for frozen in [(), ("x",), ("router.weight", "experts.fc1", "experts.fc2"), (fc2,),
+                   ("x", fc1), ("x", fc1, gate)]:
+        layer = MoELayer(config)
+        plain = MoELayer(dataclasses.replace(config, shared_expert_overlap=False))
+        plain.load_state_dict(layer.state_dict())
+        for name, parameter in [*layer.named_parameters(), *plain.named_parameters()]:
+            parameter.requires_grad_(name not in frozen)
+        x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad="x" not in frozen)
+        shared = layer.shared_experts
+        with about(frozen), monkeypatch.context() as patch:
+            recorded(shared, [], patch)
+            agree(layer, plain, x)
+            shared.pre_forward_comm(x)
+            trained = [weight.requires_grad for weight in shared._weights]
+            assert trained == [weight.requires_grad for weight in shared.parameters()]
+            shared.reset_overlap()
+
+
+class Clock(Recorder):
+    """A stream of a RaceCheck. `seen[stream]` is the last operation of that stream which is done
+    before the next operation here."""
+
+    def __init__(self, check, name):
+        super().__init__(name, None)
+        self.check = check
+        self.seen = collections.Counter()
+
+    def wait_stream(self, other):
+        if self.check.notices("waits"):
+            self.seen |= other.seen
+
+
+class Used(NamedTuple):
+    """A block of memory: the stream whose pool it is from, and (stream, number) of operations."""
+    gone: Callable
+    home: Clock
+    recorded: set
+    written: list
+    read: list
+
+
+class RaceCheck(torch.utils._python_dispatch.TorchDispatchMode):
+    """Whether an eager forward and backward on two streams would race on an accelerator.
+
+    Each operation reads and writes memory at a time of its stream's clock. An operation of the
+    other stream has to be waited for before its result is read, before what it reads is written
+    over, and before its memory is given out again, unless the memory was recorded on that stream.
+    Autograd runs a node on the stream of its forward. Its own waits between nodes are not counted:
+    they would hide that one of the project's is missing, which a graph then lacks.
+
+    `ignored` is what does not happen: "_fork_stream waits, forward", ..
+    """
+    bodies = {op._qualname: op._init_fn for op in (moe._fork_stream, moe._join_stream)}
+
+    def __init__(self, patch, ignored=None):
+        super().__init__()
+        self.main = Clock(self, "main")
+        self.node_streams = {}               # a node's sequence number -> its forward's stream
+        self.memory = {}
+        self.freed = []                      # (pool, stream, number): freed before that was done
+        self.races = []
+        self.ignored = ignored
+        self.noticed = []
+        stand_in(patch, self.main, Clock(self, "side"), lambda tensor, stream: (
+            self.notices("records") and self.used(tensor).recorded.add(stream)))
+        patch.setattr(moe, "_current_stream", lambda device: self.current())
+
+    def notices(self, what) -> bool:
+        frame = sys._getframe()
+        while frame.f_code.co_filename != moe.__file__:
+            frame = frame.f_back
+        direction = "forward" if torch._C._current_autograd_node() is None else "backward"
+        self.noticed.append(f"{frame.f_code.co_name} {what}, {direction}")
+        return self.noticed[-1] != self.ignored
+
+    def current(self) -> Clock:
+        node = torch._C._current_autograd_node()
+        if len(Recorder.current) > 1:                        # a stream is entered
+            return Recorder.current[-1]
+        return self.main if node is None else self.node_streams.get(node._sequence_nr(), self.main)
+
+    def used(self, tensor) -> Used:
+        from torch.multiprocessing.reductions import StorageWeakRef
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.memory:
+            gone = StorageWeakRef(storage).expired
+            self.memory[storage._cdata] = Used(gone, self.current(), set(), [], [])
+        return self.memory[storage._cdata]
+
+    def check(self, what, stream, operations):
+        for other, number in operations:
+            if stream.seen[other] < number:
+                self.races.append(f"{what} on {stream.name} before {other.name} is done")
+
+    def collect(self):
+        for key, used in list(self.memory.items()):
+            if used.gone():
+                del self.memory[key]
+                self.freed += [(used.home, *operation) for operation in used.written + used.read
+                               if operation[0] not in (used.home, *used.recorded)]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        stream = self.current()
+        # An autograd function's node is made before its forward runs.
+        self.node_streams.setdefault(torch._C._autograd._get_sequence_nr() - 1, stream)
+        name = function.name()
+        body = self.bodies.get(name.split(".")[0])
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+
+        def tensors_in(values):
+            return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+        self.collect()
+        stream.seen[stream] += 1
+        now = stream, stream.seen[stream]
+        given = {**dict(zip((a.name for a in function._schema.arguments), args)), **kwargs}
+        read = [self.used(x) for x in tensors_in(given)]
+        changed = [self.used(x) for a in function._schema.arguments
+                   if a.alias_info and a.alias_info.is_write for x in tensors_in(given.get(a.name))]
+        before = set(self.memory)
+        out = function(*args, **kwargs)
+        outputs = tensors_in(out)
+        new = [x for x in outputs if x.untyped_storage()._cdata not in before]
+        if new:
+            freed = [operation for home, *operation in self.freed if home is stream]
+            self.check(f"memory is given to {name}", stream, freed)
+            self.freed = [row for row in self.freed if row[0] is not stream]
+        if outputs and not new and not changed:              # a view touches nothing
+            return out
+        if not re.match(r"aten::(new_\w+|\w+_like)$", name.split(".")[0]):      # a shape alone
+            for used in read:
+                self.check(f"{name} reads", stream, used.written)
+                used.read.append(now)
+        for used in changed:
+            self.check(f"{name} writes", stream, used.read)
+            used.written[:], used.read[:] = [now], []
+        for tensor in new:
+            self.used(tensor).written[:] = [now]
+        return out
+
+
+def races_of(function, x: Tensor, leaves, ignored=None, noticed=None) -> list[str]:
+    """The races of a forward without grad, of two forwards in a row, and of both backwards."""
+    for tensor in leaves:
+        tensor.grad = None
+    with pytest.MonkeyPatch.context() as patch, RaceCheck(patch, ignored) as check:
+        with torch.no_grad():
+            function(x.detach()).sin()
+        (function(x).sin().sum() + function(x).sin().sum()).backward()
+        for tensor in leaves:
+            tensor.grad.sin()
+    if noticed is not None:
+        noticed += check.noticed
+    return check.races
+
+
+def behind_norms(*layers):
+    """A cheap op before each layer, in place of a model."""
+    def model(x):
+        for layer in layers:
+            x = x + layer(F.rms_norm(x, x.shape[-1:]))
+        return x
+    return model
+
+
+@pytest.mark.parametrize("way", slow_but(["plain", "non-reentrant"], EAGER_WAYS))
+@pytest.mark.parametrize("gate", [False, True])
+def test_overlap_has_no_race(gate, way):
+    """Automodel #3109: every configuration, alone, behind a norm, twice, and in checkpoints."""
+    for name in CONFIGS if way in ("plain", "non-reentrant") else ["losses"]:
+        options = {**CONFIGS[name], "shared_expert_overlap": True, "shared_expert_gate": gate}
+        one, _ = layers = [MoELayer(exact_config(**options)) for _ in range(2)]
+        weights = [p for layer in layers for p in layer.parameters()]
+        half = len(weights) // 2
+        x = leaf(4, 3, 6)
+        behind_norms(*layers)(x)                             # what is made at the first call
+        for model, used in [(one, weights[:half]), (behind_norms(one), weights[:half]),
+                            (behind_norms(*layers), weights)]:
+            races = races_of(WAYS[way](model), x, [x, *used])
+            assert not races, (name, races[:3])
+
+
+def test_overlap_every_wait_is_needed():
+    """Without it, the check finds a race. In a layer the side stream waits before it works again:
+    a record for the current stream is needed only where the steps do not wait by themselves. What
+    _BackwardStreamWait waits for is an order, not a tensor."""
+    config = exact_config(shared_expert_overlap=True, shared_expert_gate=True)
+    layer = MoELayer(config)
+    shared = SharedExpertMLP(config, gate=True)
+
+    def without_waiting(x):
+        """Two inputs, for both of which the side stream waits at once."""
+        inputs = [x.cos(), x.sin()]
+        shared.wait_current_stream()
+        while inputs:
+            shared.pre_forward_comm(inputs.pop(), wait_current_stream=False)
+            for name in [*STEPS][1:]:
+                y = getattr(shared, name)()
+            y = y.cos()
+            if y.requires_grad:
+                y.sum().backward()
+        return y.detach().requires_grad_()
+    x = leaf(4, 3, 6)
+    lines = []
+    for function, module in ((behind_norms(layer), layer), (without_waiting, shared)):
+        noticed = []
+        leaves = [x, *module.parameters()]
+        assert not races_of(function, x, leaves, noticed=noticed)
+        for what in dict.fromkeys(noticed):
+            found = races_of(function, x, leaves, ignored=what)
+            race = found[0].replace("moe_kernels::", "") if found else "no race"
+            lines.append(f"{what}: {race}")
+        lines.append("")
+    assert_expected_inline("\n".join(lines), """\
+_fork_stream waits, forward: aten::mm reads on side before main is done
+_fork_stream records, forward: memory is given to aten::index_select on main before side is done
+_join_stream waits, forward: aten::clone reads on main before side is done
+_join_stream records, forward: no race
+_fork_stream waits, backward: aten::mul.Tensor reads on side before main is done
+_fork_stream records, backward: memory is given to value_in_backward on main before side is done
+backward waits, backward: no race
+_join_stream waits, backward: aten::clone reads on main before side is done
+_join_stream records, backward: no race
+
+wait_current_stream waits, forward: aten::mm reads on side before main is done
+forward records, forward: memory is given to aten::new_empty on main before side is done
+_join_stream waits, forward: aten::clone reads on main before side is done
+_join_stream records, forward: memory is given to aten::mm on side before main is done
+_fork_stream waits, backward: aten::mul.Tensor reads on side before main is done
+_fork_stream records, backward: no race
+backward waits, backward: no race
+_join_stream waits, backward: aten::clone reads on main before side is done
+_join_stream records, backward: memory is given to aten::mm on side before main is done
+""")
+
+
+class CapturedStream(torch.Stream):
+    def wait_stream(self, other): ...
+
+
+def captured(layer: MoELayer, x: Tensor, grad: bool = True) -> str:
+    """The products, exchanges and stream crossings of the layer's compiled forward and backward, in
+    the graphs' order, each with its stream; both give what eager mode gives. Streams of the CPU
+    stand in for an accelerator's, and what AOTAutograd asks an accelerator for is answered here.
+    The partitioner is Inductor's."""
+    import torch._dynamo.graph_bytecode_inputs as inputs
+    import torch._dynamo.variables.streams as streams
+    import torch._functorch._aot_autograd.streams as passes
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.source import CurrentStreamSource
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    shown = ("mm", "addmm", "rows_times_weights", "rows_times_rows", "fork_stream", "join_stream",
+             "all_to_all_single", "wait_tensor")
+    cpu = torch.device("cpu")
+    side, main = CapturedStream(cpu), CapturedStream(cpu)
+    events = itertools.count(100)
+    lines = []
+
+    class Current(streams.SymbolicStreamState):       # the current stream has index 0
+        def __init__(self):
+            super().__init__()
+            inputs.reset_user_object_tracking()
+            inputs.register_user_object(main, CurrentStreamSource(cpu))
+
+    def record(title, graph_module, _):
+        lines.append(title)
+        for node in graph_module.graph.nodes:
+            name = str(node.target).removesuffix(".default").removesuffix(".dtype_layout")
+            name = name.split(".")[-1]
+            if name in shown:
+                on_side = (node.meta.get("custom") or {}).get("stream") is not None
+                behind = f", behind {len(node.args[1])} more" if name == "join_stream" else ""
+                name = name.replace("addmm", "mm")
+                lines.append(f"{'side' if on_side else 'main'}  {name}{behind}")
+        return make_boxed_func(graph_module.forward)
+
+    def run(function):
+        if grad:
+            return outcome(function, x)
+        with torch.no_grad():
+            return [function(x)]
+    want = run(layer)
+    backend = aot_autograd(
+        fw_compiler=functools.partial(record, "forward"),
+        bw_compiler=functools.partial(record, "backward"),
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"))
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, main, side)
+        patch.setattr(torch._dynamo.symbolic_convert, "SymbolicStreamState", Current, raising=False)
+        patch.setattr(streams, "_get_stream_by_index", lambda index: side)
+        patch.setattr(torch.accelerator, "current_stream", lambda *_: main)
+        for module in (torch._dynamo.utils, torch._dynamo.guards):                # torch 2.15
+            patch.setattr(module, "get_current_stream", lambda *_: main, raising=False)
+        patch.setattr(passes, "new_event", lambda *_: next(events))
+        patch.setattr(passes, "get_roofline_estimate", lambda _: 0.0)
+        patch.setattr(passes, "get_current_stream", lambda _: 0)
+        patch.setattr(passes, "get_device", lambda _: types.SimpleNamespace(type="cuda"))
+        got = run(compiled(layer, backend))
+    close(got, want, 1e-9 if x.dtype == torch.float64 else 1e-4)
+    return "\n".join(lines)
+
+
+def test_overlap_graph_puts_the_shared_expert_on_the_side_stream():
+    """Forward and backward, without ranks: gate, fc1 and fc2 of the shared expert are on the side
+    stream, between a fork and a join; the rest is on the main one."""
+    layer = MoELayer(exact_config(shared_expert_overlap=True, shared_expert_gate=True))
+    assert_expected_inline(in_runs(captured(layer, leaf(20, 6)).splitlines()), """\
+forward
+main  fork_stream
+side  mm
+main  mm
+side  mm
+main  rows_times_weights x2
+side  mm
+main  join_stream, behind 0 more
+backward
+main  fork_stream, rows_times_weights, fork_stream
+side  mm x2
+main  rows_times_weights, rows_times_rows x2, rows_times_weights
+side  mm x4
+main  join_stream, behind 4 more""")
+
+
+@pytest.mark.parametrize("gate", [pytest.param(False, marks=slow), True])
+def test_overlap_graph_without_gradients(gate):
+    """In evaluation, and in training where the input or the shared expert is frozen. The fork comes
+    first; a frozen weight has no product in the backward."""
+    layer = MoELayer(exact_config(shared_expert_overlap=True, shared_expert_gate=gate))
+    x = leaf(20, 6)
+    products = 4 + 2 * gate                                  # of the shared expert's backward
+    assert captured(layer, x.detach(), grad=False).splitlines()[1] == "main  fork_stream"
+    forward, backward = captured(layer, x.detach()).split("\nbackward\n")
+    assert forward.splitlines()[1] == "main  fork_stream"
+    assert backward.count("side  mm") < products
+    layer.shared_experts.requires_grad_(False)
+    forward, backward = captured(layer, x).split("\nbackward\n")
+    assert backward.count("side  mm") == products - 2 - gate
+    assert backward.splitlines()[-1] == "main  join_stream, behind 1 more"
+
+
+@over_ranks(2)
+def test_overlap_over_ranks_has_no_race(rank, ranks):
+    for dim, options in ("ep", {}), ("ep", CONFIGS["padded"]), ("tp", {}):
+        groups = ProcessGroups.from_mesh(mesh_of(**{dim: ranks}))
+        config = exact_config(
+            shared_expert_overlap=True, shared_expert_gate=True, sequence_parallel=True, **options)
+        layer = MoELayer(config, groups)
+        x = leaf(6, 6)
+        races = races_of(behind_norms(layer), x, [x, *layer.parameters()])
+        assert not races, (dim, options, races[:3])
+
+
+def order_of_a_step(layer) -> str:
+    """The exchanges, waits and parts of forward and backward, in the order of their launches, each
+    part with its stream."""
+    trace = []
+    exchange, wait, tolist = parallel.exchange, parallel.wait, Tensor.tolist
+
+    def exchanged(rows, *args, **kwargs):
+        kind = "rows" if rows.ndim == 2 else "counts" if rows.dtype == torch.int64 else "probs"
+        trace.append(f"ep  {kind} issued")
+        return exchange(rows, *args, **kwargs)
+
+    def read(tensor):
+        if sys._getframe(1).f_code.co_filename == parallel.__file__:
+            trace.append("ep  host sync")
+        return tolist(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        recorded(layer.shared_experts, trace, patch)
+        noted(layer.router, "gating", "router", trace, patch)
+        noted(layer.experts, "forward", "experts", trace, patch)
+        patch.setattr(parallel, "exchange", exchanged)
+        patch.setattr(parallel, "wait", lambda rows: trace.append("ep  waited") or wait(rows))
+        patch.setattr(Tensor, "tolist", read)
+        out = layer(leaf(8, 16))
+        trace.append("")
+        out.sum().backward()
+    return in_runs([step for step in trace if "keeps" not in step])
+
+
+@over_ranks(4)
+def order_and_memory(rank, ranks, folder):
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    config = exact_config(shared_expert_intermediate_size=4, ffn_hidden_size=32, hidden_size=16)
+    padded = dict(capacity_factor=2.0, pad_to_capacity=True)
+    for name, options in (("dropless", {}), ("padded", padded)):
+        layer = MoELayer(dataclasses.replace(config, shared_expert_overlap=True, **options), groups)
+        assert layer.experts.fc1.shape[0] == 1               # of four, over four ranks
+        order = order_of_a_step(layer)
+        if rank == 0:
+            Path(folder, name).write_text(order)
+
+    layer = MoELayer(config, groups)
+    layer.shared_experts = None
+    T = 256
+    K = 2
+    rows = T * K                                             # even: every rank receives as many
+    even = (torch.arange(4)[None] + torch.arange(2)[:, None]).t().repeat(64, 1) % 4
+    x = leaf(T, 16)
+    kept = saved_bytes(lambda: layer(x, topk_indices=even), [*layer.parameters()])
+    least = 8 * (T * 16 + rows * 16 + rows * 2 * 32)         # x, the received rows, fc1's output
+    small = 8 * (T * 4 + 3 * rows + 8 * rows)                # logits; probs; orders and inverses
+    assert least <= kept <= 1.05 * least + small, (kept, least, small)
+
+
+def test_overlap_order_and_memory_over_ranks(tmp_path):
+    """The order of launches, the host syncs, and what is kept for the backward. The shared expert
+    is on the side stream, around the routed experts."""
+    order_and_memory(folder=str(tmp_path))
+    dropless = (tmp_path / "dropless").read_text()
+    padded = (tmp_path / "padded").read_text()
+    assert_expected_inline(dropless, """\
+side  waits for main, shared_enter
+main  router
+ep  counts issued, waited, host sync, rows issued, probs issued
+side  shared_fc1_and_act
+ep  waited x2
+main  experts
+ep  rows issued
+side  shared_fc2, shared_leave
+ep  waited
+main  waits for side
+
+side  waits for main
+ep  rows issued
+backward  shared_leave, shared_fc2
+ep  waited
+backward  experts
+ep  probs issued, rows issued
+side  waits for main
+backward  shared_fc1_and_act
+ep  waited x2
+backward  router, shared_enter
+main  waits for side""")
+    without_counts = dropless.replace("counts issued, waited, host sync, ", "")
+    assert padded == without_counts
+
+
+@over_ranks(2)
+def graph_over_ranks(rank, ranks, folder):
+    lines = captured(overlapped_layer(ep=ranks), leaf(20 + rank, 6))
+    if rank == 0:
+        Path(folder, "graph").write_text(lines)
+    # Padded, and over tp: the side stream works between its fork and a join that comes last.
+    for layer in overlapped_layer(CONFIGS["padded"], ep=ranks), overlapped_layer(tp=ranks):
+        torch._dynamo.reset()
+        for half in captured(layer, leaf(20, 6)).removeprefix("forward\n").split("\nbackward\n"):
+            half = half.splitlines()
+            sides = [i for i, line in enumerate(half) if line.startswith("side")]
+            assert sides and "main  fork_stream" in half[:sides[0]], half
+            assert half[-1].startswith("main  join_stream"), half
+
+
+def test_overlap_order_of_the_graph(tmp_path):
+    graph_over_ranks(folder=str(tmp_path))
+    assert_expected_inline(in_runs((tmp_path / "graph").read_text().splitlines()), """\
+forward
+main  fork_stream, mm, all_to_all_single, wait_tensor, all_to_all_single x2
+side  mm
+main  wait_tensor x2, rows_times_weights x2, all_to_all_single
+side  mm
+main  wait_tensor, join_stream, behind 0 more
+backward
+main  fork_stream, rows_times_weights, fork_stream, all_to_all_single
+side  mm x2
+main  wait_tensor, rows_times_weights, rows_times_rows x2, rows_times_weights, all_to_all_single x2
+side  mm x2
+main  wait_tensor x2, join_stream, behind 3 more""")
+
+
+def test_overlap_with_cuda_graphs_is_refused():
+    """mode="reduce-overhead" sets this switch; graphs of one memory pool must not be replayed on
+    two streams."""
+    assert torch._inductor.list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
+    layer = MoELayer(small_config(shared_expert_intermediate_size=8, shared_expert_overlap=True))
+    x = torch.randn(20, 8, requires_grad=True)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(Exception, match="compile without them, or without overlap"):
+            captured(layer, x)
+
+
+# ---- In other people's trainers (docs/ranks.md) ----
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@over_ranks(2)
+def test_trainer_ddp_leaves_the_counts_alone(rank, ranks):
+    """DDP broadcasts rank 0's buffers before every forward. Counts must not be among them."""
+    torch.manual_seed(1)
+    config = exact_config(**BIASED, load_balancing_type="global_aux_loss", aux_loss_coeff=0.3)
+    mine = MoELayer(config, ProcessGroups(tp_dp_cp=torch.distributed.group.WORLD))
+    alone = copy.deepcopy(mine)
+    model = torch.nn.parallel.DistributedDataParallel(mine)
+    want = torch.zeros(4)
+    for x in torch.randn(3, ranks, 7, 6, dtype=torch.float64)[:, rank]:
+        for logits_E in (x @ alone.router.weight.T).tolist():
+            want[best(logits_E, 2)] += 1
+        model(x).sum().backward()
+        alone(x).sum().backward()
+    same(mine.router.local_tokens_per_expert, want)
+    close(counts_of(mine), counts_of(alone), 1e-6)
+    for a, b in zip(mine.parameters(), alone.parameters()):  # DDP averages over ranks
+        torch.distributed.all_reduce(b.grad)
+        close(a.grad, b.grad / ranks)
+    torch.distributed.all_reduce(want)
+    update_expert_bias(model)
+    close(mine.router.expert_bias, 1e-3 * (want.mean() - want).sign())
+    assert [name for name, _ in mine.named_buffers()] == ["router.expert_bias"]
+
+
+@over_ranks(2)
+def test_trainer_fsdp_from_the_meta_device(rank, ranks):
+    """Meta device, fully_shard, to_empty, reset_parameters: what one process draws and computes.
+    Each part alone, all of them nested, the layer; in bf16 by FSDP2's own casts."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    config = exact_config(
+        **BIASED, router_bias=True, add_bias_linear=True, shared_expert_gate=True, num_experts=5,
+        init_std=0.5, latent_size=7, latent_norm=True)
+    parts = ("router", "latent_down", "experts", "latent_up", "shared_experts")
+    torch.manual_seed(5)
+    plain = MoELayer(config)
+    x = leaf(7, 6).detach()                  # the same x on both ranks: averages change nothing
+    want = outcome(plain, x)
+
+    def by_rows(parameter):
+        return torch.distributed.tensor.Shard(1) if parameter.ndim == 3 else None
+    alone = [(None, name) for name in (*parts, "")]
+    for placement, *names in [*alone, (None, *parts, ""), (by_rows, "shared_experts")]:
+        with torch.device("meta"):
+            layer = MoELayer(config)
+        for name in names:
+            fully_shard(layer.get_submodule(name), shard_placement_fn=placement)
+        layer.to_empty(device="cpu")
+        torch.manual_seed(5)
+        for module in layer.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        same([full(a) for a in layer.state_dict().values()], list(plain.state_dict().values()))
+        close([full(a) for a in outcome(layer, x)], want)
+
+        chosen = []
+        for router in (layer.router, plain.router):          # without the layer's call
+            router.zero_grad()
+            probs, indices = router.route(x)
+            probs[:, 0].sum().backward()
+            chosen.append([indices, *[full(p.grad) for p in router.parameters()]])
+        close(*chosen)
+
+    bf16 = torch.bfloat16
+    for dtype, *sharded in itertools.product((bf16, torch.float32), *[[False, True]] * 3):
+        policy = MixedPrecisionPolicy(param_dtype=bf16, output_dtype=dtype)
+        half = copy.deepcopy(plain)
+        for name in (*itertools.compress(parts[1:4], sharded), ""):      # parts give fp32 into bf16
+            fully_shard(half.get_submodule(name), mp_policy=policy)
+        got = half(x)
+        assert got.dtype == dtype
+        close(got.double(), want[0], 0.1)
+        got.sum().backward()
+        assert all(full(p.grad).isfinite().all() for p in half.parameters()), sharded
+    for name in parts:                                       # the layer keeps its input's dtype
+        layer = MoELayer(dataclasses.replace(config, params_dtype=torch.float32))
+        fully_shard(layer.get_submodule(name), mp_policy=MixedPrecisionPolicy(output_dtype=bf16))
+        assert layer(x.float()).dtype == torch.float32, name
+
+    alone = exact_config(shared_expert_intermediate_size=None, **LOSSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)          # "returned a view tensor"
+        fully_shard(TopKRouter(alone)).route(x)[0].sum().backward()
+        fully_shard(MoELayer(alone))(x).sum().backward()
+    layer = MoELayer(dataclasses.replace(config, shared_expert_overlap=True))
+    fully_shard(layer.shared_experts)
+    assert "shard the layer, not its shared expert alone" in error(layer, x)
+    assert layer.shared_experts._overlap_state is SharedExpertState.IDLE
+
+
+class LoRA(torch.nn.Module):
+    """W -> W + B · A. With experts, [E, F, H] matrices each have their own A and B."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        *batch, rows, columns = shape
+        self.A = torch.nn.Parameter(leaf(*batch, 3, columns).detach())
+        self.B = torch.nn.Parameter(leaf(*batch, rows, 3).detach())
+
+    def forward(self, weight):
+        return weight + self.B @ self.A
+
+
+@over_ranks(2)
+def test_trainer_lora_over_two_ranks(rank, ranks, tmp_path):
+    """LoRA by parametrization over ep: gradients, their norm and a checkpoint of one process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.nn.utils.parametrize import register_parametrization
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    torch.manual_seed(0)
+    whole, mine = [MoELayer(exact_config(latent_size=7), own) for own in (None, groups)]
+    for layer in (whole, mine):
+        for module, name in ((layer.router, "weight"), (layer.latent_up, "weight"),
+                             (layer.experts, "fc1"), (layer.experts, "fc2")):
+            weight = getattr(module, name).requires_grad_(False)
+            register_parametrization(module, name, LoRA(*weight.shape))
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters(), strict=True):
+        a.data.copy_(own_part(name, b, groups))
+    assert parallel.gradient_norm(whole, None) == 0
+    x = torch.randn(8, 6, dtype=torch.float64)
+    want, got = whole(x), mine(x.chunk(ranks)[rank])
+    close(got, want.chunk(ranks)[rank])
+    want.sin().sum().backward(), got.sin().sum().backward()
+    reduce_gradients(mine)
+    trained = []
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+        assert a.requires_grad == b.requires_grad
+        if a.requires_grad:
+            trained.append(b.grad.norm())
+            close(a.grad, own_part(name, b.grad, groups))
+    assert len(trained) == 4 * 2 + 3                         # also latent_down, shared fc1 and fc2
+    want = torch.stack(trained).norm()
+    close(parallel.gradient_norm(mine, groups), want)
+    close(parallel.gradient_norm(whole, None), want)
+    close(parallel.gradient_norm(list(whole.parameters()), ProcessGroups()), want)
+
+    state = mine.sharded_state_dict()
+    assert list(state) == list(mine.state_dict())
+    assert state["experts.parametrizations.fc1.0.A"].shape == (4, 2, 3, 7)
+    dcp.save(state, checkpoint_id=str(tmp_path))
+    for parameter in mine.parameters():
+        parameter.data.zero_()
+    dcp.load(mine.sharded_state_dict(), checkpoint_id=str(tmp_path))
+    for (name, a), b in zip(mine.named_parameters(), whole.parameters()):
+        same(a, own_part(name, b, groups))
+
+    register_parametrization(mine.experts, "fc1", LoRA(2, 5, 7))     # one for all experts
+    for call in (mine.sharded_state_dict, lambda: reduce_gradients(mine)):
+        text = error(call)
+        assert "experts.parametrizations.fc1.1.A has shape [2, 3, 7], and fc1 [2, 2, 5, 7]" in text
+        assert "is sharded along axis 0: needs as many axes and that size there" in text, text
+
+
+@over_ranks(2)
+def test_trainer_refuses_ranks_that_it_does_not_know(rank, ranks):
+    """Several ranks, a router without groups: refused before anything changes; the two ways out."""
+    config = small_config(
+        enable_expert_bias=True, load_balancing_type="global_aux_loss", aux_loss_coeff=0.1)
+    torch.manual_seed(rank)
+    x = torch.randn(9, 8)
+    known = ProcessGroups.from_mesh(mesh_of(dp=ranks)["dp"])
+    alone = ProcessGroups(tp_dp_cp=torch.distributed.new_subgroups(1)[0])
+    layers = [MoELayer(config, groups) for groups in (None, known, alone)]
+    for layer in layers:
+        layer.load_state_dict(layers[1].state_dict())
+        layer(x).sum().backward()
+    kept = copy.deepcopy(counts_of(layers[0]))
+    for call in (update_expert_bias, finish_step):
+        text = error(call, torch.nn.Sequential(layers[1], layers[0]))
+        assert text.startswith("ValueError: tp_dp_cp is None and 2 ranks run"), text
+        assert 'MoELayer(config, ProcessGroups.from_mesh(mesh["dp"]))' in text
+        assert "ProcessGroups(tp_dp_cp=group) with a group of one rank" in text
+    same(counts_of(layers[0]), kept)
+    assert not layers[1].router.expert_bias.any()
+    for layer, pooled in zip(layers[1:], (True, False)):
+        finish_step(layer)
+        both = [torch.empty(6) for _ in range(ranks)]
+        torch.distributed.all_gather(both, layer.router.expert_bias)
+        assert torch.equal(*both) is pooled
+    finish_step(MoELayer(small_config()))                    # nothing to pool
+
+
+@over_ranks(2)
+def test_trainer_pipeline_of_two_ranks(rank, ranks):
+    """PipelineStage with the shapes given: counts, gradients and biases of one process."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    mesh = mesh_of(pp=ranks, dp=1)
+    config = exact_config(
+        **BIASED, **LOSSES, batch_first=True, init_std=0.5, params_dtype=torch.float32,
+        router_dtype=torch.float32)
+    alone = ProcessGroups(tp_dp_cp=torch.distributed.new_subgroups(1)[0])
+    torch.manual_seed(3)
+    whole = torch.nn.Sequential(*[MoELayer(config, alone) for _ in range(ranks)])
+    mine = MoELayer(config, ProcessGroups.from_mesh(mesh["dp"]))
+    mine.load_state_dict(whole[rank].state_dict())
+    x, target = torch.randn(2, 8, 5, 6)
+    small = torch.empty(2, 5, 6, requires_grad=True)
+    stage = PipelineStage(
+        mine, rank, ranks, torch.device("cpu"), input_args=(small,), output_args=(small,))
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=F.mse_loss)    # scale_grads=True
+    for _ in range(2):
+        mine.zero_grad(), whole.zero_grad()
+        set_aux_loss_scale(1.0)                              # the schedule divides all gradients
+        schedule.step(*[x][rank:], **(dict(target=target) if rank == ranks - 1 else {}))
+        set_aux_loss_scale(1 / 4)
+        pairs = zip(x.chunk(4), target.chunk(4))
+        losses = [F.mse_loss(whole(x_m), target_m) / 4 for x_m, target_m in pairs]
+        for loss in losses:                                  # after all forwards, as there
+            loss.backward()
+        assert mine.router.local_tokens_per_expert.sum() == 8 * 5 * 2
+        for a, b in zip(mine.parameters(), whole[rank].parameters(), strict=True):
+            close(a.grad, b.grad, 1e-5)
+        finish_step(mine), finish_step(whole)
+        same(mine.router.expert_bias, whole[rank].router.expert_bias)
