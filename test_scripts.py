@@ -653,7 +653,7 @@ def test_docs_router_of_your_own():
     assert load_balancing_metrics(layer)["tokens_per_expert"].sum() == (indices < 16).sum()
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
 @over_ranks(2)
 def test_docs_dispatcher(rank, ranks, backend):
     """It gives what all-to-alls give, gradients of router and experts included (Automodel #2995),
@@ -1261,12 +1261,10 @@ main  waits for side""")
     assert padded == without_counts
 
 
+@slow
 @over_ranks(2)
-def graph_over_ranks(rank, ranks, folder):
-    lines = captured(overlapped_layer(ep=ranks), leaf(20 + rank, 6))
-    if rank == 0:
-        Path(folder, "graph").write_text(lines)
-    # Padded, and over tp: the side stream works between its fork and a join that comes last.
+def test_overlap_graph_padded_and_over_tp(rank, ranks):
+    """The side stream works between its fork and a join that comes last."""
     for layer in overlapped_layer(CONFIGS["padded"], ep=ranks), overlapped_layer(tp=ranks):
         torch._dynamo.reset()
         for half in captured(layer, leaf(20, 6)).removeprefix("forward\n").split("\nbackward\n"):
@@ -1276,8 +1274,15 @@ def graph_over_ranks(rank, ranks, folder):
             assert half[-1].startswith("main  join_stream"), half
 
 
+@over_ranks(2)
+def write_graph(rank, ranks, folder):
+    lines = captured(overlapped_layer(ep=ranks), leaf(20 + rank, 6))
+    if rank == 0:
+        Path(folder, "graph").write_text(lines)
+
+
 def test_overlap_order_of_the_graph(tmp_path):
-    graph_over_ranks(folder=str(tmp_path))
+    write_graph(folder=str(tmp_path))
     assert_expected_inline(in_runs((tmp_path / "graph").read_text().splitlines()), """\
 forward
 main  fork_stream, mm, all_to_all_single, wait_tensor, all_to_all_single x2
