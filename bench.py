@@ -2,6 +2,7 @@
 
     python bench.py [layer | overlap | ranks | families | models | card] [--quick] [--json FILE]
     python bench.py ranks --against FOLDER           # beside another copy of these files
+    python bench.py curves --run FOLDER              # draws the runs of train.py --out FOLDER
 
 Before anything is timed, the output and the gradients of every candidate are compared with those
 of a plain loop over the experts in fp64, or of eager mode where the loop cannot compute the same.
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -832,6 +834,42 @@ def bench_card(report: Report) -> None:
         card_syncs(report, case)
 
 
+# ---- The runs of train.py ----
+
+def draw_curves(folder: Path) -> None:
+    """The losses of the run and of its baselines; for every MoE each expert's load over the steps.
+    Needs matplotlib."""
+    from matplotlib.figure import Figure
+    runs = {}
+    for path in [folder / "log.jsonl", *sorted(folder.glob("*/log.jsonl"))]:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        runs[path.parent.name] = {
+            key: [(record["step"], record[key]) for record in records if key in record]
+            for key in ("loss", "held_out", "tokens_per_expert")}
+    moes = {name: run for name, run in runs.items() if run["tokens_per_expert"]}
+    figure = Figure(figsize=(5 + 3 * len(moes), 4), layout="constrained")
+    left, *others = figure.subplots(1, 1 + len(moes), width_ratios=[5] + [3] * len(moes))
+    for i, (name, run) in enumerate(runs.items()):
+        for key, style in (("loss", ":"), ("held_out", "o-")):
+            left.plot(*zip(*run[key]), f"C{i}{style}", label=f"{name}, {key}")
+    left.set(title="loss in bits per byte", xlabel="step")
+    left.legend(ncols=2)
+    for axes, (name, run) in zip(others, moes.items()):
+        steps, loads = zip(*run["tokens_per_expert"])
+        load_TLE = torch.tensor(loads, dtype=torch.float64)          # T: reports, L: layers
+        share_TLE = load_TLE / load_TLE.mean(2, keepdim=True)
+        layers = share_TLE.shape[1]
+        image = axes.imshow(
+            share_TLE.flatten(1).t(), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r",
+            interpolation="nearest", extent=(0, steps[-1], layers, 0))
+        axes.set(title=f"load, {name}", xlabel="step", ylabel="layer, its experts",
+                 yticks=range(layers + 1))
+    if moes:
+        figure.colorbar(image, label="share of an expert, 1 = even")
+    figure.savefig(folder / "curves.png")
+    print(f"curves: {folder / 'curves.png'}")
+
+
 # ---- Command line ----
 
 COMMANDS = dict(
@@ -845,11 +883,16 @@ COMMANDS = dict(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", nargs="?", default="layer", choices=COMMANDS)
+    parser.add_argument(
+        "command", nargs="?", default="layer", choices=[*COMMANDS, "curves"])
     parser.add_argument("--quick", action="store_true", help="small shapes, few rounds")
     parser.add_argument("--against", metavar="FOLDER", help="ranks: another copy of these files")
+    parser.add_argument("--run", metavar="FOLDER", default="out", help="curves: --out of train.py")
     parser.add_argument("--json", metavar="FILE", help="all that is printed, as JSON")
     args = parser.parse_args()
+    if args.command == "curves":
+        draw_curves(Path(args.run))
+        return
     if args.against and args.command != "ranks":
         parser.error("--against goes with ranks")
     report = Report(args)

@@ -596,6 +596,19 @@ def test_bench_runs_quickly(tmp_path):
     assert figure["value"] == 0
 
 
+def test_bench_draws_the_curves_of_a_run(tmp_path):
+    """A run and a baseline without experts."""
+    pytest.importorskip("matplotlib")
+    for folder, loads in ((tmp_path, [[3, 1], [2, 2]]), (tmp_path / "dense", None)):
+        folder.mkdir(exist_ok=True)
+        records = [dict(step=1, loss=8.0, **(dict(tokens_per_expert=loads) if loads else {})),
+                   dict(step=1, held_out=7.9)]
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    done = run(HERE / "bench.py", "curves", "--run", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
 # ---- docs: README and docs ----
 
 PAGES = [HERE / "README.md", *sorted(HERE.glob("docs/*.md"))]
