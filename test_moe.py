@@ -79,7 +79,8 @@ def slow_but(quick, cases) -> list:
 # ---- Equal, refused, compiled ----
 
 def close(got, want, tol: float = 1e-9) -> None:
-    """Tensors, or lists of them; NaN equals NaN. The dtype is that of `got`."""
+    """Tensors, or lists of them; NaN equals NaN. `want` is cast to the dtype of `got`: dtypes are
+    not compared."""
     if isinstance(got, Tensor):
         torch.testing.assert_close(
             got, want.to(got.dtype), rtol=tol, atol=tol, equal_nan=True)
@@ -563,37 +564,40 @@ def random_indices(
 
 def test_route_matches_loop():
     """Random configurations: indices exactly, probs and gradients to rounding, both forms equal."""
-    rng = random.Random(1)
-    for _ in range(200):
+    for seed in range(200):
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
         c = random_config(rng)
-        T = rng.choice([0, 1, 2, 5, 11])
-        logits = torch.randn(T, 8, dtype=torch.float64) * rng.choice([0.5, 3.0])
-        logits.requires_grad_()
-        bias = torch.randn(8) * 0.3 if c.enable_expert_bias else None
-        given = None
-        if rng.random() < 0.3:
-            given = random_indices(T, 8, c.topk, nowhere=0.3, repeats=0.3).to(rng.choice(INTEGERS))
-        route = functools.partial(
-            topk_routing_with_score_function, logits, c.topk, use_pre_softmax=c.pre_softmax,
-            num_groups=c.num_groups, group_topk=c.group_topk, scaling_factor=c.scaling_factor,
-            score_function=c.score_function, expert_bias=bias, precomputed_indices=given,
-            norm_topk_prob=c.norm_topk_prob, norm_eps=c.norm_eps,
-            group_score_topk=c.group_score_topk)
-        probs, indices = route(dense_output=True)
-        want_probs, want_indices = route_loop(logits, c, bias, given_TK=given)
-        same(indices, want_indices)
-        close(probs, want_probs)
-        if want_probs.requires_grad:
-            upstream = torch.randn_like(probs)
-            want_grads = grads(want_probs, [logits], upstream)
-            close(grads(probs, [logits], upstream), want_grads, 1e-8)
+        with about(f"seed {seed}", c):
+            T = rng.choice([0, 1, 2, 5, 11])
+            logits = torch.randn(T, 8, dtype=torch.float64) * rng.choice([0.5, 3.0])
+            logits.requires_grad_()
+            bias = torch.randn(8) * 0.3 if c.enable_expert_bias else None
+            given = None
+            if rng.random() < 0.3:
+                given = random_indices(T, 8, c.topk, nowhere=0.3, repeats=0.3)
+                given = given.to(rng.choice(INTEGERS))
+            route = functools.partial(
+                topk_routing_with_score_function, logits, c.topk, use_pre_softmax=c.pre_softmax,
+                num_groups=c.num_groups, group_topk=c.group_topk, scaling_factor=c.scaling_factor,
+                score_function=c.score_function, expert_bias=bias, precomputed_indices=given,
+                norm_topk_prob=c.norm_topk_prob, norm_eps=c.norm_eps,
+                group_score_topk=c.group_score_topk)
+            probs, indices = route(dense_output=True)
+            want_probs, want_indices = route_loop(logits, c, bias, given_TK=given)
+            same(indices, want_indices)
+            close(probs, want_probs)
+            if want_probs.requires_grad:
+                upstream = torch.randn_like(probs)
+                want_grads = grads(want_probs, [logits], upstream)
+                close(grads(probs, [logits], upstream), want_grads, 1e-8)
 
-        want_map = torch.zeros(T, 9, dtype=torch.bool)
-        want_TE = want_map.double()
-        for t, k in itertools.product(range(T), range(c.topk)):
-            want_map[t, indices[t, k]] = True
-            want_TE[t, indices[t, k]] = probs[t, k]
-        same(route(), (want_TE[:, :8], want_map[:, :8]))
+            want_map = torch.zeros(T, 9, dtype=torch.bool)
+            want_TE = want_map.double()
+            for t, k in itertools.product(range(T), range(c.topk)):
+                want_map[t, indices[t, k]] = True
+                want_TE[t, indices[t, k]] = probs[t, k]
+            same(route(), (want_TE[:, :8], want_map[:, :8]))
 
 
 def test_route_dtypes():
@@ -727,11 +731,12 @@ def test_balance_sinkhorn_matches_loop_and_stays_finite():
 def test_balance_capacity_in_python_floats():
     assert get_capacity(10, 3, 1.0) == 4
     assert get_capacity(10, 3, 1.0, min_capacity=7) == 7
-    for N, E, factor in [(7, 49, 7.0), (100, 3, 1.1), (2048 * 8, 64, 1.25), (29, 7, 0.3)]:
-        assert get_capacity(N, E, factor) == math.ceil(N / E * factor)
+    for N, E, factor, capacity in [
+            (7, 49, 7.0, 1), (100, 3, 1.1, 37), (2048 * 8, 64, 1.25, 320), (29, 7, 0.3, 2)]:
+        assert get_capacity(N, E, factor) == capacity
     in_graph = compiled(lambda x: x.new_zeros(get_capacity(len(x) * 3, 7, 1.1)), dynamic=True)
-    for T in (5, 29, 70, 91, 333):
-        assert len(in_graph(torch.zeros(T))) == get_capacity(T * 3, 7, 1.1)
+    for T, capacity in ((5, 3), (29, 14), (70, 33), (91, 43), (333, 157)):
+        assert len(in_graph(torch.zeros(T))) == capacity
 
 
 def dropping_loop(probs, routing_map, capacity, policy, pad):
@@ -861,7 +866,7 @@ def test_balance_router_by_quantiles(score_function):
         violations.append((router.local_tokens_per_expert.max() / 500 - 1).item())
         update_expert_bias(layer)
         assert router.local_tokens_per_expert.sum() == 0 and router.bias_histogram.sum() == 0
-    assert violations[0] > 0.5 and violations[-1] < 0.2, violations
+    assert violations[0] > 0.5 and max(violations[1:]) < 0.2, violations
 
     mask = torch.rand(1000) < 0.5                                    # a padding token needs no bias
     layer(xs[0], mask)
@@ -954,7 +959,7 @@ def added_loop(places: list, tokens: Tensor, probs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("T, E, K", [(0, 4, 2), (1, 1, 1), (7, 4, 2), (33, 8, 8), (64, 256, 3)])
 def test_permute_index_form_equals_map_form(T, E, K):
-    """The two forms agree to the last bit: rows, order, probs, and the tokens added up again."""
+    """Rows, order and probs to the last bit; the tokens added up again to fp32's rounding."""
     indices = random_indices(T, E, K)
     tokens = torch.randn(T, 5)
     probs = torch.rand(T, K).masked_fill(indices == E, 0.0)
@@ -1193,7 +1198,6 @@ def test_permute_integer_routing_maps(dtype):
                     pad_to_capacity=pad)
         return results
     same(all_of_it(routing_map.to(dtype)), all_of_it(routing_map))
-    assert "routing_map is torch.float32" in error(permute, x, routing_map.float())
 
 
 # ---- Activations ----
@@ -1327,7 +1331,7 @@ def test_activation_errors():
 # ---- Grouped product and experts ----
 
 @pytest.mark.parametrize("dtype, tol", [
-    (torch.float32, 1e-5), (torch.float64, 1e-10), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+    (torch.float32, 1e-5), (torch.float64, 1e-9), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
 def test_experts_grouped_mm_matches_loop(dtype, tol):
     """Rows past the last offset, an expert without rows, an expanded gradient. Autocast changes
     nothing."""
@@ -1347,7 +1351,7 @@ def test_experts_grouped_mm_matches_loop(dtype, tol):
         out = grouped_mm(rows, weights, offsets)
     got = [out, *grads(out.sum(), [rows, weights])]          # the gradient has stride 0
     assert [x.dtype for x in got] == [dtype] * 3
-    close(got, want, tol * 10)
+    close(got, want, tol)
     assert (out[9:] == 0).all() and (got[1][9:] == 0).all() and (got[2][1] == 0).all()
 
 
@@ -1541,8 +1545,8 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
-    """The loop in C++ and the one in Python give the same bits: an expert without rows, rows of
-    none."""
+    """The loop in C++ and the one in Python give the same bits. An expert has no rows, and some
+    rows belong to no expert."""
     monkeypatch.setattr(kernels, "_slow_on_cpu", lambda dtype: False)
     x = torch.randn(9, 16).to(dtype)
     grad = torch.randn(18, 24).to(dtype)
@@ -1554,8 +1558,11 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
     back = functools.partial(kernels._rows_times_rows, offsets=plan.offsets)
     results = []
     called = []
+    product = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: (
+        called.append(in_torch) or product(*args, **kwargs)))
     for in_torch in (True, False):
-        monkeypatch.setattr(kernels, "_loops_in_torch", lambda *_: called.append(0) or in_torch)
+        monkeypatch.setattr(kernels, "_loops_in_torch", lambda *_: in_torch)
         results.append([
             forward(x, token_N, weights.transpose(1, 2), None),
             forward(grad, None, weights, None),
@@ -1565,7 +1572,7 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
             forward(grad, None, weights, weights[:, 0])])
         assert not results[-1][0][15:].any() and not results[-1][3][2].any()
     same(*results)
-    assert len(called) >= 2
+    assert set(called) == {True}
     monkeypatch.undo()
 
     few = torch.empty(40, 16)
@@ -1789,16 +1796,16 @@ def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> No
     torch.manual_seed(seed)
     rng = random.Random(seed)
     config = random_config(rng)
-    layer = random_layer(config)
-    router = layer.router
-    module, call = (layer, layer) if whole else (router, router.route)
-    function = call if backend is None else compiled(call, backend)
-    oracle = RouterLoop(router)
     S, B = rng.choice([(3, 2), (4, 3), (7, 1)])
     masked = rng.random() < 0.4
     replay = rng.random() < 0.3
     scale = rng.choice([1.0, 0.5])
     with about(f"seed {seed}", config):
+        layer = random_layer(config)
+        router = layer.router
+        module, call = (layer, layer) if whole else (router, router.route)
+        function = call if backend is None else compiled(call, backend)
+        oracle = RouterLoop(router)
         for _ in range(2):
             x = leaf(S, B, 6)
             mask = torch.rand(S, B) < 0.3 if masked else None
@@ -1916,12 +1923,12 @@ def test_layer_jitter_reaches_the_router_alone():
     same(layer.router.apply_input_jitter(x), x)
 
 
-@pytest.mark.parametrize("whole", slow_but([False], [False, True]))
-def test_layer_router_stays_fp32(whole):
+@pytest.mark.parametrize("way", slow_but(["plain"], ["plain", "compiled"]))
+def test_layer_router_stays_fp32(way):
     """In a bf16 model and under autocast, also compiled (megablocks #91, prime-rl #2952)."""
     for dtype in (torch.bfloat16, torch.float32):
         layer = MoELayer(small_config(params_dtype=dtype, init_std=0.3))
-        function = compiled(layer) if whole else layer
+        function = WAYS[way](layer)
         x = torch.randn(50, 8).to(dtype).requires_grad_()
         want = layer(x)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
@@ -1931,8 +1938,8 @@ def test_layer_router_stays_fp32(whole):
         close(logits, x.double() @ layer.router.weight.double().t(), 1e-5)
         inputs = [x, *layer.parameters()]
         assert [g.dtype for g in grads(y, inputs)] == [p.dtype for p in inputs]
-    assert not torch.equal(y, want)                  # the experts ran in bf16
-    close(y, want, 0.05)
+        close(y, want, 0.05)
+    assert not torch.equal(y, want)                  # under autocast the experts ran in bf16
 
 
 @pytest.mark.parametrize("backend", slow_but([None, "aot_eager"], [None, "aot_eager", "inductor"]))
@@ -2046,7 +2053,6 @@ def test_layer_output_init_std_is_that_of_the_output_projections():
     for name, scaled in states[1].items():
         ratio = 0.25 if name.endswith(("fc2", "latent_up.weight")) else 1.0
         same(scaled, states[0][name] * ratio)
-    assert "0 or more, or None" in error(small_config, output_init_std=-1.0)
 
 
 # ---- Router: balancing, counting ----
@@ -2252,17 +2258,19 @@ def test_router_hooks_fire():
 
 
 def test_router_balance_losses_see_the_plain_top_k():
-    """As the SPEC of the losses has it: neither groups nor the expert bias change their map
-    (Megatron-LM #5195 asks whether they should)."""
+    """By definition the losses count the plain top K: neither groups nor the expert bias change
+    their map (Megatron-LM #5195 asks whether they should)."""
     plain = small_config(score_function="sigmoid", **LOSSES)
     limits = dict(num_groups=3, group_topk=1, enable_expert_bias=True)
     routers = [TopKRouter(plain), TopKRouter(dataclasses.replace(plain, **limits))]
     routers[1].load_state_dict(routers[0].state_dict(), strict=False)
     routers[1].expert_bias.copy_(torch.arange(6.0))
     x = torch.randn(5, 3, 8)
-    assert not torch.equal(*[router.route(x)[1].sort(1).values for router in routers])
+    chosen = [router.route(x)[1].sort(1).values for router in routers]
+    assert not torch.equal(*chosen)
     logged = [load_balancing_metrics(router) for router in routers]
     for name in moe.LOSS_NAMES.values():
+        assert logged[0][name].isfinite().all()
         same(logged[1][name], logged[0][name])
 
 
@@ -2373,7 +2381,8 @@ def own_part(name: str, tensor: Tensor, groups) -> Tensor:
 
 
 def whole_and_mine(config: MoEConfig, groups, kind=MoELayer) -> tuple[MoELayer, MoELayer]:
-    """One process's layer, and this rank's with the same weights."""
+    """One process's layer, and this rank's with the same weights. It sets the seed, so all ranks
+    draw the same inputs afterwards."""
     torch.manual_seed(0)
     whole = kind(dataclasses.replace(config, shared_expert_overlap=False))
     torch.manual_seed(0)
