@@ -35,9 +35,9 @@ from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
     replay_routing, update_expert_bias)
 from test_moe import (
-    HERE, best, close, compiled, error, fresh_start, grads, mesh_of,
+    best, close, compiled, error, fresh_start, grads, mesh_of,
     over_ranks, own_part, same, saved_bytes, score_loop, slow)
-from test_scripts import check_examples, example
+from test_scripts import HERE, check_examples, example
 
 
 def check_errors(table, kind: type = ValueError) -> None:

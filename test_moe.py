@@ -53,7 +53,6 @@ from moe import (
     finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
     set_aux_loss_scale, update_expert_bias)
 
-HERE = Path(__file__).resolve().parent
 INF = math.inf
 NAN = math.nan
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

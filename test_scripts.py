@@ -43,10 +43,12 @@ from moe import (
     finish_step, load_balancing_metrics, reduce_gradients, set_aux_loss_scale,
     update_expert_bias)
 from test_moe import (
-    BIASED, CONFIGS, EAGER_WAYS, HERE, LOSSES, STEPS, WAYS, about, agree, best, close, compiled,
+    BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, about, agree, best, close, compiled,
     counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of, outcome,
     over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but, small_config,
     switch_loss_loop)
+
+HERE = Path(__file__).resolve().parent
 
 
 def run(*args, cwd=HERE) -> subprocess.CompletedProcess:
