@@ -636,24 +636,20 @@ def test_route_errors():
     logits = torch.randn(6, 4)
     check_error_table("""
         route(x, 2); aux(x, 2, "softmax") => logits has shape [1, 6, 4]
-        route(logits, 5) => topk is 5
-        route(logits, 0) => topk is 0
+        route(logits, 5); route(logits, 0) => topk is
         route(logits, 2, score_function="tanh"); aux(logits, 2, "tanh") => score_function is 'tanh'
-        groups(num_groups=2) => num_groups = 2 and group_topk = None
-        groups(num_groups=3, group_topk=1) => num_groups = 3 does not divide
-        groups(num_groups=0, group_topk=1) => num_groups = 0 does not divide
+        groups() => num_groups = 2 and group_topk = None
+        groups(num_groups=3, group_topk=1); groups(num_groups=0, group_topk=1) => does not divide
         groups(topk=3, num_groups=4, group_topk=2) => 4 groups of 1 experts cannot hold
-        groups(num_groups=2, group_topk=0) => group_topk = 0 of num_groups = 2
-        groups(num_groups=2, group_topk=3) => group_topk = 3 of num_groups = 2
-        groups(num_groups=2, group_topk=2, group_score_topk=3) => score_topk is 3
-        groups(num_groups=2, group_topk=2, group_score_topk=0) => score_topk is 0
+        groups(group_topk=0); groups(group_topk=3) => of num_groups = 2
+        groups(group_topk=2, group_score_topk=3); groups(group_topk=2, group_score_topk=0) => score
         route(logits, 2, expert_bias=logits[0, :3]) => expert_bias has shape [3]; needs [E = 4]
         route(logits, 2, precomputed_indices=indices) => shape [6, 3]; needs [T = 6, K = 2]
         group_limited_topk(x, 2, 6, 4, 2, 1) => scores has shape [1, 6, 4]
         kernels.routing_to_map(x, indices, 4) => probs has shape [1, 6, 4]
         kernels.routing_to_map(logits, indices, 4) => indices has shape [6, 3]
         """, route=topk_routing_with_score_function, aux=compute_routing_scores_for_aux_loss,
-        groups=functools.partial(topk_routing_with_score_function, logits, topk=2),
+        groups=functools.partial(topk_routing_with_score_function, logits, topk=2, num_groups=2),
         logits=logits, x=logits[None], indices=torch.zeros(6, 3).long())
 
 
@@ -906,15 +902,13 @@ def test_balance_errors():
         drop(logits, routing_map, 2, 1.0, "random") => drop_policy is 'random'
         drop(logits, routing_map[:5], 2, 1.0) => routing_probs has shape [6, 4]; needs [T = 5
         drop(logits[None], routing_map[None], 2, 1.0) => routing_map has shape [1, 6, 4]
-        required_bias_histogram(logits, bias, 4) => topk is 4 and num_bins 1000
-        required_bias_histogram(logits, bias, 0) => topk is 0 and num_bins 1000
-        required_bias_histogram(logits, bias, 2, 0) => topk is 2 and num_bins 0
-        required_bias_histogram(logits, bias[:3], 2) => expert_bias has shape [3]
-        required_bias_histogram(logits[None], bias, 2) => scores has shape [1, 6, 4]
+        required(logits, bias, 4); required(logits, bias, 0); required(logits, bias, 2, 0) => topk is
+        required(logits, bias[:3], 2) => expert_bias has shape [3]
+        required(logits[None], bias, 2) => scores has shape [1, 6, 4]
         quantile_expert_bias(logits, bias, 2) => expert_bias has shape [4]; needs [E = 6]
         quantile_expert_bias(bias, bias, 2) => histogram has shape [4]
         """, loss=switch_load_balancing_loss_func, drop=apply_router_token_dropping,
-        logits=logits, routing_map=routing_map, bias=logits[0])
+        required=required_bias_histogram, logits=logits, routing_map=routing_map, bias=logits[0])
 
 
 # ---- Permute ----
@@ -1583,6 +1577,20 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
         assert kernels._loops_in_torch(x, token_N, 4) == loops, (x.shape, tokens)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2, 3, 1), (0, 3, 1, 2), (0, 1, 3, 2)])
+def test_experts_weights_may_lie_in_any_order(order):
+    """Gate and up interleaved in memory, transposed weights: views are used where they lie."""
+    plan = plan_permutation(random_indices(7, 4, 2), 4)
+    there_and_back = torch.tensor(order).argsort().tolist()
+
+    def laid_out(x, probs, fc1, fc2, bias):
+        fc1 = fc1.permute(order).contiguous().permute(there_and_back)
+        return expert_mlp(x, probs, plan, fc1, fc2.mT.contiguous().mT, bias)
+    shapes = (7, 6), (7, 2), (4, 2, 5, 6), (4, 6, 5), (4, 2, 5)
+    agree(laid_out, lambda x, probs, *weights: expert_mlp(x, probs, plan, *weights),
+          tuple(leaf(*shape) for shape in shapes))
+
+
 def test_experts_index_named_twice_or_nowhere():
     """expert_mlp takes indices as they are, biases included; a layer merges repeats before. What is
     nowhere adds nothing and gives its prob no gradient."""
@@ -1644,8 +1652,7 @@ def test_config_errors():
         config(situ_beta=2.0); config(situ_linear_beta=2.0) => has no such constant
         situ(situ_beta=0.0); config(latent_size=4, latent_norm_eps=0.0) => needs a positive number
         situ(situ_linear_beta=-1.0) => a positive number, or None
-        config(activation_clamp_value=0.0) => a positive number, or None
-        config(capacity_factor=0.0) => capacity_factor = 0.0: needs a positive number, or None
+        config(activation_clamp_value=0.0); config(capacity_factor=0.0) => a positive number, or
         config(z_loss_coeff=-1.0); config(input_jitter_eps=-0.1) => 0 or more, or None
         config(output_init_std=-1.0) => 0 or more, or None
         config(load_balancing_type="auxloss") => none, aux_loss, seq_aux_loss, global_aux
@@ -1947,6 +1954,8 @@ def test_layer_aux_loss_reaches_the_router(backend):
     #28255). One graph for all scales: the value at the backward counts."""
     layer = MoELayer(small_config(
         load_balancing_type="aux_loss", aux_loss_coeff=0.3, z_loss_coeff=0.2))
+    coeffs = [layer.router.get_aux_loss_coeff(kind) for kind in LOSS_TYPES]
+    assert coeffs == [0.3, 0, 0] and layer.router.is_aux_loss_enabled()
     weights = [layer.router.weight]
     x = torch.randn(7, 2, 8)
     function = layer if backend is None else compiled(layer, backend)
@@ -2077,14 +2086,6 @@ def test_router_base_class_is_ready_to_use():
     assert mine(torch.randn(5, 3, 8))[1].sum() == 15
     with pytest.raises(TypeError):
         moe.Router(config)
-
-
-def test_router_coefficients():
-    router = TopKRouter(small_config(**LOSSES))
-    assert [router.get_aux_loss_coeff(kind) for kind in LOSS_TYPES] == [0.1, 0.2, 0.3]
-    assert router.is_aux_loss_enabled()
-    plain = TopKRouter(small_config(z_loss_coeff=0.1))
-    assert plain.get_aux_loss_coeff("aux_loss") == 0.0 and not plain.is_aux_loss_enabled()
 
 
 def test_router_errors():
