@@ -902,7 +902,8 @@ def test_balance_errors():
         drop(logits, routing_map, 2, 1.0, "random") => drop_policy is 'random'
         drop(logits, routing_map[:5], 2, 1.0) => routing_probs has shape [6, 4]; needs [T = 5
         drop(logits[None], routing_map[None], 2, 1.0) => routing_map has shape [1, 6, 4]
-        required(logits, bias, 4); required(logits, bias, 0); required(logits, bias, 2, 0) => topk is
+        required(logits, bias, 4); required(logits, bias, 0) => topk is
+        required(logits, bias, 2, 0) => topk is 2 and num_bins 0
         required(logits, bias[:3], 2) => expert_bias has shape [3]
         required(logits[None], bias, 2) => scores has shape [1, 6, 4]
         quantile_expert_bias(logits, bias, 2) => expert_bias has shape [4]; needs [E = 6]
