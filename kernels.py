@@ -22,9 +22,11 @@ Nothing here has state, a config, or a process group beyond an argument.
 `torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
 dynamic graph serves every T. Where a function is an exception, its docstring says so.
 """
+import contextlib
 import functools
 import math
 import re
+import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,6 +79,24 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
         return registered
 
     return register
+
+
+def once_differentiable(backward):
+    """Decorator for the backward of an autograd function: there is no second derivative.
+
+    A second derivative would take what the forward has kept for constants, and be wrong without
+    an error. So a backward with create_graph=True is a RuntimeError here. (torch's decorator of
+    this name lets some pass.) In compiled code torch itself raises one.
+    """
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"create_graph is True, and {backward.__qualname__} has no derivative: this "
+                f"project has first derivatives alone. Leave create_graph out")
+        return backward(ctx, *grads)
+
+    return checked
 
 
 @op(lambda value, grad: torch.empty_like(value))
@@ -160,10 +180,35 @@ def _as_map(routing_map):
 
 # ---- Gate: tokens -> logits ----
 
-# This is an op because the compiler would make the backward's upcast copies in the forward, and
-# keep them.
+_precision_lock = threading.Lock()                  # a backward has a thread for each device
+
+
+@contextlib.contextmanager
+def _exact_fp32():
+    """Products in fp32 are in fp32 here, also where torch.set_float32_matmul_precision or
+    torch.backends has replaced them by TF32 or bf16.
+
+    These settings are global, and a graph cannot change them. So this is for the bodies of ops.
+    """
+    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    with _precision_lock:
+        found = [setting.fp32_precision for setting in settings]
+        try:
+            for setting in settings:
+                setting.fp32_precision = "ieee"
+            yield
+        finally:
+            for setting, precision in zip(settings, found):
+                setting.fp32_precision = "none"     # it follows torch.backends.fp32_precision
+                if setting.fp32_precision != precision:
+                    setting.fp32_precision = precision
+
+
+# This is an op for _exact_fp32. And the compiler would make the backward's upcast copies in the
+# forward, and keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+@_exact_fp32()
 def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
 
@@ -183,19 +228,18 @@ class _Gating(torch.autograd.Function):
     def forward(ctx, dtype, tokens, weight, bias):
         ctx.save_for_backward(tokens, weight, bias)
         ctx.dtype = dtype
-        # No op is needed here: the backward starts from what is saved, not from these copies.
-        with without_autocast(tokens):
-            if _multiplies_into_fp32(tokens, weight, dtype):
-                tokens_TH = tokens.reshape(-1, tokens.shape[-1])
+        tokens_TH = tokens.reshape(-1, tokens.shape[-1])
+        if _multiplies_into_fp32(tokens, weight, dtype):
+            with without_autocast(tokens):
                 logits_TE = torch.mm(tokens_TH, weight.t(), out_dtype=dtype)
-                logits = logits_TE.view(*tokens.shape[:-1], weight.shape[0])
-            else:
-                logits = tokens.to(dtype) @ weight.to(dtype).t()
-            if bias is not None:
-                logits = logits + bias.to(dtype)
-            return logits
+        else:
+            logits_TE = _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
+        if bias is not None:
+            logits_TE = logits_TE + bias.to(dtype)
+        return logits_TE.view(*tokens.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         tokens, weight, bias = ctx.saved_tensors
         _, need_tokens, need_weight, need_bias = ctx.needs_input_grad
@@ -221,7 +265,7 @@ def router_gating_linear(
     """logits [.., E] = tokens [.., H] · weight [E, H]ᵀ + bias [E].
 
     The product is computed in router_dtype and returned in it, whatever the dtypes of the
-    operands and autocast say. Gradients have the dtypes of the operands. The operands are
+    operands, autocast and torch.set_float32_matmul_precision say. Gradients have the dtypes of the operands. The operands are
     kept for the backward as they are, without copies in router_dtype.
 
     >>> tokens, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4)
@@ -263,6 +307,7 @@ class _Adjoint(torch.autograd.Function):
         return function(x, *tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         tensors = ctx.saved_tensors      # read once: under a checkpoint a second read would fail
         # x, functions, *tensors
@@ -520,6 +565,7 @@ class _WeightedTokenSum(torch.autograd.Function):
         return _sum_tokens(weighted_E[:, None])[0]           # weighted_E.sum(), see _sum_tokens
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         # grad_scores[t, e] = grad · factors[e]; then factors
         return (grad * ctx.factors).expand(ctx.shape), None
@@ -586,6 +632,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 
 @op(lambda cost, tol, padding_mask:
      torch.empty_like(cost, memory_format=torch.contiguous_format))
+@_exact_fp32()
 def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     T, E = cost.shape
     tokens = max(T, 1)
@@ -959,7 +1006,9 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
     inverse = (expert_TK * capacity + slot_TK).masked_fill(expert_TK == E, E * capacity)
 
     counts = torch.full_like(plan.counts, capacity)
-    return Permutation(order, inverse, counts=counts, offsets=counts.cumsum(0).int())
+    # Not a cumsum of the counts: Inductor of torch 2.13 fails on that where C is symbolic.
+    offsets = (capacity * torch.arange(1, E + 1, device=device)).int()
+    return Permutation(order, inverse, counts=counts, offsets=offsets)
 
 
 # ---- Permute, [T, E] form: Megatron's functions ----
@@ -1320,6 +1369,7 @@ class _Activation(torch.autograd.Function):
         return _activate(y, weights, function)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
         y = kept.to(ctx.dtype)
@@ -1656,6 +1706,7 @@ class _GroupedMM(torch.autograd.Function):
         return _zero_unrouted(_product(_Rows(rows), weights, offsets), offsets)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         rows, weights, offsets = ctx.saved_tensors
         need_rows, need_weights, _ = ctx.needs_input_grad
@@ -1732,6 +1783,7 @@ class _ExpertMLP(torch.autograd.Function):
         return _sum_rows(out, inverse, offsets=_row_limit(offsets_read))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         kept, tokens, probs, fc1, fc2, order, inverse, offsets, offsets_read = ctx.saved_tensors
         need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias = ctx.needs_input_grad[1:6]
@@ -1854,6 +1906,7 @@ class _Linear(torch.autograd.Function):
         return normed @ weight.t()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         rows, weight, norm = ctx.saved_tensors
         _, need_rows, need_weight, need_norm = ctx.needs_input_grad

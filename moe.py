@@ -479,6 +479,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         return activation.view_as(activation)
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, grad):
         # activation, loss, scale
         return grad, kernels.value_in_backward(ctx.scale, grad).to(ctx.dtype), None
@@ -781,6 +782,7 @@ class _RandomLogits(torch.autograd.Function):
         return torch.randn_like(logits)
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, grad):
         return grad
 
@@ -1557,6 +1559,7 @@ class _ToSideStream(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, grad_main, *grads):
         # In a graph what needs no gradient gets zeros.
         _, _, *need = ctx.needs_input_grad
@@ -1589,6 +1592,7 @@ class _BackwardStreamWait(torch.autograd.Function):
         return input.view_as(input)
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, grad):
         ctx.stream.wait_stream(_current_stream(grad.device))
         # input, stream
@@ -1610,6 +1614,7 @@ class _FromSideStream(torch.autograd.Function):
         return _join_stream(output, [])
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, grad):
         ctx.saved_tensors
         return _fork_stream(grad)

@@ -138,6 +138,7 @@ class _Start(torch.autograd.Function):
         return exchange(rows, **splits), shadow
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, _, grad_in_flight):
         # rows, splits
         return wait(grad_in_flight), None
@@ -150,6 +151,7 @@ class _Finish(torch.autograd.Function):
         return wait(buffer)
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, grad):
         splits = ctx.splits
         in_flight = exchange(
@@ -315,6 +317,7 @@ class _CrossTP(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
+    @kernels.once_differentiable
     def backward(ctx, grad):
         # x, functions, args
         return ctx.back(grad, *ctx.args), None, None
