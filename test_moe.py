@@ -2,7 +2,7 @@
 
     python -m pytest test_moe.py                in minutes
     python -m pytest test_moe.py -k test_route_ one section: its word begins its tests' names
-    SLOW=1 python -m pytest test_moe.py         also what is slow by nature
+    SLOW=1 python -m pytest test_moe.py         also what is slow by nature; SLOW=only: nothing else
     DEVICE=cuda python -m pytest test_moe.py    on that device, see card/README.md
 
 The words: route, balance, permute, activation, experts, config, layer, router, groups, shared,
@@ -105,8 +105,10 @@ def on_device(request):
 
 
 @pytest.fixture(autouse=True)
-def fresh_start():
+def fresh_start(request):
     """Every test draws from one seed, and leaves no compiled code, dtype or loss scale behind."""
+    if os.environ.get("SLOW") == "only" and slow.mark not in request.node.iter_markers():
+        pytest.skip("quick: runs without SLOW")
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
@@ -3144,12 +3146,12 @@ def test_parallel_layer_through_inductor(rank, ranks, name):
     config = exact_config(
         sequence_parallel=True, init_std=0.5, **INDUCTOR_OVER_RANKS[name])
     layer = MoELayer(config, ProcessGroups.from_mesh(mesh_of(**{name if name == "tp" else "ep": 2})))
-    function = compiled(layer, "inductor")
+    function = compiled(layer, "inductor", dynamic=True)
     even = name in ("padded", "tp")                          # these need one T on all ranks
-    for Ts in ([20, 20], [32, 32], [46, 46]) if even else ([20, 27], [33, 18], [46, 50]):
+    for Ts in ([20, 20], [32, 32], [46, 46]) if even else ([20, 27], [33, 24], [46, 50]):
         with about(name, Ts):
             agree(function, layer, leaf(Ts[rank], 6))
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def overlapped_layer(options=(), **sizes: int) -> MoELayer:
@@ -3448,7 +3450,7 @@ def no_cpp_compiler(monkeypatch):
 @pytest.mark.parametrize("count, fields", [
     (19, dict(latent_size=256, latent_norm=True)),
     pytest.param(13, dict(), marks=slow),
-    pytest.param(15, dict(params_dtype=torch.bfloat16), marks=slow),
+    pytest.param(13, dict(params_dtype=torch.bfloat16), marks=slow),
     pytest.param(13, dict(latent_size=256), marks=slow)])
 def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
     """Kernels that Inductor generates for forward and backward; the rest are products, top-k and

@@ -4,7 +4,6 @@
 // it is the Python module card_device: memory, streams, ops, collectives, and what is counted.
 #ifdef PRELOADED
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/Allocator.h>
 
 // at::accelerator::getAccelerator(bool) -> std::optional<DeviceType>: there is one, CUDA (1).
 extern "C" unsigned short _ZN2at11accelerator14getAcceleratorEb(bool) { return 0x0101; }
@@ -44,8 +43,6 @@ const CUDAHooksInterface& getCUDAHooks() {
 #include <torch/library.h>
 
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 
 namespace {
 using namespace c10;
@@ -54,10 +51,8 @@ const Device host(DeviceType::CPU);
 
 // ---- What is counted ----
 
-std::atomic<long> syncs{0};
+std::atomic<long> syncs{0}, allocated{0}, peak{0};
 std::atomic<long> launches{0};  // of ops; the kernels that Inductor generates are not in it
-std::atomic<long> allocated{0};
-std::atomic<long> peak{0};
 bool warn_of_syncs = false;
 
 void count_sync(const char* what) {
@@ -78,7 +73,7 @@ struct HostAllocator final : Allocator {
     return {memory, memory, &raw_free, card};
   }
   static void raw_free(void* memory) {
-    if (memory) allocated -= malloc_usable_size(memory);
+    allocated -= malloc_usable_size(memory);
     std::free(memory);
   }
   DeleterFnPtr raw_deleter() const override { return &raw_free; }
@@ -96,30 +91,22 @@ std::atomic<StreamId> next_stream{8};
 
 Stream stream(StreamId id) { return Stream(Stream::UNSAFE, card, id); }
 
-struct Guard final : impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return DeviceType::CUDA; }
+struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Device exchangeDevice(Device) const override { return card; }
   Device getDevice() const override { return card; }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const override { return stream(current); }
+  Stream getStream(Device) const noexcept override { return stream(current); }
   Stream getDefaultStream(Device) const override { return stream(0); }
   Stream getStreamFromGlobalPool(Device, bool) const override { return stream(next_stream++); }
   Stream getNewStream(Device, int) const override { return stream(next_stream++); }
-  Stream exchangeStream(Stream next) const override {
-    const auto old = current;
-    current = next.id();
-    return stream(old);
+  Stream exchangeStream(Stream next) const noexcept override {
+    return stream(std::exchange(current, next.id()));
   }
   DeviceIndex deviceCount() const noexcept override { return 1; }
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
   void synchronizeDevice(const DeviceIndex) const override {}
+  void synchronizeEvent(void*) const override {}
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
 };
 impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard());
@@ -237,12 +224,6 @@ at::Tensor nonzero(const at::Tensor& self) {
   count_sync("nonzero");
   return on(at::nonzero(on_host(self)), card);
 }
-at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low,
-                 const at::Scalar& high) {
-  ++launches;  // A card counts integers. A CPU refuses them.
-  const auto counts = at::histc(on_host(self).to(at::kFloat), bins, low, high);
-  return on(counts.to(self.scalar_type()), card);
-}
 void record_stream(at::Tensor&, Stream) {}
 at::Tensor& set_storage(at::Tensor& self, Storage source, int64_t offset, IntArrayRef size,
                         IntArrayRef stride) {
@@ -320,7 +301,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", copy_);
   m.impl("_local_scalar_dense", item);
   m.impl("nonzero", nonzero);
-  m.impl("histc", histc);
   m.impl("record_stream", record_stream);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);

@@ -25,14 +25,7 @@ import types
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent / "device.cpp"
-# major number of the compute capability -> name, multiprocessors
-CARDS = {
-    8: ("NVIDIA A100-SXM4-80GB", 108),
-    9: ("NVIDIA H100 80GB HBM3", 132),
-    10: ("NVIDIA B200", 148),
-    12: ("NVIDIA GeForce RTX 5090", 170),
-}
-MOST_ELEMENTS = 1 << 20         # of a block: the interpreter is slow for each program, not each element
+MOST_ELEMENTS = 1 << 20         # of a block: few programs, since each is slow
 
 
 # ---- Start: this Python again, with what torch has to find when it is imported ----
@@ -50,7 +43,7 @@ def torch_folder() -> Path:
         sys.exit(f"the emulated card needs a torch without CUDA, and this one is {found}. "
                  f"Use a virtual environment: {install}")
     if importlib.util.find_spec("triton") is None:
-        sys.exit(f"the emulated card needs Triton for its interpreter, and there is none: {install}")
+        sys.exit(f"the emulated card needs Triton, whose interpreter runs its kernels: {install}")
     return folder
 
 
@@ -102,14 +95,12 @@ def install() -> None:
     loader.exec_module(device)
     sys.modules["card_device"] = device
     capability = tuple(map(int, os.environ["CARD_CAPABILITY"].split(",")))
-    name, multiprocessors = CARDS.get(capability[0], CARDS[9])
     properties = types.SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=80 << 30,
-        multi_processor_count=multiprocessors, regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
+        name="emulated card", major=capability[0], minor=capability[1], total_memory=80 << 30,
+        multi_processor_count=108, regs_per_multiprocessor=65536, warp_size=32,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024,
         shared_memory_per_block=49152, shared_memory_per_block_optin=166912,
-        shared_memory_per_multiprocessor=167936, L2_cache_size=50 << 20, is_integrated=0,
-        is_multi_gpu_board=0, gcnArchName="", uuid="emulated")
+        shared_memory_per_multiprocessor=167936, L2_cache_size=40 << 20, gcnArchName="")
     install_cuda(torch, device, properties)
     install_storage(torch, device)
     install_interpreter(torch, device)
@@ -154,12 +145,9 @@ def install_storage(torch, device):
     def moved(storage, *, device, non_blocking=False):
         return whole(storage).to(device).untyped_storage()
 
-    def resize_on_cpu(storage, size, resize=torch.UntypedStorage.resize_):
-        return resize(storage, size)
-
-    def resize(storage, size):
-        if storage.device.type != "cuda":
-            return resize_on_cpu(storage, size)
+    def resize(storage, size, on_cpu=torch.UntypedStorage.resize_):
+        if storage.device.type == "cpu":
+            return on_cpu(storage, size)
         device.resize_storage(whole(storage), size)
         return storage
 
@@ -193,7 +181,6 @@ def install_interpreter(torch, device):
     from torch._inductor.runtime import triton_helpers
     folder = Path(tempfile.mkdtemp(prefix="card-kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sys.modules["card_heuristics"] = Heuristics("card_heuristics")
     AsyncCompile.triton = lambda self, name, source, device_str="cuda": Kernel(
         name, source, folder=folder, on_host=device.on_host)
     torch._inductor.config.shape_padding = False             # it would time products
@@ -203,15 +190,12 @@ def install_interpreter(torch, device):
     round_conversions(torch)
 
 
-class Heuristics(types.ModuleType):
+class Heuristics:
     """Takes the place of Inductor's triton_heuristics in the source of a kernel: its decorators
     keep what they are told.
     """
 
     def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-
         def heuristic(*args, **told):
             def decorate(function):
                 function.told = told
@@ -240,11 +224,11 @@ class Kernel:
     def __init__(self, name, source, folder, on_host):
         self.on_host = on_host
         source = source.replace(
-            "import triton_helpers, triton_heuristics",
-            "import triton_helpers\nimport card_heuristics as triton_heuristics")
+            "import triton_helpers, triton_heuristics", "import triton_helpers")
         # Triton reads the source of a function from its file.
         module = types.ModuleType(f"{name}_{abs(hash(source)):x}")
         module.__file__ = str(folder / f"{module.__name__}.py")
+        module.triton_heuristics = Heuristics()
         Path(module.__file__).write_text(source)
         sys.modules[module.__name__] = module
         exec(compile(source, module.__file__, "exec"), vars(module))
@@ -338,7 +322,8 @@ def round_conversions(torch):
 def main():
     parser = argparse.ArgumentParser(usage="emulate.py [--capability 8,0] (-m module | script) ..")
     parser.add_argument("--capability", default="9,0", help="9,0 is an H100, 8,0 an A100")
-    parser.add_argument("-m", dest="module", action="store_true", help="a module, as python -m")
+    parser.add_argument("-m", dest="run", action="store_const", const=runpy.run_module,
+                        default=runpy.run_path, help="run a module, as python -m does")
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -346,10 +331,7 @@ def main():
     install()
     sys.path[0] = os.getcwd()
     sys.argv = [options.program, *options.arguments]
-    if options.module:
-        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(options.program, run_name="__main__")
+    options.run(options.program, run_name="__main__")
 
 
 if __name__ == "__main__":
