@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import doctest
 import functools
+import importlib
 import inspect
 import itertools
 import json
@@ -58,6 +59,29 @@ def run(*args, cwd=HERE) -> subprocess.CompletedProcess:
 
 
 # ---- Sources ----
+
+def test_sources_emulated_card_says_what_it_needs(monkeypatch, tmp_path):
+    """A torch without CUDA, Triton, g++: one sentence each, before anything is started."""
+    emulate = importlib.import_module("card.emulate")
+    found = {"torch": types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))}
+    monkeypatch.setattr(emulate.importlib.util, "find_spec", found.get)
+    monkeypatch.setattr(emulate.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(emulate.shutil, "which", lambda name: None)
+
+    def refusal(version: str) -> str:
+        (tmp_path / "version.py").write_text(version)
+        with pytest.raises(SystemExit) as stopped:
+            emulate.build("preloaded")
+        return str(stopped.value)
+    assert "without CUDA, and this one is 2.15.0+cu132" in refusal(
+        "__version__ = '2.15.0+cu132'\ncuda: Optional[str] = '13.2'\nhip: Optional[str] = None")
+    cpu = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None"
+    assert "needs Triton" in refusal(cpu)
+    found["triton"] = True
+    assert "needs g++" in refusal(cpu)
+    found.clear()
+    assert "needs a torch without CUDA" in refusal(cpu)
+
 
 def test_sources_copied_elsewhere(tmp_path):
     """The three files work in a folder and in a package. One process imports both copies: their
