@@ -137,14 +137,14 @@ kernels.grouped_mm: rows weights offsets
 kernels.expert_mlp: tokens probs plan fc1 fc2 fc1_bias fc2_bias kind=swiglu fp8_input_store
     constants
 kernels.linear: rows weight norm eps=1e-05
-moe.replay_routing: model indices missing=unrouted
+moe.replay_routing: model indices
 moe.load_balancing_metrics: model reduce
 moe.overlap_state_check: required_state next_state
 moe.set_tensor_grad_fn_sequence_sr: tensor value
 moe.ProcessGroups: tp ep tp_cp dp_cp tp_dp_cp expt_dp
 moe.TopKRouter: config pg_collection
-moe.TopKRouter.forward: input padding_mask topk_indices dense_output
-moe.TopKRouter.route: input padding_mask topk_indices
+moe.TopKRouter.forward: input padding_mask topk_indices dense_output cu_seqlens
+moe.TopKRouter.route: input padding_mask topk_indices cu_seqlens
 moe.TopKRouter.routing: logits padding_mask
 moe.TopKRouter.choose: logits padding_mask topk_indices
 moe.TopKRouter.apply_z_loss: logits padding_mask
@@ -153,7 +153,7 @@ moe.TopKRouter.attach_and_log_load_balancing_loss: activation aux_loss_coeff aux
 moe.SharedExpertMLP: config gate pg_collection
 moe.SharedExpertMLP.pre_forward_comm: input wait_current_stream=True
 moe.MoELayer: config pg_collection
-moe.MoELayer.forward: hidden_states padding_mask topk_indices
+moe.MoELayer.forward: hidden_states padding_mask topk_indices cu_seqlens
 moe.MoELayer.dispatch: x probs indices plan
 """
 
