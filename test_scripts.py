@@ -245,16 +245,20 @@ def at_step(n: int, action):
     return get_batch
 
 
-def test_train_resumes_bit_for_bit(tmp_path, tiny, interrupts, monkeypatch, capsys):
+@pytest.mark.parametrize("optimizer, moment", [
+    ("adamw", "head.weight.exp_avg_sq"), ("muon", "blocks.0.ffn.experts.fc1.momentum")])
+def test_train_resumes_bit_for_bit(
+        tmp_path, tiny, interrupts, monkeypatch, capsys, optimizer, moment):
     """One run is stopped by an exception in step 4, with a checkpoint of step 3. Another one is
     stopped by Ctrl-C in step 4. Resumed, each ends with the weights, the optimizer state and the
     losses of a run that was never stopped."""
     whole = tmp_path / "whole"
+    tiny += ["--optimizer", optimizer]
     train.main([*tiny, "--out", str(whole)])
     want = saved_tensors(whole)
     assert {
         "head.weight",
-        "optimizer.head.weight.exp_avg_sq",
+        f"optimizer.{moment}",
         "blocks.0.ffn.router.expert_bias",
     } <= want.keys()
     assert list(read_log(whole, "loss")) == [1, 2, 3, 4, 5, 6]
@@ -419,6 +423,97 @@ def test_train_balances_each_sequence():
             for sequence in logits.unbind(0)]
     got = load_balancing_metrics(block)["seq_load_balancing_loss"]
     close(got, torch.stack(each).mean()[None], 1e-5)
+
+
+def muon_loop(w: Tensor, slopes: list, lr: float) -> Tensor:
+    """Oracle: steps of Muon on one matrix [out, in], each on the singular values by themselves."""
+    momentum = torch.zeros_like(w)
+    for slope in slopes:
+        momentum = 0.95 * momentum + 0.05 * slope
+        U, s, V = torch.linalg.svd(0.95 * momentum + 0.05 * slope, full_matrices=False)
+        s = s / s.square().sum().sqrt()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5
+        w = w - lr * 0.1 * w - lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * (U * s) @ V
+    return w
+
+
+def small_byte_model(groups=None, **changes):
+    words = ("--layers 1 --hidden 16 --experts 4 --shared 24 --context 8 --optimizer muon "
+             "--dtype float32 --no-compile")
+    args = train.parse_args(words.split())
+    vars(args).update(changes)
+    torch.manual_seed(0)
+    return train.ByteModel(args, groups)
+
+
+def random_slopes(model) -> dict:
+    torch.manual_seed(1)
+    return {name: [torch.randn(p.shape) for _ in range(3)] for name, p in model.named_parameters()}
+
+
+def step_along(model, slopes: dict, part=lambda name, p, slope: slope) -> dict:
+    """The weights after steps along given gradients."""
+    optimizer = train.make_optimizer(model, lr=0.1)
+    for i in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"]
+        for name, p in model.named_parameters():
+            p.grad = part(name, p, slopes[name][i])
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_train_muon_is_a_loop_over_matrices():
+    """pytorch #190597: torch.optim.Muon refuses expert weights. Here every expert's gate, up and
+    down projection is a matrix. What is no matrix of a block has AdamW's step to the bit."""
+    model = small_byte_model()
+    slopes = random_slopes(model)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with_adamw = step_along(small_byte_model(optimizer="adamw"), slopes)
+    got = step_along(model, slopes)
+    others = []
+    for name, w in start.items():
+        if "block" not in name or w.ndim == 1 or "router" in name:
+            same(got[name], with_adamw[name])
+            others.append(name)
+            continue
+        matrices = list(w.reshape(-1, *w.shape[-2:]))
+        each = [list(slope.reshape(-1, *w.shape[-2:])) for slope in slopes[name]]
+        steps = [list(slope) for slope in zip(*each)]
+        want = [muon_loop(m.double(), [s.double() for s in slope], lr=0.2)
+                for m, slope in zip(matrices, steps)]
+        close(got[name], torch.stack(want).view_as(w), 1e-4)
+        for m, slope, ours in zip(matrices, steps, got[name].reshape(-1, *w.shape[-2:])):
+            theirs = torch.nn.Parameter(m.clone())
+            muon = torch.optim.Muon([theirs], lr=0.2, weight_decay=0.1)      # its products are bf16
+            for theirs.grad in slope:
+                muon.step()
+            assert (ours - theirs).norm() < 0.03 * (m - theirs).norm(), name
+    assert others == [
+        "embedding.weight", "blocks.0.attention_norm.weight", "blocks.0.ffn_norm.weight",
+        "blocks.0.ffn.router.weight", "norm.weight", "head.weight"]
+
+
+@over_ranks(2)
+def test_train_muon_over_two_ranks(rank, ranks):
+    """Each rank steps its own experts. FSDP cuts the other matrices, but not their steps."""
+    whole = small_byte_model()
+    slopes = random_slopes(whole)
+    want = step_along(whole, slopes)
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+
+    def part(name, p, slope):
+        slope = own_part(name.rpartition("ffn.")[2], slope, groups)
+        if isinstance(p, torch.distributed.tensor.DTensor):
+            return torch.distributed.tensor.distribute_tensor(slope, p.device_mesh, p.placements)
+        return slope
+    for fsdp in (False, True):
+        model = small_byte_model(groups, rank=rank, world=ranks, ep=ranks)
+        if fsdp:
+            train.shard(model)
+        for name, p in step_along(model, slopes, part).items():
+            close(full(p), own_part(name.rpartition("ffn.")[2], want[name], groups), 1e-4)
 
 
 def test_train_shields_the_compiler_from_ctrl_c():

@@ -67,7 +67,7 @@ OPTIONS = """
 --context     256     bytes a sequence
 --lr          1e-2    of the embedding, at the peak of the schedule; make_optimizer says what the
                       matrices get
---optimizer   "adamw" of all weights; or muon, for the matrices of attention and experts alone
+--optimizer   "adamw" or muon, for the matrices of attention and feed-forward; AdamW for the rest
 --seed        0       of the weights and of the order of the data, not of what is held out
 --layers      4       blocks of attention and feed-forward
 --hidden      128     H, width of the model
@@ -300,33 +300,32 @@ def make_optimizer(model, lr):
     """Adam's steps are as long for a weight with one active input as for one with 512, so their
     effect on the output grows with the fan-in. Hence lr for the embedding, whose rows are looked
     up, 0.4 lr for the head, and lr · 20 / fan-in for matrices (arXiv 2203.03466). Then one --lr
-    suits the wide dense FFN and the narrow experts."""
+    suits the wide dense FFN and the narrow experts. Muon's steps have the same effect at any
+    fan-in: 2 lr."""
     scales = {"embedding.weight": 1.0, "head.weight": 0.4}
     groups = []
     for name, p in model.named_parameters():
-        scale, decay, more = 0.15, 0.0, {}
+        scale, decay, muon = 0.15, 0.0, None
         if p.ndim > 1:
             scale, decay = scales.get(name, 20 / p.shape[-1]), 0.1
-        inside = name.startswith("blocks.") and not name.endswith("router.weight")
-        if model.args.optimizer == "muon" and p.ndim > 1 and inside:
-            scale = 2.0
-            more = dict(muon=getattr(torch, model.args.dtype))
-        groups.append(dict(params=[p], peak_lr=scale * lr, weight_decay=decay, **more))
+            inside = name.startswith("blocks.") and not name.endswith("router.weight")
+            if inside and model.args.optimizer == "muon":
+                scale, muon = 2.0, getattr(torch, model.args.dtype)
+        groups.append(dict(params=[p], peak_lr=scale * lr, weight_decay=decay, muon=muon))
     return MuonOrAdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 class MuonOrAdamW(torch.optim.AdamW):
-    """AdamW, and for groups with `muon` the steps of torch.optim.Muon, of all matrices
-    [.., out, in] at once: one expert's gate, up or down projection is one. Under ep each process
-    takes its own experts. `muon` is the dtype of the products."""
+    """AdamW; in groups with `muon`, the dtype of its products, the steps of torch.optim.Muon, for
+    all matrices [.., out, in] of a weight at once. Each process takes its own experts."""
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            if "muon" in group:
-                for p in group["params"]:
-                    self.muon_step(p, **group)
-                    p.grad = None                        # AdamW leaves it out
+            if group["muon"]:
+                [p] = group["params"]
+                self.muon_step(p, **group)
+                p.grad = None                            # AdamW leaves it out
         super().step()
 
     def muon_step(self, p, lr, weight_decay, muon, **_):
@@ -334,23 +333,23 @@ class MuonOrAdamW(torch.optim.AdamW):
             self.state[p]["momentum"] = torch.zeros_like(p)
         momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
         x = p.grad.lerp(momentum, 0.95)                  # Nesterov's
-        if isinstance(p, DTensor):                       # of FSDP, which cuts matrices
-            x = orthogonal(x.full_tensor().to(muon)).to(p.dtype)
+        whole = x.full_tensor() if isinstance(x, DTensor) else x
+        x = orthogonal(whole.to(muon)).to(p.dtype)
+        if isinstance(p, DTensor):
             x = distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
-        else:
-            x = orthogonal(x.to(muon)).to(p.dtype)
         p.mul_(1 - lr * weight_decay).sub_(x, alpha=lr * max(1, p.shape[-2] / p.shape[-1]) ** 0.5)
 
 
 def orthogonal(x):
-    """Each matrix of x [.., out, in] with singular values near 1, by five rounds of Newton-Schulz
-    (arXiv 2502.16982): the odd polynomial takes a value s in (0, 1] towards 1."""
-    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
-    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    """The matrices [.., out, in] with all singular values near 1: five rounds of Newton-Schulz
+    (arXiv 2502.16982), a polynomial that takes every value in (0, 1] there."""
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     for _ in range(5):
-        square = wide @ wide.mT
-        wide = 3.4445 * wide + (2.0315 * square @ square - 4.7750 * square) @ wide
-    return wide if x.shape[-2] <= x.shape[-1] else wide.mT
+        square = x @ x.mT
+        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
+    return x.mT if tall else x
 
 
 def schedule(step, steps):
@@ -450,8 +449,8 @@ def train(args, groups, data, interrupts):
     optimizer = make_optimizer(model, args.lr)
     # All that the numbers depend on. A checkpoint goes on with the same; only steps may grow.
     settings = dict(data=data.checksum)
-    for name in ("steps batch context lr optimizer seed layers hidden experts topk ffn shared overlap "
-                 "balance no_compile device dtype").split():
+    for name in ("steps batch context lr optimizer seed layers hidden experts topk ffn shared "
+                 "overlap balance no_compile device dtype").split():
         settings[name] = getattr(args, name)
     first = 1
     path = args.resume
