@@ -1947,8 +1947,10 @@ def test_layer_jitter_reaches_the_router_alone():
 @pytest.mark.parametrize("way", slow_but(["plain"], ["plain", "compiled"]))
 def test_layer_router_stays_fp32(way):
     """In a bf16 model and under autocast, also compiled (megablocks #91, prime-rl #2952)."""
-    for dtype in (torch.bfloat16, torch.float32):
+    bf16 = torch.bfloat16
+    for dtype, weight_dtype in ((bf16, bf16), (bf16, torch.float32), (torch.float32,) * 2):
         layer = MoELayer(small_config(params_dtype=dtype, init_std=0.3))
+        layer.router.to(weight_dtype)
         function = WAYS[way](layer)
         x = torch.randn(50, 8).to(dtype).requires_grad_()
         want = layer(x)

@@ -40,13 +40,13 @@ import parallel
 import train
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
-    finish_step, load_balancing_metrics, reduce_gradients, set_aux_loss_scale,
-    update_expert_bias)
+    finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
+    set_aux_loss_scale, update_expert_bias)
 from test_moe import (
-    BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, about, agree, best, close, compiled,
-    counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of, outcome,
-    over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but, small_config,
-    switch_loss_loop)
+    BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, TwoLayers, about, agree, best, close,
+    compiled, counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of,
+    outcome, over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but,
+    small_config, switch_loss_loop)
 
 HERE = Path(__file__).resolve().parent
 
@@ -797,6 +797,44 @@ def test_docs_dispatcher(rank, ranks, backend):
             got, want, rtol=1e-9, atol=1e-9, msg=lambda text: f"{options}: {text}")
 
 
+def test_docs_engine_record():
+    """Two sequences in a pack; a dense layer; rows of -1 and of zeros, and none for a last token."""
+    names = {}
+    exec(example("engine"), names)
+    model = TwoLayers(**BIASED)
+    lengths = 5, 7
+    x = torch.randn(12, 8)
+    with record_routing(model) as record:
+        want = model(x)
+    first, second = [list(own.split(lengths)) for own in record.indices]
+    records = []
+    for i, T in enumerate(lengths):
+        layers = [first[i], torch.zeros(T, 2), second[i]]
+        records.append(torch.stack(layers, dim=1)[:-1].short())        # [T - 1, layers, K]
+    records[0][2, 0] = 0
+    records[1][1, 2, 1] = -1
+    indices = names["from_engine"]([records[0], records[1].numpy()], lengths, moe_layers=[0, 2])
+
+    for own, got, lost in zip(record.indices, indices, ([2, 4, 11], [4, 6, 11])):
+        for t in range(12):
+            if t in lost:
+                assert -1 in got[t], t
+            else:
+                same(got[t], own[t])
+    with replay_routing(model, indices):
+        same(model(x), want)
+    same(names["agreement"](model, indices, x), torch.ones(2))
+
+    shifted = indices.flip(0)
+    shares = []
+    for own, others in zip(record.indices, shifted.tolist()):
+        known = [t for t in range(12) if -1 not in others[t]]
+        both = [e for t in known for e in others[t] if e in own[t].tolist()]
+        shares.append(len(both) / len(known) / 2)
+    close(names["agreement"](model, shifted, x), torch.tensor(shares), 1e-6)
+    assert max(shares) < 0.7
+
+
 def test_docs_loop():
     """Four microbatches of two and one batch of eight give the same model; what is not decayed."""
     routers = []
@@ -1526,6 +1564,18 @@ class LoRA(torch.nn.Module):
 
     def forward(self, weight):
         return weight + self.B @ self.A
+
+
+def test_trainer_lora_costs_a_weight():
+    """docs/ranks.md: W + B · A of all experts is formed, and kept for the backward."""
+    from torch.nn.utils.parametrize import register_parametrization
+    layer = MoELayer(exact_config(num_experts=8))
+    x = leaf(3, 6)
+    kept = [saved_bytes(lambda: layer(x), layer.parameters())]
+    weight = layer.experts.fc1
+    register_parametrization(layer.experts, "fc1", LoRA(*weight.shape))
+    kept.append(saved_bytes(lambda: layer(x), layer.parameters()))
+    assert kept[1] - kept[0] == weight.nbytes
 
 
 @over_ranks(2)
