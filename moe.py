@@ -359,33 +359,35 @@ class MoELayer(ParallelModule):
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None,
-        topk_indices: Tensor | None = None,
+        topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """hidden_states [S, B, H] or [T, H]. padding_mask [S, B] or [T] bool: a token with
         True gets no routed expert. topk_indices [T, K] or [S, B, K] replaces the router's
-        choice: see TopKRouter.forward.
+        choice. cu_seqlens [n + 1] are the bounds of packed sequences. See TopKRouter.forward.
         """
-        return self.forward_with_probs(hidden_states, padding_mask, topk_indices)[0]
+        return self.forward_with_probs(
+            hidden_states, padding_mask, topk_indices, cu_seqlens=cu_seqlens)[0]
 
     def forward_with_probs(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None,
-        topk_indices: Tensor | None = None,
+        topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(forward's result, the router's probs [T, K])."""
         try:
-            return self._forward(hidden_states, padding_mask, topk_indices)
+            return self._forward(hidden_states, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
         except BaseException:
             if self.config.shared_expert_overlap:
                 self.shared_experts.reset_overlap()
             raise
 
-    def _forward(self, hidden_states, padding_mask, topk_indices):
+    def _forward(self, hidden_states, padding_mask, topk_indices, cu_seqlens):
         shared = self.shared_experts
         overlap = self.config.shared_expert_overlap
         if overlap:
             hidden_states = shared.pre_forward_comm(hidden_states)
         x_TH = hidden_states.flatten(0, -2)
-        probs_TK, indices_TK = self.router.route(hidden_states, padding_mask, topk_indices)
+        probs_TK, indices_TK = self.router.route(
+            hidden_states, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
         plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
 
         if self.latent_down is not None:
@@ -687,7 +689,7 @@ class Router(ParallelModule, ABC):
         name = "topk_indices"
         K = self.config.topk
         if self._replayed is not None:
-            name, topk_indices, _ = self._replayed
+            name, topk_indices = self._replayed
             if topk_indices is None:
                 raise ValueError(f"{name} is None: this router had not run in record_routing; "
                                  f"needs a tensor [T, {K}] of an integer dtype")
@@ -774,6 +776,18 @@ def _check_indices(name, indices, axes, K):
     return indices.flatten(0, -2).long()
 
 
+def _check_bounds(cu_seqlens, axes):
+    if cu_seqlens is None:
+        return
+    integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or not integer:
+        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}; "
+                         f"needs [n + 1] torch.int32 or torch.int64, the bounds of n sequences")
+    if len(axes) == 2 and 1 not in axes:
+        raise ValueError(f"cu_seqlens is for packed sequences, and input has {list(axes)} tokens; "
+                         f"needs [T], or one axis of length 1")
+
+
 class _RandomLogits(torch.autograd.Function):
     """Random values, with the gradient of the logits."""
 
@@ -812,6 +826,7 @@ class TopKRouter(Router):
     def forward(
         self, input: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, dense_output: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """input [S, B, H], with batch_first [B, S, H], or [T, H] -> (probs [T, E] in
         router_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
@@ -823,6 +838,12 @@ class TopKRouter(Router):
         that it names more than once for a token counts once: see
         kernels.topk_routing_with_score_function. The range is not checked: checking would
         sync the device.
+
+        cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: sequence i of a pack has
+        the tokens from cu_seqlens[i] to before cu_seqlens[i + 1]. The input is [T, H], or one
+        of its two token axes has length 1. Only seq_aux_loss uses it: it is then the mean
+        over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
+        own part, for the same n sequences. The values are not checked either.
         """
         H = self.config.hidden_size
         if input.ndim not in (2, 3) or input.shape[-1] != H:
@@ -830,18 +851,19 @@ class TopKRouter(Router):
             raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or "
                              f"[T, {H}]")
         _check_mask(padding_mask, input.shape[:-1])
+        _check_bounds(cu_seqlens, input.shape[:-1])
         topk_indices = self._given_indices(topk_indices, input.shape[:-1])
         self.counts.follow(self.weight.device)
         logits = self.gating(self.apply_input_jitter(input))
-        chosen = self._route_logits(logits, padding_mask, topk_indices)
+        chosen = self._route_logits(logits, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
         return chosen if dense_output else self._to_map(*chosen)
 
     def route(
         self, input: Tensor, padding_mask: Tensor | None = None,
-        topk_indices: Tensor | None = None,
+        topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """forward in the [T, K] form that the layer runs on: (probs [T, K], indices [T, K])."""
-        return self(input, padding_mask, topk_indices, dense_output=True)
+        return self(input, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
@@ -859,7 +881,7 @@ class TopKRouter(Router):
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
-    def _route_logits(self, logits, padding_mask=None, topk_indices=None):
+    def _route_logits(self, logits, padding_mask=None, topk_indices=None, cu_seqlens=None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
         E = self.config.num_experts
         self._maintain_float32_expert_bias()
@@ -870,7 +892,7 @@ class TopKRouter(Router):
         padding_T = None if padding_mask is None else padding_mask.flatten()
 
         if topk_indices is not None and self._replayed is not None:
-            topk_indices = self._fill_missing(topk_indices, logits_TE, padding_T)
+            topk_indices = self._fill_unknown(topk_indices, logits_TE, padding_T)
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
             probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
@@ -887,7 +909,7 @@ class TopKRouter(Router):
 
         if self._in_training_forward():
             if self.is_aux_loss_enabled():
-                probs_TK = self._apply_losses(probs_TK, logits, padding_T)
+                probs_TK = self._apply_losses(probs_TK, logits, padding_T, cu_seqlens=cu_seqlens)
             self.counts.count(kernels.count_experts(chosen_TK, E))
             self._update_histogram(logits_TE.detach(), padding_T)
         return probs_TK, indices_TK
@@ -940,15 +962,11 @@ class TopKRouter(Router):
         probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
         return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
 
-    def _fill_missing(self, indices_TK, logits_TE, padding_T):
-        """Replayed indices without -1: see replay_routing."""
-        missing_TK = indices_TK < 0
-        _, _, missing = self._replayed
-        if missing == "unrouted":
-            return indices_TK.masked_fill(missing_TK, self.config.num_experts)
+    def _fill_unknown(self, indices_TK, logits_TE, padding_T):
+        """Replayed indices, with the router's own choice for the tokens that have a -1."""
         with torch.no_grad():
-            _, live_TK = self.choose(logits_TE, padding_T)
-        return torch.where(missing_TK.any(1, keepdim=True), live_TK, indices_TK)
+            _, own_TK = self.choose(logits_TE, padding_T)
+        return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
 
     # -- drop --
 
@@ -1010,16 +1028,18 @@ class TopKRouter(Router):
             logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=group,
             valid_token_count=tokens)
 
-    def _apply_losses(self, probs, logits, padding_T):
+    def _apply_losses(self, probs, logits, padding_T, cu_seqlens):
         """probs [T, K] with every balance loss that is on. logits [S, B, E], with
-        batch_first [B, S, E], or [T, E]: one sequence.
+        batch_first [B, S, E], or [T, E]: one sequence, or a pack with the bounds cu_seqlens.
         """
         map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
             logits.flatten(0, -2), self.config.topk, score_function=self.config.score_function,
             padding_mask=padding_T)
         if self.get_aux_loss_coeff("aux_loss"):
             probs = self._apply_aux_loss(probs, scores_TE, map_TE)
-        if self.get_aux_loss_coeff("seq_aux_loss"):
+        if self.get_aux_loss_coeff("seq_aux_loss") and cu_seqlens is not None:
+            probs = self._apply_packed_aux_loss(probs, scores_TE, map_TE, cu_seqlens=cu_seqlens)
+        elif self.get_aux_loss_coeff("seq_aux_loss"):
             S, *batch = logits.shape[:-1]
             B = math.prod(batch)
             by_sequence = scores_TE, map_TE
@@ -1057,6 +1077,27 @@ class TopKRouter(Router):
         return self._apply_switch_loss(
             "seq_aux_loss", probs, scores=scores_for_aux_loss, counts_BE=counts_BE)
 
+    def _apply_packed_aux_loss(self, probs, scores, routing_map, cu_seqlens):
+        """As _apply_seq_aux_loss, for the sequences of a pack: the mean over those that have
+        tokens on any rank of tp_cp.
+        """
+        # Differences of running sums: no scatter, so the compiler makes no atomics of it. The
+        # last column counts tokens. Row 0 of the differences is no sequence: it keeps the compiler
+        # from taking n = 1 for a case of its own.
+        bounds = cu_seqlens.long()
+        sums = F.pad(routing_map.long(), (0, 1, 1, 0), value=1).cumsum(0)       # [T + 1, E + 1]
+        counts = sums[bounds].diff(dim=0, prepend=sums[:1])                     # [n + 1, E + 1]
+        counts = all_sum(counts, self.pg_collection.tp_cp)
+        sequences = (counts[:, -1] > 0).sum().clamp(min=1)
+        counts_BE = counts[:, :-1]
+        tokens = torch.arange(scores.shape[0], device=scores.device)
+        sequence_T = torch.searchsorted(bounds, tokens, right=True)             # from 1 on
+        # The view [1, T·E]: each token stands for itself, with the counts of its sequence.
+        return self._apply_switch_loss(
+            "seq_aux_loss", probs, scores=scores, counts_BE=counts_BE[sequence_T],
+            valid=counts_BE.sum().to(scores.dtype) / self.config.topk,
+            sequences=sequences.to(scores.dtype))
+
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
     ) -> Tensor:
@@ -1071,9 +1112,9 @@ class TopKRouter(Router):
             "global_aux_loss", probs, scores=scores_for_aux_loss, counts_BE=mean_E[None],
             valid=all_sum(local_E.sum(), groups.tp_cp) / self.config.topk)
 
-    def _apply_switch_loss(self, kind, probs, scores, counts_BE, valid=None):
+    def _apply_switch_loss(self, kind, probs, scores, counts_BE, valid=None, sequences=None):
         """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e]. With
-        B = 1 all tokens are one sequence.
+        B = 1 all tokens are one sequence. `sequences` is the divisor of the mean if it is not B.
 
         Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
         """
@@ -1085,7 +1126,7 @@ class TopKRouter(Router):
             valid = counts_BE.sum().to(scores.dtype) / K
         counts_BE = counts_BE.to(scores.dtype)
         tokens_B1 = counts_BE.sum(1, keepdim=True) / K
-        per_sequence = coeff * E / K / max(B, 1)
+        per_sequence = coeff * E / K / (max(B, 1) if sequences is None else sequences)
         factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
         loss = kernels.weighted_token_sum(scores.view(S, B * E), factors_BE.flatten())
         everywhere = kind == "global_aux_loss"
@@ -1227,22 +1268,18 @@ def record_routing(model: nn.Module):
 
 
 @contextlib.contextmanager
-def replay_routing(
-    model: nn.Module, indices: Sequence[Tensor] | Tensor, missing: str = "unrouted",
-):
+def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     """A context in which every router of the model takes `indices` as its choice.
 
     indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
-    a tensor [layers, T, K], of any integer dtype. E is unrouted. So is -1 with missing
-    "unrouted". With "live" a token whose row holds a -1 is routed by the router itself:
-    inference engines return one row too few. The probs are computed anew.
-    An activation checkpoint runs the routers again in the backward: run the backward inside
-    the context too. A topk_indices argument is not used meanwhile. ValueError: no router,
-    another number of layers, an unknown `missing`, or nested on one model; in the forward,
+    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1
+    is routed by the router itself: so inference engines mark what they do not know. The
+    probs are computed anew. An activation checkpoint runs the routers again in the backward:
+    run the backward inside the context too. A topk_indices argument is not used meanwhile.
+    ValueError: no router, another number of layers, or nested on one model; in the forward,
     naming the router, a wrong shape or dtype, or None.
     """
     _routers(model)
-    kernels.check_known("missing", missing, ("unrouted", "live"))
     modules = model.named_modules()
     routers = {name: module for name, module in modules if isinstance(module, Router)}
     if len(indices) != len(routers):
@@ -1252,7 +1289,7 @@ def replay_routing(
         raise ValueError("model is replaying already; leave replay_routing first")
     try:
         for (name, router), choice in zip(routers.items(), indices):
-            router._replayed = f"indices of {name}", choice, missing
+            router._replayed = f"indices of {name}", choice
         yield
     finally:
         for router in routers.values():

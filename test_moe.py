@@ -1756,11 +1756,15 @@ class RouterLoop:
         self.sums = [0] * self.config.num_experts
         self.steps = 0
 
-    def __call__(self, x_SBH: Tensor, mask=None, given=None):
+    def __call__(self, x_SBH: Tensor, mask=None, given=None, bounds=None):
         """(probs [T, K], indices [T, K], loss), differentiable."""
         config = self.config
         E = config.num_experts
-        B = x_SBH.shape[1]
+        S, B = x_SBH.shape[:2]
+        sequences = [range(b, S * B, B) for b in range(B)]
+        if bounds is not None:
+            pairs = zip(bounds.tolist(), bounds[1:].tolist())
+            sequences = [range(first, last) for first, last in pairs if first < last]
         rows = [self.router.weight @ x_H for x_H in x_SBH.flatten(0, 1)]
         logits_TE = torch.stack(rows)
         if self.router.bias is not None:
@@ -1777,7 +1781,8 @@ class RouterLoop:
             self.counts[e] += 1
         if config.capacity_factor is not None:
             self.drop(probs, indices)
-        return torch.where(indices < E, probs, 0.0), indices, self.loss(logits_TE, valid, B)
+        loss = self.loss(logits_TE, valid, sequences)
+        return torch.where(indices < E, probs, 0.0), indices, loss
 
     def sinkhorn(self, logits_TE, valid, given):
         """The top K of the valid tokens' balanced costs, after 256 rounds at most; a score of all
@@ -1807,7 +1812,7 @@ class RouterLoop:
             for place in takers[C:]:
                 indices[place] = E
 
-    def loss(self, logits_TE, valid, B):
+    def loss(self, logits_TE, valid, sequences):
         config = self.config
         loss = logits_TE.sum() * 0
         if config.z_loss_coeff:
@@ -1816,9 +1821,10 @@ class RouterLoop:
             if kind == "aux_loss":
                 loss = loss + switch_loss_loop(logits_TE, config, coeff, valid=valid)
             if kind == "seq_aux_loss":
-                for b in range(B):
-                    own = [t for t in valid if t % B == b]
-                    loss = loss + switch_loss_loop(logits_TE, config, coeff, valid=own) / B
+                for sequence in sequences:
+                    own = [t for t in valid if t in sequence]
+                    own_loss = switch_loss_loop(logits_TE, config, coeff, valid=own)
+                    loss = loss + own_loss / len(sequences)
             if kind == "global_aux_loss":
                 loss = loss + self.global_loss(logits_TE, coeff, valid)
         if config.calculate_per_token_loss:
@@ -1853,6 +1859,7 @@ def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> No
     padding = rng.choice([0.0, 0.0, 0.3, 0.9])
     replay = rng.random() < 0.3
     scale = rng.choice([1.0, 0.5])
+    packed = B == 1 and rng.random() < 0.5
     with about(f"seed {seed}", config):
         layer = random_layer(config)
         router = layer.router
@@ -1863,8 +1870,9 @@ def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> No
             x = leaf(S, B, 6)
             mask = torch.rand(S, B) < padding if padding else None
             given = random_indices(S * B, 8, config.topk, repeats=0.3) if replay else None
-            got = function(x, mask, given)
-            want, indices, loss = oracle(x, mask, given)
+            bounds = random_bounds(S, rng) if packed else None
+            got = function(x, mask, given, cu_seqlens=bounds)
+            want, indices, loss = oracle(x, mask, given, bounds)
             if whole:
                 weights = dict(layer.named_parameters())
                 want = moe_loop(x.flatten(0, 1), want, indices, c=config, w=weights).view_as(x)
@@ -1885,6 +1893,13 @@ def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> No
         if "global_aux_loss" in config.balancing:
             assert router.global_tokens_per_expert.tolist() == oracle.sums
             assert router.ga_steps == oracle.steps
+
+
+def random_bounds(T: int, rng: random.Random) -> Tensor:
+    """cu_seqlens of a pack of T tokens. Some sequences have no tokens; the last ones are such."""
+    inner = sorted(rng.choices(range(T + 1), k=rng.randrange(5)))
+    dtype = rng.choice([torch.int32, torch.int64])
+    return torch.tensor([0, *inner, *[T] * rng.randint(1, 3)], dtype=dtype)
 
 
 FUZZ = int(os.environ.get("MOE_FUZZ", "200"))         # random configurations; MOE_FUZZ=5000
@@ -1979,8 +1994,10 @@ def test_layer_jitter_reaches_the_router_alone():
 @pytest.mark.parametrize("way", slow_but(["plain"], ["plain", "compiled"]))
 def test_layer_router_stays_fp32(way):
     """In a bf16 model and under autocast, also compiled (megablocks #91, prime-rl #2952)."""
-    for dtype in (torch.bfloat16, torch.float32):
+    bf16 = torch.bfloat16
+    for dtype, weight_dtype in ((bf16, bf16), (bf16, torch.float32), (torch.float32,) * 2):
         layer = MoELayer(small_config(params_dtype=dtype, init_std=0.3))
+        layer.router.to(weight_dtype)
         function = WAYS[way](layer)
         x = torch.randn(50, 8).to(dtype).requires_grad_()
         want = layer(x)
@@ -2143,10 +2160,15 @@ def test_router_errors():
         router.route(x, None, zeros(5, 2).long()) => needs [15, 2] or [5, 3, 2] of an integer dtype
         router.route(x, None, zeros(3, 5, 2).long()) => is [3, 5, 2]
         router.route(x[:, 0], None, zeros(5, 2)) => is [5, 2] torch.float32
+        router(x, cu_seqlens=pack) => and input has [5, 3] tokens; needs [T], or one axis of length
+        router(x[:, 0], cu_seqlens=pack.short()) => cu_seqlens is [2] torch.int16; needs [n + 1] to
+        router(x[:, 0], cu_seqlens=zeros(2)) => is [2] torch.float32; needs [n + 1] torch.int32 or
+        router.route(x[:, 0], cu_seqlens=pack[None]) => cu_seqlens is [1, 2] torch.int64
+        router.route(x[:, 0], cu_seqlens=pack[0]); router(x[:, 0], cu_seqlens=pack[:0]) => needs [n
         attach(zeros(5), 0.1, zeros(()), "mse", None) => is 'mse'; known: load_balancing_loss
         """, router=(router := TopKRouter(small_config())), zeros=torch.zeros,
         attach=router.attach_and_log_load_balancing_loss, x=torch.zeros(5, 3, 8),
-        mask=torch.zeros(3, 5).bool())
+        mask=torch.zeros(3, 5).bool(), pack=torch.tensor([0, 5]))
 
 
 def test_router_forward_and_route_are_one_choice():
@@ -2167,6 +2189,64 @@ def test_router_forward_and_route_are_one_choice():
     same(probs_TE, real_probs)
     assert (map_TE & real_map).equal(real_map)
     assert (probs_TE[map_TE & ~real_map] == 0).all()
+
+
+def test_router_packed_sequences_are_a_batch():
+    """Megatron-LM #5696: a pack of equal sequences has the losses and gradients of their batch.
+    Nothing but seq_aux_loss sees the bounds."""
+    layer = MoELayer(exact_config(init_std=0.5, batch_first=True, **LOSSES))
+    x = leaf(3, 7, 6)
+    mask = torch.rand(3, 7) < 0.3
+    mask[1] = True                                           # counts as a sequence, at loss 0
+    bounds = torch.tensor([0, 7, 14, 14, 21, 21])
+
+    class Packed(torch.nn.Module):
+        def __init__(self, *axes):
+            super().__init__()
+            self.layer = layer
+            self.axes = axes
+
+        def forward(self, x, mask):
+            y = self.layer(x.view(*self.axes, 6), mask.view(self.axes), cu_seqlens=bounds)
+            return y.view(x.shape)
+    for axes in ((21,), (21, 1), (1, 21)):
+        agree(Packed(*axes), layer, (x, mask))
+    x = x.detach().view(1, 21, 6)
+    packed, one = [grads(layer(x, cu_seqlens=b), [layer.router.weight]) for b in (bounds, None)]
+    assert (packed[0] - one[0]).abs().max() > 1e-4
+
+    layer = MoELayer(small_config(**dict(
+        LOSSES, load_balancing_type=LOSS_TYPES[::2], aux_loss_coeff=(0.1, 0.3)), **QUANTILE))
+    x = torch.randn(21, 8, requires_grad=True)
+    same(outcome(layer, (x, None, None, bounds)), outcome(layer, x))
+    same(layer.eval()(x, cu_seqlens=bounds), layer(x))
+
+
+@pytest.mark.parametrize("way", slow_but(QUICK_WAYS, WAYS))
+def test_router_packed_sequences_in_a_graph_or_checkpoint(way):
+    """Another number of sequences is no recompile."""
+    layer = MoELayer(exact_config(
+        load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2, init_std=0.5))
+    function = run_as(way, layer)
+    x = leaf(1, 19, 6)
+    mask = torch.rand(1, 19) < 0.3
+    for pack in ([0, 4, 4, 11, 18, 19, 19, 19], [0, 19], [0, 0, 7, 19]):
+        args = x, mask, None, torch.tensor(pack, dtype=torch.int32)
+        agree(function, layer, args, args, tol=1e-8)
+    if way == "compiled around non-reentrant":
+        assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_router_packed_sequences_through_inductor():
+    """One dynamic graph for any T and any number of sequences."""
+    router = TopKRouter(small_config(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2))
+    function = compiled(router.route, "inductor", dynamic=True)
+    for T, pack in ((40, [0, 3, 40]), (41, [0, 9, 9, 40, 41]), (2, [0, 2]), (90, range(91))):
+        args = torch.randn(T, 8, requires_grad=True), None, None, torch.tensor([*pack])
+        got, want = [[y, *grads(y, [args[0], router.weight])] for y in (
+            function(*args)[0], router.route(*args)[0])]
+        close(got, want, 1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_router_forced_balance():
@@ -2560,6 +2640,20 @@ def test_groups_share_counts_losses_and_bias(rank, ranks):
         for step in range(3):
             with about(losses, bias_update, step):
                 check_step(whole, mine, axis)
+
+    packed = dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.3)       # a pack, cut up
+    whole, mine = whole_and_mine(
+        exact_config(**packed, calculate_per_token_loss=True), ProcessGroups(tp_cp=world))
+    x = torch.randn(16, 6, dtype=torch.float64)
+    mask = torch.rand(16) < 0.3
+    bounds = torch.tensor([0, 3, 3, 8, 8, 13, 16, 16])
+    whole.router.route(x, mask, cu_seqlens=bounds)[0].sin().sum().backward()
+    own = (bounds - 6 * rank).clamp(min=0, max=6 if rank == 0 else 10)
+    part = [tensor[6 * rank:6 + 10 * rank] for tensor in (x, mask)]
+    mine.router.route(*part, cu_seqlens=own)[0].sin().sum().backward()
+    close(parallel.all_sum(mine.router.weight.grad, world), whole.router.weight.grad)
+    got, want = load_balancing_metrics(mine, reduce=True), load_balancing_metrics(whole)
+    close(got["seq_load_balancing_loss"], want["seq_load_balancing_loss"], 1e-5)
 
     whole, mine = whole_and_mine(exact_config(), ProcessGroups(tp_cp=world))   # and tp_cp alone
     x = torch.randn(8, 4, 6, dtype=torch.float64)
@@ -3324,14 +3418,14 @@ def test_trainer_record_and_replay(way):
 
 
 def test_trainer_replayed_padding_reaches_no_expert():
-    """miles #2697: -1 is no expert, neither 0 .. K-1. A mask holds for tokens routed live too."""
+    """miles #2697: E is no expert, neither 0 .. K-1. A mask holds for tokens routed live too."""
     layer = MoELayer(small_config())
     x = torch.randn(40, 8)
     real = torch.arange(40) < 10
-    indices = random_choices(40)[0].where(real[:, None], -1)
-    want = torch.bincount(indices[real].flatten(), minlength=6)
-    for mask, missing in ((None, "unrouted"), (~real, "unrouted"), (~real, "live")):
-        with replay_routing(layer, [indices], missing=missing):
+    choice = random_choices(40)[0]
+    want = torch.bincount(choice[real].flatten(), minlength=6)
+    for mask, padding in ((None, 6), (~real, 6), (~real, -1), (~real, 0)):
+        with replay_routing(layer, [choice.where(real[:, None], padding)]):
             y = layer(x, mask)
         assert not y[~real].any() and y[real].any(1).all()
         same(load_balancing_metrics(layer)["tokens_per_expert"][0], want)
@@ -3355,7 +3449,7 @@ def test_trainer_record_holds_the_choice_before_dropping(how):
     assert other is None
     assert (chosen == 6).equal(mask[:, None].expand(9, 2))
     assert (dropped == 6).sum() > (chosen == 6).sum()
-    with replay_routing(model, [chosen.where(~mask[:, None], -1), other]):        # -1 is E
+    with replay_routing(model, record.indices[:1] * 2):
         same(route(x)[1], dropped)
     with record_routing(model) as record:                     # repeats as given: replayed the same
         want = router.route(x, mask, torch.zeros(9, 2, dtype=torch.int16))
@@ -3368,13 +3462,14 @@ def test_trainer_record_holds_the_choice_before_dropping(how):
 
 
 @pytest.mark.parametrize("way", ["plain", "compiled"])
-def test_trainer_replay_routes_missing_rows_itself(way):
-    """missing="live": a token whose row has a -1 goes where its router sends it."""
+def test_trainer_replay_routes_unknown_rows_itself(way):
+    """A token whose row has a -1 goes where its router sends it; E in other rows is unrouted."""
     model = TwoLayers(**BIASED, capacity_factor=0.9)
     model.first.router.expert_bias.normal_()
     x = torch.randn(9, 8, requires_grad=True)
     others = random_choices(9)
     others[0][[2, 8], 1] = -1
+    others[0][3, 0] = 6
     others[1][-1] = -1
     given = []
     y = x
@@ -3386,22 +3481,20 @@ def test_trainer_replay_routes_missing_rows_itself(way):
     want = outcome(model, (x, *given))
     function = run_as(way, model)
     for choices in (others, given):                          # one graph
-        with replay_routing(model, choices, missing="live"), record_routing(model) as record:
+        with replay_routing(model, choices), record_routing(model) as record:
             close(outcome(function, x), want, 1e-5)
         same(record.indices, given)
     assert counters["stats"]["unique_graphs"] == (way != "plain")
-    others = random_choices(9)
-    others[1][3] = -1
     with replay_routing(model, [i.short() for i in others]), record_routing(model) as record:
         model(x)
-    same(record.indices, [i.where(i >= 0, 6) for i in others])
+    same(record.indices, given)
 
 
 def test_trainer_replay_refuses_what_does_not_fit():
     model = TwoLayers(**BIASED)
 
-    def replay(*indices, **options):
-        with replay_routing(model, indices, **options):
+    def replay(*indices):
+        with replay_routing(model, indices):
             model(torch.randn(5, 8))
 
     def twice(context, *args):
@@ -3410,7 +3503,6 @@ def test_trainer_replay_refuses_what_does_not_fit():
     a, b = random_choices(5)
     check_error_table("""
         replay(a) => is for 1 layers; the model has 2 routers: first.router, second.router
-        replay(a, b, missing="drop") => missing is 'drop'; known: 'unrouted', 'live'
         twice(replay_routing, [a, b]) => is replaying already; leave replay_routing first
         twice(record_routing) => recorded already; leave record_routing first
         record_routing(torch.nn.Linear(2, 2)).__enter__() => (Linear) has no Router
@@ -3538,7 +3630,12 @@ def test_compile_without_host_sync(name):
         return aot_module_simplified(graph, inputs, fw_compiler=record, bw_compiler=record)
     config = small_config(shared_expert_intermediate_size=8, **VARIANTS[name])
     x = torch.randn(6, 2, 8, dtype=config.params_dtype, requires_grad=True)
-    compiled(MoELayer(config), backend)(x).sum().backward()
+    layer = MoELayer(config)
+    compiled(layer, backend)(x).sum().backward()
+    if "seq_aux_loss" in config.balancing:
+        pack = x.view(12, 8), None, None, torch.tensor([0, 5, 5, 12])
+        compiled(layer, backend)(*pack).sum().backward()
+        assert any("searchsorted" in target for target in targets)
     assert any("plan_permutation" in target for target in targets)
     for op in ("_local_scalar_dense", "nonzero", "aten.item", "aten.scatter"):
         assert not [target for target in targets if op in target]
@@ -3722,7 +3819,7 @@ def test_compile_nothing_is_float64_without_a_float64_input(name):
         load_balancing_metrics(layer, reduce=True)
         with record_routing(layer) as record:
             layer.eval()(x)
-        with replay_routing(layer, record.indices, missing="live"):
+        with replay_routing(layer, record.indices):
             layer(x)
         rows, _, order = permute(x[0], torch.ones(3, 2).bool(), torch.rand(3, 2), num_out_tokens=5)
         unpermute(rows, order, (3, 8))

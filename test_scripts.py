@@ -41,13 +41,13 @@ import parallel
 import train
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
-    finish_step, load_balancing_metrics, reduce_gradients, set_aux_loss_scale,
-    update_expert_bias)
+    finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
+    set_aux_loss_scale, update_expert_bias)
 from test_moe import (
-    BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, about, agree, best, close, compiled,
-    counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of, outcome,
-    over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but, small_config,
-    switch_loss_loop)
+    BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, TwoLayers, about, agree, best, close,
+    compiled, counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of,
+    outcome, over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but,
+    small_config, switch_loss_loop)
 
 HERE = Path(__file__).resolve().parent
 
@@ -161,14 +161,14 @@ kernels.grouped_mm: rows weights offsets
 kernels.expert_mlp: tokens probs plan fc1 fc2 fc1_bias fc2_bias kind=swiglu fp8_input_store
     constants
 kernels.linear: rows weight norm eps=1e-05
-moe.replay_routing: model indices missing=unrouted
+moe.replay_routing: model indices
 moe.load_balancing_metrics: model reduce
 moe.overlap_state_check: required_state next_state
 moe.set_tensor_grad_fn_sequence_sr: tensor value
 moe.ProcessGroups: tp ep tp_cp dp_cp tp_dp_cp expt_dp
 moe.TopKRouter: config pg_collection
-moe.TopKRouter.forward: input padding_mask topk_indices dense_output
-moe.TopKRouter.route: input padding_mask topk_indices
+moe.TopKRouter.forward: input padding_mask topk_indices dense_output cu_seqlens
+moe.TopKRouter.route: input padding_mask topk_indices cu_seqlens
 moe.TopKRouter.routing: logits padding_mask
 moe.TopKRouter.choose: logits padding_mask topk_indices
 moe.TopKRouter.apply_z_loss: logits padding_mask
@@ -177,7 +177,7 @@ moe.TopKRouter.attach_and_log_load_balancing_loss: activation aux_loss_coeff aux
 moe.SharedExpertMLP: config gate pg_collection
 moe.SharedExpertMLP.pre_forward_comm: input wait_current_stream=True
 moe.MoELayer: config pg_collection
-moe.MoELayer.forward: hidden_states padding_mask topk_indices
+moe.MoELayer.forward: hidden_states padding_mask topk_indices cu_seqlens
 moe.MoELayer.dispatch: x probs indices plan
 """
 
@@ -269,16 +269,20 @@ def at_step(n: int, action):
     return get_batch
 
 
-def test_train_resumes_bit_for_bit(tmp_path, tiny, interrupts, monkeypatch, capsys):
+@pytest.mark.parametrize("optimizer, moment", [
+    ("adamw", "head.weight.exp_avg_sq"), ("muon", "blocks.0.ffn.experts.fc1.momentum")])
+def test_train_resumes_bit_for_bit(
+        tmp_path, tiny, interrupts, monkeypatch, capsys, optimizer, moment):
     """One run is stopped by an exception in step 4, with a checkpoint of step 3. Another one is
     stopped by Ctrl-C in step 4. Resumed, each ends with the weights, the optimizer state and the
     losses of a run that was never stopped."""
     whole = tmp_path / "whole"
+    tiny += ["--optimizer", optimizer]
     train.main([*tiny, "--out", str(whole)])
     want = saved_tensors(whole)
     assert {
         "head.weight",
-        "optimizer.head.weight.exp_avg_sq",
+        f"optimizer.{moment}",
         "blocks.0.ffn.router.expert_bias",
     } <= want.keys()
     assert list(read_log(whole, "loss")) == [1, 2, 3, 4, 5, 6]
@@ -443,6 +447,97 @@ def test_train_balances_each_sequence():
             for sequence in logits.unbind(0)]
     got = load_balancing_metrics(block)["seq_load_balancing_loss"]
     close(got, torch.stack(each).mean()[None], 1e-5)
+
+
+def muon_loop(w: Tensor, slopes: list, lr: float) -> Tensor:
+    """Oracle: steps of Muon on one matrix [out, in], each on the singular values by themselves."""
+    momentum = torch.zeros_like(w)
+    for slope in slopes:
+        momentum = 0.95 * momentum + 0.05 * slope
+        U, s, V = torch.linalg.svd(0.95 * momentum + 0.05 * slope, full_matrices=False)
+        s = s / s.square().sum().sqrt()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5
+        w = w - lr * 0.1 * w - lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * (U * s) @ V
+    return w
+
+
+def small_byte_model(groups=None, **changes):
+    words = ("--layers 1 --hidden 16 --experts 4 --shared 24 --context 8 --optimizer muon "
+             "--dtype float32 --no-compile")
+    args = train.parse_args(words.split())
+    vars(args).update(changes)
+    torch.manual_seed(0)
+    return train.ByteModel(args, groups)
+
+
+def random_slopes(model) -> dict:
+    torch.manual_seed(1)
+    return {name: [torch.randn(p.shape) for _ in range(3)] for name, p in model.named_parameters()}
+
+
+def step_along(model, slopes: dict, part=lambda name, p, slope: slope) -> dict:
+    """The weights after steps along given gradients."""
+    optimizer = train.make_optimizer(model, lr=0.1)
+    for i in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"]
+        for name, p in model.named_parameters():
+            p.grad = part(name, p, slopes[name][i])
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_train_muon_is_a_loop_over_matrices():
+    """pytorch #190597: torch.optim.Muon refuses expert weights. Here every expert's gate, up and
+    down projection is a matrix. What is no matrix of a block has AdamW's step to the bit."""
+    model = small_byte_model()
+    slopes = random_slopes(model)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with_adamw = step_along(small_byte_model(optimizer="adamw"), slopes)
+    got = step_along(model, slopes)
+    others = []
+    for name, w in start.items():
+        if "block" not in name or w.ndim == 1 or "router" in name:
+            same(got[name], with_adamw[name])
+            others.append(name)
+            continue
+        matrices = list(w.reshape(-1, *w.shape[-2:]))
+        each = [list(slope.reshape(-1, *w.shape[-2:])) for slope in slopes[name]]
+        steps = [list(slope) for slope in zip(*each)]
+        want = [muon_loop(m.double(), [s.double() for s in slope], lr=0.2)
+                for m, slope in zip(matrices, steps)]
+        close(got[name], torch.stack(want).view_as(w), 1e-4)
+        for m, slope, ours in zip(matrices, steps, got[name].reshape(-1, *w.shape[-2:])):
+            theirs = torch.nn.Parameter(m.clone())
+            muon = torch.optim.Muon([theirs], lr=0.2, weight_decay=0.1)      # its products are bf16
+            for theirs.grad in slope:
+                muon.step()
+            assert (ours - theirs).norm() < 0.03 * (m - theirs).norm(), name
+    assert others == [
+        "embedding.weight", "blocks.0.attention_norm.weight", "blocks.0.ffn_norm.weight",
+        "blocks.0.ffn.router.weight", "norm.weight", "head.weight"]
+
+
+@over_ranks(2)
+def test_train_muon_over_two_ranks(rank, ranks):
+    """Each rank steps its own experts. FSDP cuts the other matrices, but not their steps."""
+    whole = small_byte_model()
+    slopes = random_slopes(whole)
+    want = step_along(whole, slopes)
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+
+    def part(name, p, slope):
+        slope = own_part(name.rpartition("ffn.")[2], slope, groups)
+        if isinstance(p, torch.distributed.tensor.DTensor):
+            return torch.distributed.tensor.distribute_tensor(slope, p.device_mesh, p.placements)
+        return slope
+    for fsdp in (False, True):
+        model = small_byte_model(groups, rank=rank, world=ranks, ep=ranks)
+        if fsdp:
+            train.shard(model)
+        for name, p in step_along(model, slopes, part).items():
+            close(full(p), own_part(name.rpartition("ffn.")[2], want[name], groups), 1e-4)
 
 
 def test_train_shields_the_compiler_from_ctrl_c():
@@ -724,6 +819,44 @@ def test_docs_dispatcher(rank, ranks, backend):
         got = [y, *grads(y, [x, *mine.parameters()], upstream)]
         torch.testing.assert_close(
             got, want, rtol=1e-9, atol=1e-9, msg=lambda text: f"{options}: {text}")
+
+
+def test_docs_engine_record():
+    """Two sequences in a pack; a dense layer; rows of -1 and of zeros, and none for a last token."""
+    names = {}
+    exec(example("engine"), names)
+    model = TwoLayers(**BIASED)
+    lengths = 5, 7
+    x = torch.randn(12, 8)
+    with record_routing(model) as record:
+        want = model(x)
+    first, second = [list(own.split(lengths)) for own in record.indices]
+    records = []
+    for i, T in enumerate(lengths):
+        layers = [first[i], torch.zeros(T, 2), second[i]]
+        records.append(torch.stack(layers, dim=1)[:-1].short())        # [T - 1, layers, K]
+    records[0][2, 0] = 0
+    records[1][1, 2, 1] = -1
+    indices = names["from_engine"]([records[0], records[1].numpy()], lengths, moe_layers=[0, 2])
+
+    for own, got, lost in zip(record.indices, indices, ([2, 4, 11], [4, 6, 11])):
+        for t in range(12):
+            if t in lost:
+                assert -1 in got[t], t
+            else:
+                same(got[t], own[t])
+    with replay_routing(model, indices):
+        same(model(x), want)
+    same(names["agreement"](model, indices, x), torch.ones(2))
+
+    shifted = indices.flip(0)
+    shares = []
+    for own, others in zip(record.indices, shifted.tolist()):
+        known = [t for t in range(12) if -1 not in others[t]]
+        both = [e for t in known for e in others[t] if e in own[t].tolist()]
+        shares.append(len(both) / len(known) / 2)
+    close(names["agreement"](model, shifted, x), torch.tensor(shares), 1e-6)
+    assert max(shares) < 0.7
 
 
 def test_docs_loop():
@@ -1455,6 +1588,18 @@ class LoRA(torch.nn.Module):
 
     def forward(self, weight):
         return weight + self.B @ self.A
+
+
+def test_trainer_lora_costs_a_weight():
+    """docs/ranks.md: W + B · A of all experts is formed, and kept for the backward."""
+    from torch.nn.utils.parametrize import register_parametrization
+    layer = MoELayer(exact_config(num_experts=8))
+    x = leaf(3, 6)
+    kept = [saved_bytes(lambda: layer(x), layer.parameters())]
+    weight = layer.experts.fc1
+    register_parametrization(layer.experts, "fc1", LoRA(*weight.shape))
+    kept.append(saved_bytes(lambda: layer(x), layer.parameters()))
+    assert kept[1] - kept[0] == weight.nbytes
 
 
 @over_ranks(2)

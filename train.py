@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, finish_step, gradient_norm,
@@ -67,6 +67,7 @@ OPTIONS = """
 --context     256     bytes a sequence
 --lr          1e-2    of the embedding, at the peak of the schedule; make_optimizer says what the
                       matrices get
+--optimizer   "adamw" or muon, for the matrices of attention and feed-forward; AdamW for the rest
 --seed        0       of the weights and of the order of the data, not of what is held out
 --layers      4       blocks of attention and feed-forward
 --hidden      128     H, width of the model
@@ -101,6 +102,7 @@ def parse_args(argv=None):
         "--resume": dict(nargs="?", const="last"),
         "--baseline": dict(nargs="+", choices=BALANCE),
         "--balance": dict(choices=BALANCE),
+        "--optimizer": dict(choices="adamw muon".split()),
         "--dtype": dict(choices="auto float32 bfloat16".split())}
     for name, default, help in re.findall(r"(--\S+) +(\S+) +(.*(?:\n .*)*)", OPTIONS):
         default = json.loads(default)
@@ -298,15 +300,56 @@ def make_optimizer(model, lr):
     """Adam's steps are as long for a weight with one active input as for one with 512, so their
     effect on the output grows with the fan-in. Hence lr for the embedding, whose rows are looked
     up, 0.4 lr for the head, and lr · 20 / fan-in for matrices (arXiv 2203.03466). Then one --lr
-    suits the wide dense FFN and the narrow experts."""
+    suits the wide dense FFN and the narrow experts. Muon's steps have the same effect at any
+    fan-in: 2 lr."""
     scales = {"embedding.weight": 1.0, "head.weight": 0.4}
     groups = []
     for name, p in model.named_parameters():
-        scale, decay = 0.15, 0.0
+        scale, decay, muon = 0.15, 0.0, None
         if p.ndim > 1:
             scale, decay = scales.get(name, 20 / p.shape[-1]), 0.1
-        groups.append(dict(params=[p], peak_lr=scale * lr, weight_decay=decay))
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+            inside = name.startswith("blocks.") and not name.endswith("router.weight")
+            if inside and model.args.optimizer == "muon":
+                scale, muon = 2.0, getattr(torch, model.args.dtype)
+        groups.append(dict(params=[p], peak_lr=scale * lr, weight_decay=decay, muon=muon))
+    return MuonOrAdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
+class MuonOrAdamW(torch.optim.AdamW):
+    """AdamW; in groups with `muon`, the dtype of its products, the steps of torch.optim.Muon, for
+    all matrices [.., out, in] of a weight at once. Each process takes its own experts."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            if group["muon"]:
+                [p] = group["params"]
+                self.muon_step(p, **group)
+                p.grad = None                            # AdamW leaves it out
+        super().step()
+
+    def muon_step(self, p, lr, weight_decay, muon, **_):
+        if not self.state[p]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+        momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
+        x = p.grad.lerp(momentum, 0.95)                  # Nesterov's
+        whole = x.full_tensor() if isinstance(x, DTensor) else x
+        x = orthogonal(whole.to(muon)).to(p.dtype)
+        if isinstance(p, DTensor):
+            x = distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
+        p.mul_(1 - lr * weight_decay).sub_(x, alpha=lr * max(1, p.shape[-2] / p.shape[-1]) ** 0.5)
+
+
+def orthogonal(x):
+    """The matrices [.., out, in] with all singular values near 1: five rounds of Newton-Schulz
+    (arXiv 2502.16982), a polynomial that takes every value in (0, 1] there."""
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
+    return x.mT if tall else x
 
 
 def schedule(step, steps):
@@ -406,8 +449,8 @@ def train(args, groups, data, interrupts):
     optimizer = make_optimizer(model, args.lr)
     # All that the numbers depend on. A checkpoint goes on with the same; only steps may grow.
     settings = dict(data=data.checksum)
-    for name in ("steps batch context lr seed layers hidden experts topk ffn shared overlap "
-                 "balance no_compile device dtype").split():
+    for name in ("steps batch context lr optimizer seed layers hidden experts topk ffn shared "
+                 "overlap balance no_compile device dtype").split():
         settings[name] = getattr(args, name)
     first = 1
     path = args.resume
