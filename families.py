@@ -67,6 +67,8 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
         _check_layer_idx(read)
         needs["mlp_layer_types"] = "sparse", "moe", None
     for name, fine in (needs | row.needs).items():
+        if not isinstance(fine, tuple):
+            fine = fine, None
         if name not in read.names:
             read(name, default=fine[0], among=dict.fromkeys(fine))
     if any(each.get("quantization_config") is not None for each in reads):
@@ -99,19 +101,22 @@ class Family(NamedTuple):
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
     example: a published model, and in brackets the source of its formulas.
     note: what the knobs do not say.
-    needs: field of the published config -> the values with which the layer computes the same model.
-      The field may be absent.
+    needs: field of the published config -> a tuple of the values with which the layer computes the
+      same model. A value without a tuple stands for itself or None. The field may be absent.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
       neither read nor written.
     returns: what the library's block returns beside its output: "probs" [T, K] or "logits" [T, E].
+    after: a module in the library's block that its output goes through last. In published files it
+      lies outside of the block. A live model keeps it; it is not part of the layer.
     """
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
     example: str
     note: str = ""
-    needs: dict[str, tuple] = {}
+    needs: dict[str, object] = {}
     others: str = ""
     returns: str = ""
+    after: str = ""
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -226,17 +231,17 @@ def _dtype_of(reads):
 def _usual_needs(values):
     """The needs of every family, but for the fields that its knobs read."""
     return {
-        "router_jitter_noise": (0.0, None),
-        "mlp_bias": (False, None),
-        "moe_latent_size": (None,),
+        "router_jitter_noise": 0.0,
+        "mlp_bias": False,
+        "moe_latent_size": None,
         "hidden_act": ("silu", "swish", None),
-        "topk_method": ("greedy", None),
-        "scoring_func": (values.get("score_function", "softmax"), None),
+        "topk_method": "greedy",
+        "scoring_func": values.get("score_function", "softmax"),
         "n_group": (1, 0, None),
-        "norm_topk_prob": (_meaning(values)["norm_topk_prob"], None),
+        "norm_topk_prob": _meaning(values)["norm_topk_prob"],
         "routed_scaling_factor": (1.0, 0, None),
-        "n_shared_experts": (0, None),
-        "swiglu_limit": (None,),
+        "n_shared_experts": 0,
+        "swiglu_limit": None,
     }
 
 
@@ -379,6 +384,7 @@ class Source:
         self.prefix = prefix
         self.names = [name.removeprefix(prefix)
                       for name in tensors.keys() if name.startswith(prefix)]
+        self.known = {}                            # name -> its shape and dtype
 
     def load(self, name: str) -> Tensor:
         """The tensor, which is not kept."""
@@ -388,11 +394,15 @@ class Source:
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], str]:
         """(shape, dtype), from safetensors' get_slice, or else from the loaded tensor."""
+        if name in self.known:
+            return self.known[name]
         if hasattr(self.tensors, "get_slice"):
             part = self.tensors.get_slice(self.prefix + name)
-            return list(part.get_shape()), part.get_dtype()
-        tensor = self.load(name)
-        return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            self.known[name] = list(part.get_shape()), part.get_dtype()
+        else:
+            tensor = self.load(name)
+            self.known[name] = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        return self.known[name]
 
 
 class Place(NamedTuple):
@@ -474,10 +484,19 @@ def _places(layer, layout, tensors=None):
     return places
 
 
-def _nearest(layer, layouts, names, tensors=None):
-    """The places of the layout that has most of the names, or the first of equal ones."""
-    candidates = [_places(layer, layout, tensors) for layout in layouts]
-    return max(candidates, key=lambda places: len(places.keys() & set(names)))
+def _nearest(layer, layouts, source):
+    """The layout that has most of the names, and of equal ones that which has most of the shapes.
+
+    Two layouts with the same names hold the experts' weights transposed. At 2F = H one of these has
+    the same shape in both, and at F = H the other, but never both of them.
+    """
+    def fit(layout):
+        places = _places(layer, layout)
+        here = places.keys() & set(source.names)
+        stacked = [name for name in here if "e" in places[name].merged]
+        shapes = [source.shape_and_dtype(name)[0] == places[name].shape for name in stacked]
+        return len(here), sum(shapes)
+    return max(layouts, key=fit)
 
 
 def _prefixes(names, layouts):
@@ -502,7 +521,7 @@ def _matched(layer, model_type, source):
     row = TYPES[model_type]
     prefix = source.prefix
     here = set(source.names)
-    places = _nearest(layer, row.layouts, here)
+    places = _places(layer, _nearest(layer, row.layouts, source))
     all_names = list(source.tensors.keys())
     if all_names and not here & places.keys():
         fitting = _listed(_prefixes(all_names, row.layouts), ", ") or "none"
@@ -817,6 +836,8 @@ class HuggingFaceBlock(moe.MoELayer):
         if self.hash_table is not None:
             indices = self.hash_table[input_ids]
         y, probs = self.forward_with_probs(hidden_states, topk_indices=indices)
+        if self.row.after:
+            y = self.get_submodule(self.row.after)(y)
         if self.row.returns == "probs":
             return y, probs
         if self.row.returns == "logits":
@@ -834,9 +855,8 @@ class HuggingFaceBlock(moe.MoELayer):
     @torch.no_grad()
     def _load_from_state_dict(self, tensors, prefix, *others):
         metadata, _, missing, _, errors = others
-        names = [name.removeprefix(prefix) for name in tensors]
-        layouts = self.row.layouts[::-1]
-        places = _nearest(self, layouts, names)
+        layout = _nearest(self, self.row.layouts[::-1], Source(tensors, prefix))
+        places = _places(self, layout)
         given = {name: tensors.pop(prefix + name) for name in places if prefix + name in tensors}
         own = _tensors(self)
         if metadata.get("assign_to_params_buffers"):         # new memory, like the given tensors
@@ -846,7 +866,7 @@ class HuggingFaceBlock(moe.MoELayer):
                 own[parameter] = torch.empty_like(old, dtype=tensor.dtype, device=tensor.device)
                 if not old.is_meta:
                     own[parameter].copy_(old)
-            places = _nearest(self, layouts, names, tensors=own)
+            places = _places(self, layout, tensors=own)
 
         for name, place in places.items():
             tensors[prefix + place.slot.parameter] = own[place.slot.parameter]
@@ -893,7 +913,7 @@ def _put_block(model, name, layer):
     source = Source(_tensors(block), prefix="")
     device = next(iter(source.tensors.values())).device
     layer.to_empty(device=device).train(block.training)
-    places = _nearest(layer, layer.row.layouts, source.names)
+    places = _places(layer, _nearest(layer, layer.row.layouts, source))
     filled = {place.slot.parameter for place in places.values()}
     for part, module in layer.named_children():
         added = {f"{part}.{child}" for child, _ in module.named_parameters()} - filled
@@ -907,6 +927,8 @@ def _put_block(model, name, layer):
         held.update(dict.fromkeys(held))
     library_router.forward = _same
     layer.router.library_router = library_router
+    if layer.row.after:
+        layer.add_module(layer.row.after, block.get_submodule(layer.row.after))
 
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module is block:
@@ -990,18 +1012,16 @@ def flag(*names: str, default: bool) -> Callable:
     return lambda read: bool(read(*names, default=default))
 
 
-def sizes(
-    F: str = "moe_intermediate_size", E: str = "num_local_experts", K: str = "num_experts_per_tok",
-) -> dict:
-    """Knobs of H, F, E, K and the activation. The arguments name the fields of F, E and K.
-
-    E and K are also read under the names that other versions of the library have.
+def sizes(F: str = "moe_intermediate_size") -> dict:
+    """Knobs of H, F, E, K and the activation. F names its field. E and K are read under all names.
     """
     return {
         "hidden_size": field("hidden_size"),
         "ffn_hidden_size": field(F),
-        "topk": field(K, "num_experts_per_tok", "num_experts_per_token"),
-        "num_experts": field(E, "num_experts", "num_local_experts"),
+        "topk": field(
+            "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
+        "num_experts": field(
+            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
         "activation": field("hidden_act", default="silu", among=GATED),
     }
 
@@ -1069,13 +1089,21 @@ def biased(scaling: float, norm: bool = True) -> dict:
     """Knobs of a router with sigmoid scores, a bias for the choice alone, and a factor."""
     return SIGMOID | EXPERT_BIAS | {
         "norm_topk_prob": flag("norm_topk_prob", "moe_renormalize", default=norm),
-        "scaling_factor": field("routed_scaling_factor", "route_scale", default=scaling),
+        "scaling_factor": field(*FACTORS, default=scaling),
     }
 
 
 def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> dict:
     """Knobs of DeepSeek-V3's router (arXiv 2412.19437): biased, and with groups."""
     return biased(scaling, norm) | grouped(groups, kept)
+
+
+def summed(read: Reader) -> int | None:
+    """The size of shared experts whose sum is added to the routed output, not averaged with it."""
+    size = shared_times("intermediate_size", default=0)["shared_expert_intermediate_size"](read)
+    if size:
+        read("shared_expert_combination_strategy", default="average", among={"sum": None})
+    return size
 
 
 def kimi_activation(read: Reader) -> str:
@@ -1109,8 +1137,12 @@ def chosen_by_score(read: Reader) -> bool:
 SOFTMAX_OVER_ALL = {"pre_softmax": True}
 SIGMOID = {"score_function": "sigmoid"}
 
+FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
+           "moe_router_scaling_factor", "moe_routed_scaling_factor")
 ALWAYS_NORMED = {"norm_topk_prob": True}
 NEVER_NORMED = {"norm_topk_prob": False}
+SWIGLU = {"activation": "swiglu"}                            # another hidden_act is refused
+SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrtsoftplus"}
 EXPERT_BIAS = {"enable_expert_bias": True}
 V3_ROUTER = noaux(2.5, groups=8, kept=4)
 QUICK_GEGLU = {
@@ -1121,7 +1153,7 @@ QUICK_GEGLU = {
 }
 V2_GROUPED = field("topk_method", default="greedy",
                    among={"greedy": False, "group_limited_greedy": True})
-NOAUX = {"topk_method": ("noaux_tc", None)}
+NOAUX = {"topk_method": "noaux_tc"}
 
 
 # ---- Words of the table: layouts ----
@@ -1185,9 +1217,21 @@ GRANITE = """
     output_linear.weight    experts.fc2      e h f
 """
 ERNIE_HELD = GATE + SHARED + expert_bias("gate.moe_statics.e_score_correction_bias", axes="1 e")
-LLAMA4 = ROUTER + shared_expert("shared_expert") + """
+TRANSPOSED = """
     experts.gate_up_proj    experts.fc1    e h (p f)
     experts.down_proj       experts.fc2    e f h
+"""
+ARIA = """
+    experts.fc1.weight    experts.fc1    e h (p f)
+    experts.fc2.weight    experts.fc2    e f h
+"""
+AFMOE = "router.gate.weight    router.weight    e h\n" + expert_bias("expert_bias")
+STEP = """
+    moe.gate.weight         router.weight         e h
+    moe.router_bias         router.expert_bias    e
+    moe.gate_proj.weight    experts.fc1[0]        e f h
+    moe.up_proj.weight      experts.fc1[1]        e f h
+    moe.down_proj.weight    experts.fc2           e h f
 """
 GPT_OSS = ROUTER + """
     router.bias                  router.bias         e
@@ -1240,13 +1284,35 @@ INEXPRESSIBLE = {
               "with a gradient estimator of its own; the layer has no such router",
     "hy_v4": "it clamps gate and up of the routed experts alone; the layer's clamp "
              "holds for the shared expert too",
+    "doge": "it finds an expert by the sum of two keys, and an expert is one row in and one row out",
+    "ernie4_5_vl_moe_text": "it has two routers, with experts of two sizes: for text and for images",
+    "gemma4_text": "its router reads another input than its experts, with a norm of its own, and "
+                   "learns a factor for each expert",
+    "diffusion_gemma_text": "its router is that of gemma4_text, which reads another input than its "
+                            "experts",
+    "inkling_text": "its router weighs the shared experts too: their scores are in the sum that "
+                    "the probs are divided by",
+    "jetmoe": "it adds a bias to the output of the block, and routes its attention too",
+    "kolibri1": "it adds its expert bias to the logits; the layer adds it to the scores",
+    "longcat_flash": "some of its experts are the identity, without weights",
+    "muse_spark_text": "it has a norm behind each expert, in front of the probs",
+    "zaya": "its router is an MLP that also reads the router of the layer before, and may choose "
+            "to skip the experts",
+    "qwen3_omni_moe": "its thinker and its talker have different blocks; take one of the two, "
+                      "with its own config",
+    "openai_privacy_filter": "it is a classifier of tokens, no language model",
+    "dots3_note_vision_encoder": "it is an encoder of images, no language model",
+    "vitpose_backbone": "it has no router: an expert belongs to a data set",
+    "nllb-moe": "it drops the second expert at random and tokens beyond a capacity, and its "
+                "experts are ReLU",
+    "switch_transformers": "it drops tokens beyond a capacity, and its experts are ReLU",
 }
 
 
-def qwen2_moe(norm: bool, example: str) -> Family:
+def qwen2_moe(norm: dict, example: str) -> Family:
     """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
     return Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=norm)
+        sizes() | SOFTMAX_OVER_ALL | norm
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
         layouts(QWEN2),
         example)
@@ -1255,14 +1321,14 @@ def qwen2_moe(norm: bool, example: str) -> Family:
 def deepseek(router: dict, example: str, shared_experts: dict = shared_times()) -> Family:
     """A model with DeepSeek-V3's names."""
     return Family(
-        sizes(E="n_routed_experts") | router | shared_experts,
+        sizes() | router | shared_experts,
         layouts(CORRECTED + SHARED),
         example,
         needs=NOAUX)
 
 
 KIMI = Family(
-    sizes(E="num_experts") | noaux(2.446) | shared_times() | {
+    sizes() | noaux(2.446) | shared_times() | {
         "activation": kimi_activation,
         "situ_beta": lambda read: read("activation_situ_beta", default=None) or 1.0,
         "situ_linear_beta": field("activation_situ_linear_beta", default=None),
@@ -1271,40 +1337,40 @@ KIMI = Family(
         "latent_norm_eps": kimi_norm_eps,
     },
     layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
-    example="Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)",
-    needs=NOAUX | {"moe_router_activation_func": ("sigmoid", None)})
+    "Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)",
+    needs=NOAUX | {"moe_router_activation_func": "sigmoid"})
 
-# A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
+# A row has the knobs, the layouts, the example, and by keyword the other fields of Family. The sizes are the
 # first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
     "mixtral": Family(
-        sizes(F="intermediate_size"),
+        sizes("intermediate_size"),
         layouts(GATE, w132(EACH)),
-        example="Mixtral-8x7B-v0.1 (arXiv 2401.04088)",
+        "Mixtral-8x7B-v0.1 (arXiv 2401.04088)",
         note="the probs are a softmax over the chosen experts"),
     "granitemoe": Family(
-        sizes(F="intermediate_size"),
+        sizes("intermediate_size"),
         (layout(GRANITE), layout(ROUTER + FUSED)),
-        example="granite-3.0-1b-a400m-base (model card)"),
+        "granite-3.0-1b-a400m-base (model card)"),
     "jamba": Family(
-        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED,
+        sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
         layouts(ROUTER),
-        example="Jamba-v0.1 (arXiv 2403.19887)"),
+        "Jamba-v0.1 (arXiv 2403.19887)"),
     "olmoe": Family(
-        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
+        sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE),
-        example="OLMoE-1B-7B-0924 (arXiv 2409.02060)"),
+        "OLMoE-1B-7B-0924 (arXiv 2409.02060)"),
     "qwen3_moe": Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
+        sizes() | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE),
-        example="Qwen3-30B-A3B (arXiv 2505.09388)"),
-    "qwen2_moe": qwen2_moe(norm=False, example="Qwen1.5-MoE-A2.7B (arXiv 2407.10671)"),
-    "qwen3_next": qwen2_moe(norm=True, example="Qwen3-Next-80B-A3B-Instruct (model card)"),
+        "Qwen3-30B-A3B (arXiv 2505.09388)"),
+    "qwen2_moe": qwen2_moe(normed(default=False), "Qwen1.5-MoE-A2.7B (arXiv 2407.10671)"),
+    "qwen3_next": qwen2_moe(normed(default=True), "Qwen3-Next-80B-A3B-Instruct (model card)"),
     "deepseek_v2": Family(
-        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
+        sizes() | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
         | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | scaled(1.0),
         layouts(GATE + SHARED),
-        example="DeepSeek-V2 (arXiv 2405.04434)",
+        "DeepSeek-V2 (arXiv 2405.04434)",
         note="a group's score is its best expert's"),
     "deepseek_v3": deepseek(V3_ROUTER, "DeepSeek-V3 (arXiv 2412.19437)")._replace(
         note="a group's score is the sum of its two best"),
@@ -1315,72 +1381,73 @@ FAMILIES = {
         "dots.llm1.base (arXiv 2506.05767)",
         shared_times(default=None)),
     "llama4_text": Family(
-        sizes(F="intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
+        sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
-        (layout(LLAMA4),),
-        example="Llama-4-Scout-17B-16E (model card)",
+        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),),
+        "Llama-4-Scout-17B-16E (model card)",
         note="top 1",
         returns="logits"),
     "gpt_oss": Family(
-        sizes(F="intermediate_size") | QUICK_GEGLU
+        sizes("intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
         (layout(GPT_OSS),),
-        example="gpt-oss-20b (arXiv 2508.10925)",
+        "gpt-oss-20b (arXiv 2508.10925)",
         returns="probs"),
     "ernie4_5_moe": Family(
-        sizes(E="moe_num_experts", K="moe_k") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
+        sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
-        example="ERNIE-4.5-21B-A3B-PT (technical report)",
-        needs={"use_bias": (False, None), "moe_norm_min": (1e-12, 0.0)}),
+        "ERNIE-4.5-21B-A3B-PT (technical report)",
+        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
-        sizes(F="intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
+        sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(GATE + expert_bias("e_score_correction_bias"), w132(EACH)),
-        example="MiniMax-M2 (model card)",
-        needs={"use_routing_bias": (True,), "shared_intermediate_size": (0, None)}),
+        "MiniMax-M2 (model card)",
+        needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}),
     "hunyuan_v1_moe": Family(
-        sizes(F="intermediate_size", E="num_experts", K="moe_topk")
+        sizes("intermediate_size")
         | shared("intermediate_size", "moe_intermediate_size"),
         layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
-        example="Hunyuan-A13B-Instruct (technical report)",
+        "Hunyuan-A13B-Instruct (technical report)",
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
-               "group_limited_greedy": (False, None)}),
+               "group_limited_greedy": False}),
     "lfm2_moe": Family(
-        sizes(E="num_experts") | SIGMOID | normed(default=True) | scaled(1.0) | {
+        sizes() | SIGMOID | normed(default=True) | scaled(1.0) | {
             "activation": "swiglu",
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
         layouts(GATE + expert_bias("expert_bias"), w132(EACH)),
-        example="LFM2-8B-A1B (arXiv 2511.23404)"),
+        "LFM2-8B-A1B (arXiv 2511.23404)"),
     "nemotron_h": Family(
-        sizes(E="n_routed_experts") | noaux(1.0)
+        sizes() | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
             "latent_size": field("moe_latent_size", default=None),
             "activation": field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"}),
         },
         (layout(NEMOTRON + NEMOTRON_EACH), layout(NEMOTRON + NEMOTRON_FUSED)),
-        example="NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)",
+        "NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)",
         note="the activation is ReLU²",
-        needs=NOAUX | {"n_shared_experts": (1, None)}),
+        needs=NOAUX | {"n_shared_experts": 1}),
     "dbrx": Family(
-        sizes(F="ffn_config.ffn_hidden_size", E="ffn_config.moe_num_experts",
-              K="ffn_config.moe_top_k") | SOFTMAX_OVER_ALL | {
+        sizes("ffn_config.ffn_hidden_size") | SOFTMAX_OVER_ALL | {
             "hidden_size": field("d_model", "hidden_size"),
+            "num_experts": field("ffn_config.moe_num_experts"),
+            "topk": field("ffn_config.moe_top_k"),
             "activation": field("ffn_config.ffn_act_fn.name", default="silu", among=GATED),
             "norm_topk_prob": field("ffn_config.moe_normalize_expert_weights", default=1.0,
                                     among={1.0: True, None: False}),
         },
         (layout(DBRX),),
-        example="dbrx-base (model card)",
-        needs={"ffn_config.moe_jitter_eps": (0.0, None)}),
+        "dbrx-base (model card)",
+        needs={"ffn_config.moe_jitter_eps": 0.0}),
     "kimi_linear": KIMI,
     "kimi_k3": KIMI._replace(
         example="Kimi-K3 (technical report)",
         note="a latent space with a norm, SiTU in all experts"),
     "deepseek_v4": Family(
-        sizes(E="n_routed_experts") | ALWAYS_NORMED | {
+        sizes() | ALWAYS_NORMED | {
             "score_function": field("scoring_func", default="sqrtsoftplus",
                                     among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
             "scaling_factor": field("routed_scaling_factor", default=1.5),
@@ -1390,57 +1457,131 @@ FAMILIES = {
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
-        example="DeepSeek-V4-Flash (technical report)",
+        "DeepSeek-V4-Flash (technical report)",
         note="√softplus scores; hash layers choose by a table",
-        needs=NOAUX | {"n_shared_experts": (1, None)},
+        needs=NOAUX | {"n_shared_experts": 1},
         others=r"gate\.tid2eid"),
     "inkling2_text": Family(
-        sizes(E="n_routed_experts") | biased(8.0) | ALWAYS_NORMED | {
+        sizes() | biased(8.0) | ALWAYS_NORMED | {
             "activation": "situ",
             "situ_beta": field("mlp_gate_softcap", default=4.0),
             "situ_linear_beta": field("mlp_up_softcap", default=25.0),
         },
         layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED),
-        example="Inkling-2-Small (transformers 5.23)",
+        "Inkling-2-Small (transformers 5.23)",
         note="SwiGLU with both factors soft-capped is SiTU"),
     "flint": Family(
-        sizes(E="num_experts") | SIGMOID | normed(default=True)
+        sizes() | SIGMOID | normed(default=True)
         | shared("shared_expert_intermediate_size"),
         layouts(GATE + shared_expert("shared_expert")),
-        example="flint (transformers 5.23)"),
+        "flint (transformers 5.23)"),
     "mistral_large4_text": Family(
-        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
+        sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
         | grouped(groups=1, kept=1) | shared_times(),
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
-        example="Mistral-Large-4 (transformers 5.23)",
+        "Mistral-Large-4 (transformers 5.23)",
         note="a group's score is the sum of its two best",
         others=r"(?!gate\.|experts\.|shared_experts\.).*"),
     "minimax_m3_vl_text": Family(
-        sizes(F="intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
+        sizes("intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
         | shared("shared_intermediate_size"),
         layouts(GATE + expert_bias("e_score_correction_bias") + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
-        example="MiniMax-M3 (transformers 5.23)",
-        needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": (True, None),
-               "n_shared_experts": (1, None)}),
+        "MiniMax-M3 (transformers 5.23)",
+        needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": True,
+               "n_shared_experts": 1}),
     "bailing_hybrid": Family(
-        sizes(E="num_experts") | V3_ROUTER | shared_times(),
+        sizes() | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
-        example="Ling-3.0-Flash (transformers 5.23)",
-        needs=NOAUX | {"score_function": ("sigmoid", None),
-                       "moe_router_enable_expert_bias": (True, None)}),
+        "Ling-3.0-Flash (transformers 5.23)",
+        needs=NOAUX | {"score_function": "sigmoid",
+                       "moe_router_enable_expert_bias": True}),
     "axk2": deepseek(biased(2.5), "A.X-K2-Light (transformers 5.23)"),
     "dots3_note_text": deepseek(
         noaux(1.0),
         "dots3-note-prev (transformers 5.23)",
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(
-        sizes(E="num_experts") | V3_ROUTER,
+        sizes() | V3_ROUTER,
         layouts(CORRECTED),
-        example="Beam-1.0-501B-A23B (transformers 5.23)",
+        "Beam-1.0-501B-A23B (transformers 5.23)",
         needs=NOAUX),
-    "qwen4_exp_text": qwen2_moe(norm=True, example="Qwen4-Exp (transformers 5.23)"),
+    "qwen4_exp_text": qwen2_moe(normed(default=True), "Qwen4-Exp (transformers 5.23)"),
+    "mellum": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE),
+        "Mellum 2 (transformers 5.23)"),
+    "qwen3_vl_moe_text": Family(
+        sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
+        (layout(GATE + TRANSPOSED), layout(GATE + FUSED)), "Qwen3-VL-30B-A3B (model card)"),
+    "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED, "Qwen3.5-35B-A3B (model card)"),
+    "granitemoe_swa": Family(
+        sizes("intermediate_size"), (layout(ROUTER + FUSED),),
+        "granite with sliding windows (transformers 5.23)"),
+    "aria_text": Family(
+        sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
+        (layout(ROUTER + SHARED + ARIA), layout(ROUTER + SHARED + TRANSPOSED)), "Aria (model card)"),
+    "cohere2_moe": Family(
+        sizes("intermediate_size") | normed(default=True) | {
+            "score_function": field("expert_selection_fn", default="softmax", among=SCORES),
+            "shared_expert_intermediate_size": summed},
+        layouts(GATE + SHARED), "Cohere2 MoE (transformers 5.23)"),
+    "mistral4": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
+        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),), "Mistral-Small-4 (model card)"),
+    "afmoe": Family(
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(AFMOE + SHARED),
+        "Trinity-Mini (model card)",
+        needs={"route_norm": True, "score_func": "sigmoid"}),
+    "hy_v3": Family(
+        sizes() | biased(2.826) | ALWAYS_NORMED | shared_times(),
+        layouts(AFMOE + shared_expert("shared_mlp"),
+                held=GATE + expert_bias("e_score_correction_bias") + SHARED), "Hy3 (model card)"),
+    "laguna": Family(
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared("shared_expert_intermediate_size"),
+        layouts(GATE + expert_bias("experts.e_score_correction_bias")
+                + shared_expert("shared_expert"), held=CORRECTED + SHARED),
+        "Laguna (transformers 5.23)",
+        needs={"moe_router_logit_softcapping": 0.0,
+               "moe_apply_router_weight_on_input": False}),
+    "step3p5": Family(
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
+        (layout(STEP + shared_expert("share_expert")), layout(CORRECTED + SHARED + FUSED)),
+        "Step-3.5-Flash (model card)",
+        needs={"swiglu_limits": (None, 0.0), "swiglu_limits_shared": (None, 0.0),
+               "moe_router_activation": "sigmoid", "norm_expert_weight": True},
+        others=r"(?!moe\.|share_expert\.|gate\.|experts\.|shared_experts\.).*"),
+    "exaone_moe": Family(
+        sizes() | noaux(2.5) | shared_times(),
+        layouts(GATE + expert_bias("e_score_correction_bias") + SHARED, held=CORRECTED + SHARED),
+        "K-EXAONE-236B-A23B (technical report)", needs=NOAUX),
+    "mimo_v2_flash": Family(
+        sizes() | noaux(1.0), layouts(CORRECTED), "MiMo-V2-Flash (technical report)", needs=NOAUX),
+    "glm_moe_dsa": deepseek(noaux(2.5), "GLM-5 (model card)"),
+    "glm4_moe_lite": deepseek(noaux(1.8), "GLM-4.7-Flash (model card)"),
+    "glm5_next_text": deepseek(
+        noaux(2.5) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)},
+        "GLM-5-Next (transformers 5.23)"),
+    "axk1": deepseek(V3_ROUTER, "A.X-K1 (model card)")._replace(
+        note="the norm behind the block is not part of the layer",
+        others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
 }
+
+# The same block in another model: (the row, an example).
+SAME = {
+    "flex_olmo": ("olmoe", "FlexOlmo-7x7B-1T (arXiv 2507.07024)"),
+    "minimax": ("mixtral", "MiniMax-Text-01 (arXiv 2501.08313)"),
+    "granitemoeshared": ("granitemoe", "granite with a shared MLP (transformers 5.23)"),
+    "granitemoehybrid": ("granitemoe", "granite-4.0-h-small (model card)"),
+    "deepseek_v32": ("deepseek_v3", "DeepSeek-V3.2 (technical report)"),
+    "glm4v_moe_text": ("glm4_moe", "GLM-4.5V (arXiv 2507.01006)"),
+    "solar_open": ("glm4_moe", "Solar-Open-100B (technical report)"),
+    "deepseek_ocr2_text": ("deepseek_v2", "DeepSeek-OCR-2 (model card)"),
+    "unlimited_ocr_text": ("deepseek_v2", "Unlimited-OCR (transformers 5.23)"),
+    "qwen3_omni_moe_text": ("mellum", "Qwen3-Omni-30B-A3B, the thinker (arXiv 2509.17765)"),
+    "qwen3_omni_moe_talker_text": ("qwen2_moe", "Qwen3-Omni-30B-A3B, the talker (arXiv 2509.17765)"),
+}
+for name, (like, example) in SAME.items():
+    FAMILIES[name] = FAMILIES[like]._replace(example=example)
 TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, **FAMILIES}
 
 
