@@ -826,6 +826,11 @@ class HuggingFaceBlock(moe.MoELayer):
         self.model_type = model_type
         self.router = HuggingFaceRouter(config, pg_collection)
         self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
+        for name, place in _places(self, self.row.layouts[-1]).items():
+            owner, _, held = name.rpartition(".")
+            if owner == "experts":                           # the library's saving asks for shapes
+                shape = torch.empty(place.shape, device="meta")
+                vars(self.experts)[held] = nn.Parameter(shape)
 
     @property
     def row(self) -> Family:             # no attribute: functions in it cannot be pickled

@@ -146,8 +146,11 @@ LINEAR = dict(
     num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
     linear_value_head_dim=8)
 SPARSE = dict(mlp_layer_types=["sparse"] * 2)
-DSA = MLA | dict(index_n_heads=2, index_head_dim=16, index_topk=4)
-MIXED = MLA | SPARSE | dict(layer_types=["linear_attention", "full_attention"])
+DSA = MLA | SPARSE | dict(index_n_heads=2, index_head_dim=16, index_topk=16)
+HYBRID = dict(layer_types=["linear_attention", "full_attention"])
+MROPE = dict(rope_parameters=dict(
+    rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 0]))
+MIXED = MLA | SPARSE | HYBRID
 
 GATE = "gate.weight E H\n"
 ROUTER = "router.weight E H\n"
@@ -358,7 +361,7 @@ PUBLISHED = {
             moe.gate_proj.weight E F H
             moe.up_proj.weight E F H
             moe.down_proj.weight E H F
-            """ + ffn_of("share_expert", F="S"), score="sigmoid", whole=SPARSE, held={
+            """ + ffn_of("share_expert", F="S"), score="sigmoid", whole=SPARSE | dict(sliding_window=16), held={
             "moe.gate.": "gate.", "moe.router_bias": CORRECTION, "share_": "shared_",
             "expert.": "experts."},
         fused=lambda t: (torch.cat([t[f"moe.{name}.weight"] for name in GUD[:2]], 1),
@@ -376,16 +379,16 @@ PUBLISHED = {
         "Glm4MoeLite Glm4MoeLiteMoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
     "glm5_next_text": Published(
         "Glm5NextText Glm5NextTextMoE", V3 | dict(swiglu_limit=0.9), V3_TENSORS, score="sigmoid",
-        act=clamped_swiglu, whole=MLA | SPARSE),
+        act=clamped_swiglu, whole=DSA | HYBRID | dict(qk_rope_head_dim=0)),
     "axk1": Published("AXK1 AXK1MoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
 }
 for case, (like, block, whole) in {
         "flex_olmo": ("olmoe", "FlexOlmo FlexOlmoSparseMoeBlock", {}),
         "minimax": ("mixtral", "MiniMax MiniMaxSparseMoeBlock", {}),
         "granitemoeshared": ("granitemoe", "GraniteMoeShared GraniteMoeSharedMoE", {}),
-        "granitemoehybrid": ("granitemoe", "GraniteMoeHybrid GraniteMoeHybridMoE", {}),
+        "granitemoehybrid": ("granitemoe", "GraniteMoeHybrid GraniteMoeHybridMoE", HYBRID),
         "deepseek_v32": ("deepseek_v3", "DeepseekV32 DeepseekV32MoE", DSA),
-        "glm4v_moe_text": ("glm4_moe", "Glm4vMoeText Glm4vMoeTextMoE", {}),
+        "glm4v_moe_text": ("glm4_moe", "Glm4vMoeText Glm4vMoeTextMoE", MROPE),
         "solar_open": ("glm4_moe", "SolarOpen SolarOpenMoE", {}),
         "deepseek_ocr2_text": ("deepseek_v2", "DeepseekOcr2Text DeepseekOcr2TextMoe", SPARSE),
         "unlimited_ocr_text": ("deepseek_v2", "UnlimitedOcrText UnlimitedOcrTextMoe", SPARSE),
@@ -1319,9 +1322,13 @@ class StandIn(torch.nn.Module):
                 owner.register_buffer(last, tensor.clone())
             else:
                 setattr(owner, last, torch.nn.Parameter(tensor.clone()))
+        if case == "axk1":
+            self.post_mlp_layernorm = torch.nn.RMSNorm(H6, dtype=dtype)
+            self.post_mlp_layernorm.weight.data = torch.arange(1, H6 + 1, dtype=dtype)
 
     def forward(self, x):
-        return published_loop(self.case, x, self.tensors)
+        y = published_loop(self.case, x, self.tensors)
+        return self.post_mlp_layernorm(y) if self.case == "axk1" else y
 
 
 class StandInModel(torch.nn.Module):
@@ -1847,7 +1854,7 @@ def whole_model(case: str, **fixed) -> torch.nn.Module:
         type(config).__module__.replace("configuration_", "modeling_"))
     own = {name: value for name, value in vars(modeling).items()
            if getattr(value, "config_class", None) is type(config)}
-    ends = "ForCausalLM", "ForConditionalGeneration", "TextModel"
+    ends = "ForCausalLM", "ForConditionalGeneration", "TextModel", "TalkerModel"
     model = next(own[name] for end in ends for name in own if name.endswith(end))(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -1860,8 +1867,14 @@ def random_ids() -> Tensor:
     return torch.randint(1, 64, (2, T7))
 
 
+def whole_output(model, ids: Tensor, **options):
+    if hasattr(model, "codec_embedding"):             # Qwen3-Omni's talker takes embeddings alone
+        return model(inputs_embeds=model.codec_embedding(ids), use_cache=False, **options)
+    return model(ids, use_cache=False, **options)
+
+
 def whole_logits(model, ids: Tensor) -> Tensor:
-    out = model(ids, use_cache=False)
+    out = whole_output(model, ids)
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
@@ -1897,7 +1910,7 @@ def test_live_models_of_the_library(case, tmp_path):
         options = {"input_ids": ids} if case == "deepseek_v4" else {}
         outputs = [model.get_submodule(names[0])(x.clone(), **options) for model in (ours, theirs)]
         close(*outputs, 1e-4)
-        recorded = [model(ids, use_cache=False, output_router_logits=True).router_logits
+        recorded = [whole_output(model, ids, output_router_logits=True).router_logits
                     for model in (ours, theirs)]
         assert len(recorded[0]) == len(names)
         close(*recorded, 1e-4)
