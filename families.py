@@ -236,13 +236,25 @@ def _usual_needs(values):
         "moe_latent_size": None,
         "hidden_act": ("silu", "swish", None),
         "topk_method": "greedy",
-        "scoring_func": values.get("score_function", "softmax"),
+        **dict.fromkeys(SCORINGS, values.get("score_function", "softmax")),
         "n_group": (1, 0, None),
-        "norm_topk_prob": _meaning(values)["norm_topk_prob"],
+        **dict.fromkeys(NORMS, _meaning(values)["norm_topk_prob"]),
         "routed_scaling_factor": (1.0, 0, None),
         "n_shared_experts": 0,
         "swiglu_limit": None,
+        "swiglu_limits": 0,
+        "swiglu_limits_shared": 0,
+        "moe_router_logit_softcapping": 0,
+        "moe_apply_router_weight_on_input": False,
     }
+
+
+# Other names of one field.
+SCORINGS = ("scoring_func", "score_func", "score_function", "moe_router_activation",
+            "moe_router_activation_func")
+NORMS = "norm_topk_prob", "route_norm", "norm_expert_weight"
+FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
+           "moe_router_scaling_factor", "moe_routed_scaling_factor")
 
 
 def _check_layer_idx(read):
@@ -1142,12 +1154,14 @@ def chosen_by_score(read: Reader) -> bool:
 SOFTMAX_OVER_ALL = {"pre_softmax": True}
 SIGMOID = {"score_function": "sigmoid"}
 
-FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
-           "moe_router_scaling_factor", "moe_routed_scaling_factor")
 ALWAYS_NORMED = {"norm_topk_prob": True}
 NEVER_NORMED = {"norm_topk_prob": False}
 SWIGLU = {"activation": "swiglu"}                            # another hidden_act is refused
-SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrtsoftplus"}
+COHERE = {
+    "score_function": field("expert_selection_fn", default="softmax",
+                            among={"softmax": "softmax", "sigmoid": "sigmoid"}),
+    "shared_expert_intermediate_size": summed,
+}
 EXPERT_BIAS = {"enable_expert_bias": True}
 V3_ROUTER = noaux(2.5, groups=8, kept=4)
 QUICK_GEGLU = {
@@ -1202,6 +1216,7 @@ def shared_expert(name: str) -> str:
 GATE = "gate.weight    router.weight    e h\n"
 ROUTER = "router.weight    router.weight    e h\n"
 CORRECTED = GATE + expert_bias("gate.e_score_correction_bias")
+BESIDE = GATE + expert_bias("e_score_correction_bias")
 SHARED = shared_expert("shared_experts")
 EACH = """
     experts.{e}.gate_proj.weight    experts.fc1[0]    f h
@@ -1226,18 +1241,19 @@ TRANSPOSED = """
     experts.gate_up_proj    experts.fc1    e h (p f)
     experts.down_proj       experts.fc2    e f h
 """
-ARIA = """
-    experts.fc1.weight    experts.fc1    e h (p f)
-    experts.fc2.weight    experts.fc2    e f h
-"""
-AFMOE = "router.gate.weight    router.weight    e h\n" + expert_bias("expert_bias")
+NESTED = "router.gate.weight    router.weight    e h\n" + expert_bias("expert_bias")
 STEP = """
     moe.gate.weight         router.weight         e h
     moe.router_bias         router.expert_bias    e
     moe.gate_proj.weight    experts.fc1[0]        e f h
     moe.up_proj.weight      experts.fc1[1]        e f h
     moe.down_proj.weight    experts.fc2           e h f
+""" + shared_expert("share_expert")
+ARIA = ROUTER + SHARED + """
+    experts.fc1.weight    experts.fc1    e h (p f)
+    experts.fc2.weight    experts.fc2    e f h
 """
+LAGUNA = GATE + expert_bias("experts.e_score_correction_bias") + shared_expert("shared_expert")
 GPT_OSS = ROUTER + """
     router.bias                  router.bias         e
     experts.gate_up_proj         experts.fc1         e h (f p)
@@ -1278,6 +1294,7 @@ MINIMAX_M3 = """
     shared_experts.gate_up_proj.weight    shared_experts.fc1    (p s) h
     shared_experts.down_proj.weight       shared_experts.fc2    h s
 """
+AROUND = r"(?!(gate|experts|shared_experts|moe|share_expert)\.).*"
 HASH_TABLE = "gate.tid2eid"
 TABLE = f"{HASH_TABLE}    hash_table    v k\n"
 
@@ -1289,8 +1306,8 @@ INEXPRESSIBLE = {
               "with a gradient estimator of its own; the layer has no such router",
     "hy_v4": "it clamps gate and up of the routed experts alone; the layer's clamp "
              "holds for the shared expert too",
-    "doge": "it finds an expert by the sum of two keys, and an expert is one row in and one row out",
-    "ernie4_5_vl_moe_text": "it has two routers, with experts of two sizes: for text and for images",
+    "doge": "it finds an expert by the sum of two keys, and an expert is two vectors",
+    "ernie4_5_vl_moe_text": "it has two routers, for text and images, with experts of two sizes",
     "gemma4_text": "its router reads another input than its experts, with a norm of its own, and "
                    "learns a factor for each expert",
     "diffusion_gemma_text": "its router is that of gemma4_text, which reads another input than its "
@@ -1343,10 +1360,10 @@ KIMI = Family(
     },
     layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
     "Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)",
-    needs=NOAUX | {"moe_router_activation_func": "sigmoid"})
+    needs=NOAUX)
 
-# A row has the knobs, the layouts, the example, and by keyword the other fields of Family. The sizes are the
-# first of the knobs. A later knob replaces an earlier one of the same field.
+# A row has the knobs, the layouts, the example, and by keyword the other fields of Family. The
+# sizes are the first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
     "mixtral": Family(
         sizes("intermediate_size"),
@@ -1407,7 +1424,7 @@ FAMILIES = {
         needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
         sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
-        layouts(GATE + expert_bias("e_score_correction_bias"), w132(EACH)),
+        layouts(BESIDE, w132(EACH)),
         "MiniMax-M2 (model card)",
         needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}),
     "hunyuan_v1_moe": Family(
@@ -1486,11 +1503,11 @@ FAMILIES = {
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
         "Mistral-Large-4 (transformers 5.23)",
         note="a group's score is the sum of its two best",
-        others=r"(?!gate\.|experts\.|shared_experts\.).*"),
+        others=AROUND),
     "minimax_m3_vl_text": Family(
         sizes("intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
         | shared("shared_intermediate_size"),
-        layouts(GATE + expert_bias("e_score_correction_bias") + SHARED, w132(EACH),
+        layouts(BESIDE + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
         "MiniMax-M3 (transformers 5.23)",
         needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": True,
@@ -1499,8 +1516,7 @@ FAMILIES = {
         sizes() | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
         "Ling-3.0-Flash (transformers 5.23)",
-        needs=NOAUX | {"score_function": "sigmoid",
-                       "moe_router_enable_expert_bias": True}),
+        needs=NOAUX | {"moe_router_enable_expert_bias": True}),
     "axk2": deepseek(biased(2.5), "A.X-K2-Light (transformers 5.23)"),
     "dots3_note_text": deepseek(
         noaux(1.0),
@@ -1514,59 +1530,49 @@ FAMILIES = {
     "qwen4_exp_text": qwen2_moe(normed(default=True), "Qwen4-Exp (transformers 5.23)"),
     "mellum": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE),
-        "Mellum 2 (transformers 5.23)"),
+        "Mellum2-12B-A2.5B (transformers 5.23)"),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
-        (layout(GATE + TRANSPOSED), layout(GATE + FUSED)), "Qwen3-VL-30B-A3B (model card)"),
-    "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED, "Qwen3.5-35B-A3B (model card)"),
+        (layout(GATE + TRANSPOSED), layout(GATE + FUSED)), "Qwen3-VL-30B-A3B (arXiv 2511.21631)"),
+    "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED, "Qwen3.5-35B-A3B (transformers 5.23)"),
     "granitemoe_swa": Family(
         sizes("intermediate_size"), (layout(ROUTER + FUSED),),
-        "granite with sliding windows (transformers 5.23)"),
+        "granite-swash-3b-a600m (transformers 5.23)"),
     "aria_text": Family(
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
-        (layout(ROUTER + SHARED + ARIA), layout(ROUTER + SHARED + TRANSPOSED)), "Aria (model card)"),
+        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED)), "Aria (arXiv 2410.05993)"),
     "cohere2_moe": Family(
-        sizes("intermediate_size") | normed(default=True) | {
-            "score_function": field("expert_selection_fn", default="softmax", among=SCORES),
-            "shared_expert_intermediate_size": summed},
-        layouts(GATE + SHARED), "Cohere2 MoE (transformers 5.23)"),
+        sizes("intermediate_size") | normed(default=True) | COHERE, layouts(GATE + SHARED),
+        "command-a-plus-05-2026 (transformers 5.23)"),
     "mistral4": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
-        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),), "Mistral-Small-4 (model card)"),
+        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),),
+        "Mistral-Small-4-119B (transformers 5.23)"),
     "afmoe": Family(
-        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(AFMOE + SHARED),
-        "Trinity-Mini (model card)",
-        needs={"route_norm": True, "score_func": "sigmoid"}),
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED),
+        "Trinity-Mini (transformers 5.23)"),
     "hy_v3": Family(
         sizes() | biased(2.826) | ALWAYS_NORMED | shared_times(),
-        layouts(AFMOE + shared_expert("shared_mlp"),
-                held=GATE + expert_bias("e_score_correction_bias") + SHARED), "Hy3 (model card)"),
+        layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED),
+        "Hy3-preview (transformers 5.23)"),
     "laguna": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("shared_expert_intermediate_size"),
-        layouts(GATE + expert_bias("experts.e_score_correction_bias")
-                + shared_expert("shared_expert"), held=CORRECTED + SHARED),
-        "Laguna (transformers 5.23)",
-        needs={"moe_router_logit_softcapping": 0.0,
-               "moe_apply_router_weight_on_input": False}),
+        layouts(LAGUNA, held=CORRECTED + SHARED), "Laguna-XS.2 (transformers 5.23)"),
     "step3p5": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
-        (layout(STEP + shared_expert("share_expert")), layout(CORRECTED + SHARED + FUSED)),
-        "Step-3.5-Flash (model card)",
-        needs={"swiglu_limits": (None, 0.0), "swiglu_limits_shared": (None, 0.0),
-               "moe_router_activation": "sigmoid", "norm_expert_weight": True},
-        others=r"(?!moe\.|share_expert\.|gate\.|experts\.|shared_experts\.).*"),
+        (layout(STEP), layout(CORRECTED + SHARED + FUSED)),
+        "Step-3.7-Flash (transformers 5.23)", others=AROUND),
     "exaone_moe": Family(
-        sizes() | noaux(2.5) | shared_times(),
-        layouts(GATE + expert_bias("e_score_correction_bias") + SHARED, held=CORRECTED + SHARED),
-        "K-EXAONE-236B-A23B (technical report)", needs=NOAUX),
+        sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED),
+        "K-EXAONE-236B-A23B (transformers 5.23)", needs=NOAUX),
     "mimo_v2_flash": Family(
-        sizes() | noaux(1.0), layouts(CORRECTED), "MiMo-V2-Flash (technical report)", needs=NOAUX),
-    "glm_moe_dsa": deepseek(noaux(2.5), "GLM-5 (model card)"),
-    "glm4_moe_lite": deepseek(noaux(1.8), "GLM-4.7-Flash (model card)"),
+        sizes() | noaux(1.0), layouts(CORRECTED), "MiMo-V2-Flash (transformers 5.23)", needs=NOAUX),
+    "glm_moe_dsa": deepseek(noaux(2.5), "GLM-5 (transformers 5.23)"),
+    "glm4_moe_lite": deepseek(noaux(1.8), "GLM-4.7-Flash (transformers 5.23)"),
     "glm5_next_text": deepseek(
         noaux(2.5) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)},
-        "GLM-5-Next (transformers 5.23)"),
-    "axk1": deepseek(V3_ROUTER, "A.X-K1 (model card)")._replace(
+        "GLM-5.3-Flash (transformers 5.23)"),
+    "axk1": deepseek(V3_ROUTER, "A.X-K1 (transformers 5.23)")._replace(
         note="the norm behind the block is not part of the layer",
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
 }
@@ -1575,15 +1581,15 @@ FAMILIES = {
 SAME = {
     "flex_olmo": ("olmoe", "FlexOlmo-7x7B-1T (arXiv 2507.07024)"),
     "minimax": ("mixtral", "MiniMax-Text-01 (arXiv 2501.08313)"),
-    "granitemoeshared": ("granitemoe", "granite with a shared MLP (transformers 5.23)"),
-    "granitemoehybrid": ("granitemoe", "granite-4.0-h-small (model card)"),
-    "deepseek_v32": ("deepseek_v3", "DeepSeek-V3.2 (technical report)"),
+    "granitemoeshared": ("granitemoe", "granite with a dense FFN beside (transformers 5.23)"),
+    "granitemoehybrid": ("granitemoe", "granite-4.0-h-small (transformers 5.23)"),
+    "deepseek_v32": ("deepseek_v3", "DeepSeek-V3.2-Exp (transformers 5.23)"),
     "glm4v_moe_text": ("glm4_moe", "GLM-4.5V (arXiv 2507.01006)"),
-    "solar_open": ("glm4_moe", "Solar-Open-100B (technical report)"),
-    "deepseek_ocr2_text": ("deepseek_v2", "DeepSeek-OCR-2 (model card)"),
+    "solar_open": ("glm4_moe", "Solar-Open-100B (transformers 5.23)"),
+    "deepseek_ocr2_text": ("deepseek_v2", "DeepSeek-OCR-2 (transformers 5.23)"),
     "unlimited_ocr_text": ("deepseek_v2", "Unlimited-OCR (transformers 5.23)"),
-    "qwen3_omni_moe_text": ("mellum", "Qwen3-Omni-30B-A3B, the thinker (arXiv 2509.17765)"),
-    "qwen3_omni_moe_talker_text": ("qwen2_moe", "Qwen3-Omni-30B-A3B, the talker (arXiv 2509.17765)"),
+    "qwen3_omni_moe_text": ("mellum", "Qwen3-Omni-30B-A3B, thinker (arXiv 2509.17765)"),
+    "qwen3_omni_moe_talker_text": ("qwen2_moe", "Qwen3-Omni-30B-A3B, talker (arXiv 2509.17765)"),
 }
 for name, (like, example) in SAME.items():
     FAMILIES[name] = FAMILIES[like]._replace(example=example)
