@@ -1597,7 +1597,7 @@ TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, 
 
 
 def models_table() -> str:
-    """The table of docs/models.md: a line per family, with its knobs.
+    """The table of docs/models.md: a line per family, with its knobs, and then the refused ones.
 
     A knob without a value is read from the published config. Sizes, and an activation that the
     config names, are left out.
@@ -1615,6 +1615,8 @@ def models_table() -> str:
         if first.setdefault(knobs, name) != name:
             knobs = f"as `{first[knobs]}`"
         lines.append(f"| `{name}` | {row.example} | {knobs} | {row.note} |")
+    for name, why in INEXPRESSIBLE.items():
+        lines.append(f"| `{name}` |  | refused | {why} |")
     return "\n".join(lines)
 
 

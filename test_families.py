@@ -361,7 +361,8 @@ PUBLISHED = {
             moe.gate_proj.weight E F H
             moe.up_proj.weight E F H
             moe.down_proj.weight E H F
-            """ + ffn_of("share_expert", F="S"), score="sigmoid", whole=SPARSE | dict(sliding_window=16), held={
+            """ + ffn_of("share_expert", F="S"), score="sigmoid",
+        whole=SPARSE | dict(sliding_window=16), held={
             "moe.gate.": "gate.", "moe.router_bias": CORRECTION, "share_": "shared_",
             "expert.": "experts."},
         fused=lambda t: (torch.cat([t[f"moe.{name}.weight"] for name in GUD[:2]], 1),
@@ -599,13 +600,13 @@ def test_families_are_those_listed_here():
     assert set(FAMILIES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
 
 
-def library_types() -> dict[str, str]:
-    """Every model_type of the library with MoE blocks -> its folder. Imports nothing. Of a folder
-    with such a class it is the configs with a number of experts, or else all."""
+def library_types() -> list[str]:
+    """Every model_type of the library with MoE blocks. Imports nothing. In a folder with such a
+    class it is those of the configs with a number of experts, or else all."""
     found = importlib.util.find_spec("transformers")
     if found is None:
-        return {}
-    types = {}
+        return []
+    types = []
     for folder in sorted(Path(found.origin).parent.glob("models/*")):
         def text(kind):
             return "\n".join(file.read_text() for file in folder.glob(f"{kind}_*.py"))
@@ -615,7 +616,7 @@ def library_types() -> dict[str, str]:
         typed = {match[1]: part for part in parts
                  if (match := re.search(r'^    model_type = "(.+)"', part, re.M))}
         counted = [name for name in typed if re.search(r"^    \w*experts:", typed[name], re.M)]
-        types |= dict.fromkeys(counted or typed, folder.name)
+        types += counted or typed
     return types
 
 
@@ -638,14 +639,14 @@ def test_families_know_every_type_of_the_library():
 
 
 def test_families_table_in_the_docs(capsys):
-    """docs/models.md has what `python families.py` prints: a line per family."""
+    """docs/models.md has what `python families.py` prints: a line per family, refused or not."""
     runpy.run_path(families.__file__, run_name="__main__")
     printed = capsys.readouterr().out
     page = (HERE / "docs/models.md").read_text()
     _, after = page.split("<!-- families table -->\n")
     assert after.split("<!-- end of the table -->")[0] == printed
     _, _, *lines = printed.splitlines()
-    assert [line.split("`")[1] for line in lines] == FAMILIES
+    assert [line.split("`")[1] for line in lines] == [*FAMILIES, *families.INEXPRESSIBLE]
 
 
 def match_published_loop(case: str, through) -> None:
@@ -697,15 +698,19 @@ def test_families_round_trip(case, dtype):
     same(held.state_dict(), layer.state_dict())
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "granitemoe", "llama4_text", "gpt_oss"])
-def test_families_layouts_where_two_F_equal_H(case, monkeypatch):
-    """unsloth-zoo #849: at 2F = H a matrix has the shape of its transpose; no shape tells which."""
-    monkeypatch.setitem(AXIS, "F", 3)
+@pytest.mark.parametrize("case, size", [
+    ("qwen3_moe", 3), ("granitemoe", 3), ("llama4_text", 3), ("gpt_oss", 3),
+    ("qwen3_vl_moe_text", 3), ("qwen3_vl_moe_text", H6)])
+def test_families_layouts_where_two_F_equal_H(case, size, monkeypatch):
+    """unsloth-zoo #849: at 2F = H a matrix has the shape of its transpose; no shape tells which.
+    Qwen3-VL's two layouts have the same names: there the shapes of both weights tell, also at
+    F = H."""
+    monkeypatch.setitem(AXIS, "F", size)
     for name in ("intermediate_size", "moe_intermediate_size"):
-        monkeypatch.setitem(PUBLISHED[case].config, name, 3)
+        monkeypatch.setitem(PUBLISHED[case].config, name, size)
     match_published_loop(case, through=lambda layer: layer)
     held = as_held(case, fam_tensors(case))
-    assert held["experts.gate_up_proj"].shape == (E8, 6, 6)
+    assert (held["experts.gate_up_proj"].shape == (E8, 6, 6)) == (size == 3)
     same(fam_layer(case, tensors=held).state_dict(), fam_layer(case).state_dict())
 
 
@@ -872,7 +877,8 @@ def test_families_config_values():
 
 @pytest.mark.parametrize("outer, text", [
     *((name, f"{name}_text") for name in (
-        "inkling2", "mistral_large4", "minimax_m3_vl", "dots3_note", "qwen4_exp")),
+        "inkling2", "mistral_large4", "minimax_m3_vl", "dots3_note", "qwen4_exp", "aria",
+        "glm4v_moe", "glm5_next", "qwen3_5_moe", "qwen3_vl_moe")),
     ("kimi_k3", "kimi_k3")])
 def test_families_composite_models(outer, text):
     """The outer config and the outer name do as the text model's; the library's objects too."""
@@ -1484,6 +1490,21 @@ def test_live_dtypes_and_memory():
     assert first.config.router_dtype == torch.float32
     held = model.state_dict()["layers.0.mlp.experts.gate_up_proj"]
     assert held.data_ptr() == first.experts.fc1.data_ptr()
+
+
+def test_live_router_is_fp32_in_every_family():
+    """Automodel #3650, sglang #38695: some families compute bf16 logits, some fp32. Here all are
+    the fp32 products of the bf16 weights."""
+    for case in ("mixtral", "qwen3_moe", "llama4_text", "gpt_oss", "deepseek_v3", "laguna"):
+        model = StandInModel(case, torch.bfloat16)
+        families.replace_blocks(model)
+        router = model.block().router
+        assert router.weight.dtype == torch.bfloat16
+        x = torch.randn(3, T7, H6, dtype=torch.bfloat16)
+        logits = router.gating(x)
+        assert logits.dtype == torch.float32
+        bias = 0.0 if router.bias is None else router.bias.double()
+        close(logits.double(), x.double() @ router.weight.double().T + bias, 1e-5)
 
 
 def test_live_model_is_saved_whole(tmp_path):
@@ -2105,6 +2126,37 @@ def test_live_model_with_hash_layers():
         ours.model.layers[0].mlp.hash_table.zero_()
     ours.load_state_dict(theirs.state_dict())
     close(whole_logits(ours, ids), want, 1e-4)
+
+
+def test_live_model_whose_published_experts_are_transposed(tmp_path):
+    """Qwen3-VL: published names are those in memory. It is saved, and loads in both layouts."""
+    transformers = pytest.importorskip("transformers", reason="builds a model of transformers")
+    text = whole_model("qwen3_vl_moe_text").config
+    config = transformers.Qwen3VLMoeConfig(text_config=text.to_dict(), vision_config=dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
+        deepstack_visual_indexes=[0]))
+    theirs = randomised(transformers.Qwen3VLMoeForConditionalGeneration(config)).eval()
+    ours = copy.deepcopy(theirs)
+    names = families.replace_blocks(ours)
+    assert names == [f"model.language_model.layers.{i}.mlp" for i in (0, 1)]
+    ids = random_ids()
+    close(whole_logits(ours, ids), whole_logits(theirs, ids), 1e-4)
+    ours.save_pretrained(tmp_path)
+    again, found = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    same(again.state_dict(), theirs.state_dict())
+
+    published = {name: tensor.mT.contiguous() if ".experts." in name else tensor
+                 for name, tensor in theirs.state_dict().items()}
+    with torch.no_grad():
+        for name in names:
+            ours.get_submodule(name).experts.fc1.zero_()
+            ours.get_submodule(name).experts.fc2.zero_()
+    ours.load_state_dict(published)
+    same(ours.state_dict(), theirs.state_dict())
+    layer = MoELayer(families.config_from_hf(config))
+    families.from_hf(layer, published, "qwen3_vl_moe", prefix=f"{names[1]}.")
+    same(layer.experts.state_dict(), ours.get_submodule(names[1]).experts.state_dict())
 
 
 def test_live_model_under_the_librarys_trainer_loss():
