@@ -981,6 +981,13 @@ def test_families_block_without_a_name_of_its_own():
         "  layers.3.experts.0.w4.weight is unexpected",
         "  layers.3.experts.0.w1.scale is of quantised weights; dequantise them first"]
 
+    t = fam_tensors("step3p5", prefix=prefix)                # its shared expert lies beside `moe.`
+    layer = fam_layer("step3p5", tensors=t | around, prefix=prefix)
+    same(families.to_hf(layer, "step3p5", prefix), t)
+    wrong = {f"{prefix}moe.bias": torch.zeros(2)}
+    text = error(families.from_hf, layer, t | around | wrong, "step3p5", prefix)
+    assert text.splitlines()[1:] == ["  layers.3.moe.bias is unexpected"]
+
 
 # family, field, value, needs
 REFUSED = """
