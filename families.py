@@ -938,12 +938,16 @@ def _put_block(model, name, layer):
             module.reset_parameters()
     _fill(places, source)
 
-    # Of the library's router only the hooks stay.
-    library_router = block.get_submodule(next(iter(layer.row.layouts[-1])).split(".")[0])
+    # Of the library's router only the hooks stay, and its name, by which some are found.
+    router_name = next(iter(layer.row.layouts[-1])).split(".")[0]
+    library_router = block.get_submodule(router_name)
     for held in (library_router._parameters, library_router._buffers, library_router._modules):
         held.update(dict.fromkeys(held))
     library_router.forward = _same
-    layer.router.library_router = library_router
+    vars(layer.router)["library_router"] = library_router
+    if router_name == "router":
+        router_name = "library_router"
+    layer.add_module(router_name, library_router)
     if layer.row.after:
         layer.add_module(layer.row.after, block.get_submodule(layer.row.after))
 

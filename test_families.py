@@ -380,7 +380,8 @@ PUBLISHED = {
         "Glm4MoeLite Glm4MoeLiteMoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
     "glm5_next_text": Published(
         "Glm5NextText Glm5NextTextMoE", V3 | dict(swiglu_limit=0.9), V3_TENSORS, score="sigmoid",
-        act=clamped_swiglu, whole=DSA | HYBRID | dict(qk_rope_head_dim=0)),
+        act=clamped_swiglu, whole=DSA | HYBRID | dict(
+            qk_rope_head_dim=0, linear_num_heads=2, linear_head_dim=8)),
     "axk1": Published("AXK1 AXK1MoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
 }
 for case, (like, block, whole) in {
@@ -1999,7 +2000,7 @@ def three_steps(model, ids: Tensor) -> list[float]:
     return losses
 
 
-@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text")
+@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text", "minimax", "axk1")
 def test_live_models_of_the_library(case, tmp_path):
     """Logits, generate, the block's own output, router logits, saving, loading, training,
     checkpoints, bf16."""
