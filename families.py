@@ -206,13 +206,13 @@ def _type_of(hf_config, layer_idx=None):
     while (inner := reads[0].get("text_config")) is not None:
         reads.insert(0, Reader(inner, layer_idx))
     types = [read.get("model_type") for read in reads]
-    known = [name for name in types if name in TYPES or name in INEXPRESSIBLE]
+    known = [name for name in types if name in TYPES or name in REFUSED]
     return [types[0], *known][-1], reads
 
 
 def _family(model_type):
-    if model_type in INEXPRESSIBLE:
-        raise ValueError(f"model_type is {model_type!r}: {INEXPRESSIBLE[model_type]}")
+    if model_type in REFUSED:
+        raise ValueError(f"model_type is {model_type!r}: {REFUSED[model_type]}")
     if model_type not in TYPES:
         raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
     return TYPES[model_type]
@@ -1135,13 +1135,6 @@ def kimi_activation(read: Reader) -> str:
     return read("hidden_act", default=default, among={**GATED, "situ": "situ"})
 
 
-def kimi_norm_eps(read: Reader) -> float:
-    """rms_norm_eps, if the latent experts have a norm."""
-    if read("latent_moe_use_norm", default=False):
-        return read("rms_norm_eps", default=1e-5)
-    return 1e-5
-
-
 def chosen_by_score(read: Reader) -> bool:
     """Whether a DeepSeek-V4 layer has a bias. In a hash layer a table chooses the experts."""
     kinds = {"moe": True, "hash_moe": False, None: None}
@@ -1312,26 +1305,20 @@ INEXPRESSIBLE = {
              "holds for the shared expert too",
     "doge": "it finds an expert by the sum of two keys, and an expert is two vectors",
     "ernie4_5_vl_moe_text": "it has two routers, for text and images, with experts of two sizes",
-    "gemma4_text": "its router reads another input than its experts, with a norm of its own, and "
-                   "learns a factor for each expert",
-    "diffusion_gemma_text": "its router is that of gemma4_text, which reads another input than its "
-                            "experts",
-    "inkling_text": "its router weighs the shared experts too: their scores are in the sum that "
-                    "the probs are divided by",
+    "gemma4_text": "its router does not read the input of its experts, and has a norm of its own",
+    "diffusion_gemma_text": "its router is that of gemma4_text, with an input of its own",
+    "inkling_text": "its router weighs the shared experts too, in one sum with the chosen ones",
     "jetmoe": "it adds a bias to the output of the block, and routes its attention too",
     "kolibri1": "it adds its expert bias to the logits; the layer adds it to the scores",
     "longcat_flash": "some of its experts are the identity, without weights",
     "muse_spark_text": "it has a norm behind each expert, in front of the probs",
-    "zaya": "its router is an MLP that also reads the router of the layer before, and may choose "
-            "to skip the experts",
-    "qwen3_omni_moe": "its thinker and its talker have different blocks; take one of the two, "
-                      "with its own config",
+    "zaya": "its router is an MLP that reads the router of the layer before, too",
+    "qwen3_omni_moe": "its thinker and its talker have different blocks; take one of the two",
     "openai_privacy_filter": "it is a classifier of tokens, no language model",
     "dots3_note_vision_encoder": "it is an encoder of images, no language model",
     "vitpose_backbone": "it has no router: an expert belongs to a data set",
-    "nllb-moe": "it drops the second expert at random and tokens beyond a capacity, and its "
-                "experts are ReLU",
-    "switch_transformers": "it drops tokens beyond a capacity, and its experts are ReLU",
+    "nllb-moe": "its experts are ReLU with biases; the layer has no ReLU",
+    "switch_transformers": "its experts are ReLU; the layer has ReLU² alone",
 }
 
 
@@ -1360,7 +1347,7 @@ KIMI = Family(
         "situ_linear_beta": field("activation_situ_linear_beta", default=None),
         "latent_size": field("routed_expert_hidden_size", default=None),
         "latent_norm": flag("latent_moe_use_norm", default=False),
-        "latent_norm_eps": kimi_norm_eps,
+        "latent_norm_eps": field("rms_norm_eps", default=1e-5),
     },
     layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
     "Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)",
@@ -1439,8 +1426,7 @@ FAMILIES = {
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
                "group_limited_greedy": False}),
     "lfm2_moe": Family(
-        sizes() | SIGMOID | normed(default=True) | scaled(1.0) | {
-            "activation": "swiglu",
+        sizes() | SIGMOID | normed(default=True) | scaled(1.0) | SWIGLU | {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
@@ -1473,12 +1459,10 @@ FAMILIES = {
         example="Kimi-K3 (technical report)",
         note="a latent space with a norm, SiTU in all experts"),
     "deepseek_v4": Family(
-        sizes() | ALWAYS_NORMED | {
+        sizes() | ALWAYS_NORMED | scaled(1.5) | shared("moe_intermediate_size") | {
             "score_function": field("scoring_func", default="sqrtsoftplus",
                                     among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
-            "scaling_factor": field("routed_scaling_factor", default=1.5),
             "activation_clamp_value": field("swiglu_limit", default=10.0),
-            "shared_expert_intermediate_size": field("moe_intermediate_size"),
             "enable_expert_bias": chosen_by_score,
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
@@ -1597,7 +1581,15 @@ SAME = {
 }
 for name, (like, example) in SAME.items():
     FAMILIES[name] = FAMILIES[like]._replace(example=example)
-TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, **FAMILIES}
+
+
+def with_outer_names(rows: dict) -> dict:
+    """The rows, also under the names of outer configs: gemma4 as gemma4_text."""
+    return {name.removesuffix("_text"): row for name, row in rows.items()} | rows
+
+
+TYPES = with_outer_names(FAMILIES)
+REFUSED = with_outer_names(INEXPRESSIBLE)
 
 
 def models_table() -> str:
