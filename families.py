@@ -99,8 +99,6 @@ class Family(NamedTuple):
       left out has its default.
     layouts: the first is the published one, the last is the one held in memory. Each maps a tensor
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
-    example: a published model, and in brackets the source of its formulas.
-    note: what the knobs do not say.
     needs: field of the published config -> a tuple of the values with which the layer computes the
       same model. A value without a tuple stands for itself or None. The field may be absent.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
@@ -111,8 +109,6 @@ class Family(NamedTuple):
     """
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
-    example: str
-    note: str = ""
     needs: dict[str, object] = {}
     others: str = ""
     returns: str = ""
@@ -235,7 +231,7 @@ def _usual_needs(values):
         "mlp_bias": False,
         "moe_latent_size": None,
         "hidden_act": ("silu", "swish", None),
-        "topk_method": "greedy",
+        "topk_method": "noaux_tc" if values.get("enable_expert_bias") else "greedy",
         **dict.fromkeys(SCORINGS, values.get("score_function", "softmax")),
         "n_group": (1, 0, None),
         **dict.fromkeys(NORMS, _meaning(values)["norm_topk_prob"]),
@@ -396,7 +392,6 @@ class Source:
         self.prefix = prefix
         self.names = [name.removeprefix(prefix)
                       for name in tensors.keys() if name.startswith(prefix)]
-        self.known = {}                            # name -> its shape and dtype
 
     def load(self, name: str) -> Tensor:
         """The tensor, which is not kept."""
@@ -406,15 +401,11 @@ class Source:
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], str]:
         """(shape, dtype), from safetensors' get_slice, or else from the loaded tensor."""
-        if name in self.known:
-            return self.known[name]
         if hasattr(self.tensors, "get_slice"):
             part = self.tensors.get_slice(self.prefix + name)
-            self.known[name] = list(part.get_shape()), part.get_dtype()
-        else:
-            tensor = self.load(name)
-            self.known[name] = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        return self.known[name]
+            return list(part.get_shape()), part.get_dtype()
+        tensor = self.load(name)
+        return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 class Place(NamedTuple):
@@ -497,17 +488,19 @@ def _places(layer, layout, tensors=None):
 
 
 def _nearest(layer, layouts, source):
-    """The layout that has most of the names, and of equal ones that which has most of the shapes.
+    """The layout that has most of the names.
 
-    Two layouts with the same names hold the experts' weights transposed. At 2F = H one of these has
-    the same shape in both, and at F = H the other, but never both of them.
+    If two have the same names, then the one that has most of the shapes. They hold the experts'
+    weights transposed. At 2F = H one of these has the same shape in both, and at F = H the other.
     """
+    alike = len(layouts) > 1 and layouts[0].keys() == layouts[1].keys()
+
     def fit(layout):
         places = _places(layer, layout)
         here = places.keys() & set(source.names)
-        stacked = [name for name in here if "e" in places[name].merged]
-        shapes = [source.shape_and_dtype(name)[0] == places[name].shape for name in stacked]
-        return len(here), sum(shapes)
+        if alike:
+            here = [name for name in here if source.shape_and_dtype(name)[0] == places[name].shape]
+        return len(here)
     return max(layouts, key=fit)
 
 
@@ -1169,16 +1162,19 @@ QUICK_GEGLU = {
 }
 V2_GROUPED = field("topk_method", default="greedy",
                    among={"greedy": False, "group_limited_greedy": True})
-NOAUX = {"topk_method": "noaux_tc"}
 
 
 # ---- Words of the table: layouts ----
 
+def columns(text: str, number: int) -> list[list[str]]:
+    """The lines of a text, cut into columns. The last one may have spaces in it."""
+    return [line.split(maxsplit=number - 1) for line in text.splitlines() if line.strip()]
+
+
 def layout(text: str) -> dict[str, Slot]:
     """A layout, from lines of three columns: name, parameter or parameter[part], axes."""
     slots = {}
-    for line in filter(str.strip, text.splitlines()):
-        name, where, axes = line.split(maxsplit=2)
+    for name, where, axes in columns(text, 3):
         parameter, _, part = where.removesuffix("]").partition("[")
         slots[name] = Slot(parameter, part, axes)
     return slots
@@ -1298,131 +1294,66 @@ TABLE = f"{HASH_TABLE}    hash_table    v k\n"
 
 # ---- The table ----
 
-INEXPRESSIBLE = {
-    "phimoe": "its SparseMixer router takes the second expert from a softmax that masks the first, "
-              "with a gradient estimator of its own; the layer has no such router",
-    "hy_v4": "it clamps gate and up of the routed experts alone; the layer's clamp "
-             "holds for the shared expert too",
-    "doge": "it finds an expert by the sum of two keys, and an expert is two vectors",
-    "ernie4_5_vl_moe_text": "it has two routers, for text and images, with experts of two sizes",
-    "gemma4_text": "its router does not read the input of its experts, and has a norm of its own",
-    "diffusion_gemma_text": "its router is that of gemma4_text, with an input of its own",
-    "inkling_text": "its router weighs the shared experts too, in one sum with the chosen ones",
-    "jetmoe": "it adds a bias to the output of the block, and routes its attention too",
-    "kolibri1": "it adds its expert bias to the logits; the layer adds it to the scores",
-    "longcat_flash": "some of its experts are the identity, without weights",
-    "muse_spark_text": "it has a norm behind each expert, in front of the probs",
-    "zaya": "its router is an MLP that reads the router of the layer before, too",
-    "qwen3_omni_moe": "its thinker and its talker have different blocks; take one of the two",
-    "openai_privacy_filter": "it is a classifier of tokens, no language model",
-    "dots3_note_vision_encoder": "it is an encoder of images, no language model",
-    "vitpose_backbone": "it has no router: an expert belongs to a data set",
-    "nllb-moe": "its experts are ReLU with biases; the layer has no ReLU",
-    "switch_transformers": "its experts are ReLU; the layer has ReLU² alone",
-}
-
-
-def qwen2_moe(norm: dict, example: str) -> Family:
+def qwen2_moe(norm: dict) -> Family:
     """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
     return Family(
         sizes() | SOFTMAX_OVER_ALL | norm
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
-        layouts(QWEN2),
-        example)
+        layouts(QWEN2))
 
 
-def deepseek(router: dict, example: str, shared_experts: dict = shared_times()) -> Family:
+def deepseek(router: dict, shared_experts: dict = shared_times()) -> Family:
     """A model with DeepSeek-V3's names."""
-    return Family(
-        sizes() | router | shared_experts,
-        layouts(CORRECTED + SHARED),
-        example,
-        needs=NOAUX)
+    return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))
 
 
-KIMI = Family(
-    sizes() | noaux(2.446) | shared_times() | {
-        "activation": kimi_activation,
-        "situ_beta": lambda read: read("activation_situ_beta", default=None) or 1.0,
-        "situ_linear_beta": field("activation_situ_linear_beta", default=None),
-        "latent_size": field("routed_expert_hidden_size", default=None),
-        "latent_norm": flag("latent_moe_use_norm", default=False),
-        "latent_norm_eps": field("rms_norm_eps", default=1e-5),
-    },
-    layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
-    "Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)",
-    needs=NOAUX)
-
-# A row has the knobs, the layouts, the example, and by keyword the other fields of Family. The
-# sizes are the first of the knobs. A later knob replaces an earlier one of the same field.
+# A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
+# first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
-    "mixtral": Family(
-        sizes("intermediate_size"),
-        layouts(GATE, w132(EACH)),
-        "Mixtral-8x7B-v0.1 (arXiv 2401.04088)",
-        note="the probs are a softmax over the chosen experts"),
+    "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
         sizes("intermediate_size"),
-        (layout(GRANITE), layout(ROUTER + FUSED)),
-        "granite-3.0-1b-a400m-base (model card)"),
+        (layout(GRANITE), layout(ROUTER + FUSED))),
     "jamba": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
-        layouts(ROUTER),
-        "Jamba-v0.1 (arXiv 2403.19887)"),
+        layouts(ROUTER)),
     "olmoe": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE),
-        "OLMoE-1B-7B-0924 (arXiv 2409.02060)"),
-    "qwen3_moe": Family(
-        sizes() | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE),
-        "Qwen3-30B-A3B (arXiv 2505.09388)"),
-    "qwen2_moe": qwen2_moe(normed(default=False), "Qwen1.5-MoE-A2.7B (arXiv 2407.10671)"),
-    "qwen3_next": qwen2_moe(normed(default=True), "Qwen3-Next-80B-A3B-Instruct (model card)"),
+        layouts(GATE)),
+    "qwen3_moe": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
+    "qwen2_moe": qwen2_moe(normed(default=False)),
+    "qwen3_next": qwen2_moe(normed(default=True)),
     "deepseek_v2": Family(
         sizes() | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
         | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | scaled(1.0),
-        layouts(GATE + SHARED),
-        "DeepSeek-V2 (arXiv 2405.04434)",
-        note="a group's score is its best expert's"),
-    "deepseek_v3": deepseek(V3_ROUTER, "DeepSeek-V3 (arXiv 2412.19437)")._replace(
-        note="a group's score is the sum of its two best"),
-    "kimi_k2": deepseek(V3_ROUTER, "Kimi-K2-Instruct (arXiv 2507.20534)"),
-    "glm4_moe": deepseek(noaux(1.0), "GLM-4.5-Air (arXiv 2508.06471)"),
-    "dots1": deepseek(
-        noaux(1.0, norm=False),
-        "dots.llm1.base (arXiv 2506.05767)",
-        shared_times(default=None)),
+        layouts(GATE + SHARED)),
+    "deepseek_v3": deepseek(V3_ROUTER),
+    "glm4_moe": deepseek(noaux(1.0)),
+    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None)),
     "llama4_text": Family(
         sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
         (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),),
-        "Llama-4-Scout-17B-16E (model card)",
-        note="top 1",
         returns="logits"),
     "gpt_oss": Family(
         sizes("intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
         (layout(GPT_OSS),),
-        "gpt-oss-20b (arXiv 2508.10925)",
         returns="probs"),
     "ernie4_5_moe": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
-        "ERNIE-4.5-21B-A3B-PT (technical report)",
         needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
         sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(BESIDE, w132(EACH)),
-        "MiniMax-M2 (model card)",
         needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}),
     "hunyuan_v1_moe": Family(
         sizes("intermediate_size")
         | shared("intermediate_size", "moe_intermediate_size"),
         layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
-        "Hunyuan-A13B-Instruct (technical report)",
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
                "group_limited_greedy": False}),
     "lfm2_moe": Family(
@@ -1430,8 +1361,7 @@ FAMILIES = {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
-        layouts(GATE + expert_bias("expert_bias"), w132(EACH)),
-        "LFM2-8B-A1B (arXiv 2511.23404)"),
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
     "nemotron_h": Family(
         sizes() | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
@@ -1439,9 +1369,7 @@ FAMILIES = {
             "activation": field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"}),
         },
         (layout(NEMOTRON + NEMOTRON_EACH), layout(NEMOTRON + NEMOTRON_FUSED)),
-        "NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)",
-        note="the activation is ReLU²",
-        needs=NOAUX | {"n_shared_experts": 1}),
+        needs={"n_shared_experts": 1}),
     "dbrx": Family(
         sizes("ffn_config.ffn_hidden_size") | SOFTMAX_OVER_ALL | {
             "hidden_size": field("d_model", "hidden_size"),
@@ -1452,12 +1380,17 @@ FAMILIES = {
                                     among={1.0: True, None: False}),
         },
         (layout(DBRX),),
-        "dbrx-base (model card)",
         needs={"ffn_config.moe_jitter_eps": 0.0}),
-    "kimi_linear": KIMI,
-    "kimi_k3": KIMI._replace(
-        example="Kimi-K3 (technical report)",
-        note="a latent space with a norm, SiTU in all experts"),
+    "kimi_linear": Family(
+        sizes() | noaux(2.446) | shared_times() | {
+            "activation": kimi_activation,
+            "situ_beta": lambda read: read("activation_situ_beta", default=None) or 1.0,
+            "situ_linear_beta": field("activation_situ_linear_beta", default=None),
+            "latent_size": field("routed_expert_hidden_size", default=None),
+            "latent_norm": flag("latent_moe_use_norm", default=False),
+            "latent_norm_eps": field("rms_norm_eps", default=1e-5),
+        },
+        layouts(CORRECTED + SHARED + LATENT, w132(EACH))),
     "deepseek_v4": Family(
         sizes() | ALWAYS_NORMED | scaled(1.5) | shared("moe_intermediate_size") | {
             "score_function": field("scoring_func", default="sqrtsoftplus",
@@ -1467,9 +1400,7 @@ FAMILIES = {
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
-        "DeepSeek-V4-Flash (technical report)",
-        note="√softplus scores; hash layers choose by a table",
-        needs=NOAUX | {"n_shared_experts": 1},
+        needs={"n_shared_experts": 1, "topk_method": "noaux_tc"},
         others=r"gate\.tid2eid"),
     "inkling2_text": Family(
         sizes() | biased(8.0) | ALWAYS_NORMED | {
@@ -1477,110 +1408,186 @@ FAMILIES = {
             "situ_beta": field("mlp_gate_softcap", default=4.0),
             "situ_linear_beta": field("mlp_up_softcap", default=25.0),
         },
-        layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED),
-        "Inkling-2-Small (transformers 5.23)",
-        note="SwiGLU with both factors soft-capped is SiTU"),
+        layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED)),
     "flint": Family(
         sizes() | SIGMOID | normed(default=True)
         | shared("shared_expert_intermediate_size"),
-        layouts(GATE + shared_expert("shared_expert")),
-        "flint (transformers 5.23)"),
+        layouts(GATE + shared_expert("shared_expert"))),
     "mistral_large4_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
         | grouped(groups=1, kept=1) | shared_times(),
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
-        "Mistral-Large-4 (transformers 5.23)",
-        note="a group's score is the sum of its two best",
         others=AROUND),
     "minimax_m3_vl_text": Family(
         sizes("intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
         | shared("shared_intermediate_size"),
         layouts(BESIDE + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
-        "MiniMax-M3 (transformers 5.23)",
         needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": True,
                "n_shared_experts": 1}),
     "bailing_hybrid": Family(
         sizes() | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
-        "Ling-3.0-Flash (transformers 5.23)",
-        needs=NOAUX | {"moe_router_enable_expert_bias": True}),
-    "axk2": deepseek(biased(2.5), "A.X-K2-Light (transformers 5.23)"),
+        needs={"moe_router_enable_expert_bias": True}),
+    "axk2": deepseek(biased(2.5)),
     "dots3_note_text": deepseek(
         noaux(1.0),
-        "dots3-note-prev (transformers 5.23)",
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
-    "beam": Family(
-        sizes() | V3_ROUTER,
-        layouts(CORRECTED),
-        "Beam-1.0-501B-A23B (transformers 5.23)",
-        needs=NOAUX),
-    "qwen4_exp_text": qwen2_moe(normed(default=True), "Qwen4-Exp (transformers 5.23)"),
-    "mellum": Family(
-        sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE),
-        "Mellum2-12B-A2.5B (transformers 5.23)"),
+    "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
+    "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
-        (layout(GATE + TRANSPOSED), layout(GATE + FUSED)), "Qwen3-VL-30B-A3B (arXiv 2511.21631)"),
-    "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED, "Qwen3.5-35B-A3B (transformers 5.23)"),
-    "granitemoe_swa": Family(
-        sizes("intermediate_size"), (layout(ROUTER + FUSED),),
-        "granite-swash-3b-a600m (transformers 5.23)"),
+        (layout(GATE + TRANSPOSED), layout(GATE + FUSED))),
+    "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED),
+    "granitemoe_swa": Family(sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
     "aria_text": Family(
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
-        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED)), "Aria (arXiv 2410.05993)"),
+        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),
     "cohere2_moe": Family(
-        sizes("intermediate_size") | normed(default=True) | COHERE, layouts(GATE + SHARED),
-        "command-a-plus-05-2026 (transformers 5.23)"),
+        sizes("intermediate_size") | normed(default=True) | COHERE, layouts(GATE + SHARED)),
     "mistral4": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
-        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),),
-        "Mistral-Small-4-119B (transformers 5.23)"),
+        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
     "afmoe": Family(
-        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED),
-        "Trinity-Mini (transformers 5.23)"),
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED)),
     "hy_v3": Family(
         sizes() | biased(2.826) | ALWAYS_NORMED | shared_times(),
-        layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED),
-        "Hy3-preview (transformers 5.23)"),
+        layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
     "laguna": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("shared_expert_intermediate_size"),
-        layouts(LAGUNA, held=CORRECTED + SHARED), "Laguna-XS.2 (transformers 5.23)"),
+        layouts(LAGUNA, held=CORRECTED + SHARED)),
     "step3p5": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
-        (layout(STEP), layout(CORRECTED + SHARED + FUSED)),
-        "Step-3.7-Flash (transformers 5.23)", others=AROUND),
+        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND),
     "exaone_moe": Family(
-        sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED),
-        "K-EXAONE-236B-A23B (transformers 5.23)", needs=NOAUX),
-    "mimo_v2_flash": Family(
-        sizes() | noaux(1.0), layouts(CORRECTED), "MiMo-V2-Flash (transformers 5.23)", needs=NOAUX),
-    "glm_moe_dsa": deepseek(noaux(2.5), "GLM-5 (transformers 5.23)"),
-    "glm4_moe_lite": deepseek(noaux(1.8), "GLM-4.7-Flash (transformers 5.23)"),
+        sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED)),
+    "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
+    "glm_moe_dsa": deepseek(noaux(2.5)),
+    "glm4_moe_lite": deepseek(noaux(1.8)),
     "glm5_next_text": deepseek(
-        noaux(2.5) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)},
-        "GLM-5.3-Flash (transformers 5.23)"),
-    "axk1": deepseek(V3_ROUTER, "A.X-K1 (transformers 5.23)")._replace(
-        note="the norm behind the block is not part of the layer",
+        noaux(2.5) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)}),
+    "axk1": deepseek(V3_ROUTER)._replace(
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
 }
 
-# The same block in another model: (the row, an example).
-SAME = {
-    "flex_olmo": ("olmoe", "FlexOlmo-7x7B-1T (arXiv 2507.07024)"),
-    "minimax": ("mixtral", "MiniMax-Text-01 (arXiv 2501.08313)"),
-    "granitemoeshared": ("granitemoe", "granite with a dense FFN beside (transformers 5.23)"),
-    "granitemoehybrid": ("granitemoe", "granite-4.0-h-small (transformers 5.23)"),
-    "deepseek_v32": ("deepseek_v3", "DeepSeek-V3.2-Exp (transformers 5.23)"),
-    "glm4v_moe_text": ("glm4_moe", "GLM-4.5V (arXiv 2507.01006)"),
-    "solar_open": ("glm4_moe", "Solar-Open-100B (transformers 5.23)"),
-    "deepseek_ocr2_text": ("deepseek_v2", "DeepSeek-OCR-2 (transformers 5.23)"),
-    "unlimited_ocr_text": ("deepseek_v2", "Unlimited-OCR (transformers 5.23)"),
-    "qwen3_omni_moe_text": ("mellum", "Qwen3-Omni-30B-A3B, thinker (arXiv 2509.17765)"),
-    "qwen3_omni_moe_talker_text": ("qwen2_moe", "Qwen3-Omni-30B-A3B, talker (arXiv 2509.17765)"),
-}
-for name, (like, example) in SAME.items():
-    FAMILIES[name] = FAMILIES[like]._replace(example=example)
+# Models with the block of another model.
+SAME = dict(columns("""
+    kimi_k2                     deepseek_v3
+    kimi_k3                     kimi_linear
+    qwen4_exp_text              qwen3_next
+    flex_olmo                   olmoe
+    minimax                     mixtral
+    granitemoeshared            granitemoe
+    granitemoehybrid            granitemoe
+    deepseek_v32                deepseek_v3
+    glm4v_moe_text              glm4_moe
+    solar_open                  glm4_moe
+    deepseek_ocr2_text          deepseek_v2
+    unlimited_ocr_text          deepseek_v2
+    qwen3_omni_moe_text         mellum
+    qwen3_omni_moe_talker_text  qwen2_moe
+""", 2))
+FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
+
+# A published model of each family, and in brackets the source of its formulas.
+EXAMPLES = dict(columns("""
+    mixtral                     Mixtral-8x7B-v0.1 (arXiv 2401.04088)
+    granitemoe                  granite-3.0-1b-a400m-base (model card)
+    jamba                       Jamba-v0.1 (arXiv 2403.19887)
+    olmoe                       OLMoE-1B-7B-0924 (arXiv 2409.02060)
+    qwen3_moe                   Qwen3-30B-A3B (arXiv 2505.09388)
+    qwen2_moe                   Qwen1.5-MoE-A2.7B (arXiv 2407.10671)
+    qwen3_next                  Qwen3-Next-80B-A3B-Instruct (model card)
+    deepseek_v2                 DeepSeek-V2 (arXiv 2405.04434)
+    deepseek_v3                 DeepSeek-V3 (arXiv 2412.19437)
+    glm4_moe                    GLM-4.5-Air (arXiv 2508.06471)
+    dots1                       dots.llm1.base (arXiv 2506.05767)
+    llama4_text                 Llama-4-Scout-17B-16E (model card)
+    gpt_oss                     gpt-oss-20b (arXiv 2508.10925)
+    ernie4_5_moe                ERNIE-4.5-21B-A3B-PT (technical report)
+    minimax_m2                  MiniMax-M2 (model card)
+    hunyuan_v1_moe              Hunyuan-A13B-Instruct (technical report)
+    lfm2_moe                    LFM2-8B-A1B (arXiv 2511.23404)
+    nemotron_h                  NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)
+    dbrx                        dbrx-base (model card)
+    kimi_linear                 Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)
+    deepseek_v4                 DeepSeek-V4-Flash (technical report)
+    inkling2_text               Inkling-2-Small (transformers 5.23)
+    flint                       flint (transformers 5.23)
+    mistral_large4_text         Mistral-Large-4 (transformers 5.23)
+    minimax_m3_vl_text          MiniMax-M3 (transformers 5.23)
+    bailing_hybrid              Ling-3.0-Flash (transformers 5.23)
+    axk2                        A.X-K2-Light (transformers 5.23)
+    dots3_note_text             dots3-note-prev (transformers 5.23)
+    beam                        Beam-1.0-501B-A23B (transformers 5.23)
+    mellum                      Mellum2-12B-A2.5B (transformers 5.23)
+    qwen3_vl_moe_text           Qwen3-VL-30B-A3B (arXiv 2511.21631)
+    qwen3_5_moe_text            Qwen3.5-35B-A3B (transformers 5.23)
+    granitemoe_swa              granite-swash-3b-a600m (transformers 5.23)
+    aria_text                   Aria (arXiv 2410.05993)
+    cohere2_moe                 command-a-plus-05-2026 (transformers 5.23)
+    mistral4                    Mistral-Small-4-119B (transformers 5.23)
+    afmoe                       Trinity-Mini (transformers 5.23)
+    hy_v3                       Hy3-preview (transformers 5.23)
+    laguna                      Laguna-XS.2 (transformers 5.23)
+    step3p5                     Step-3.7-Flash (transformers 5.23)
+    exaone_moe                  K-EXAONE-236B-A23B (transformers 5.23)
+    mimo_v2_flash               MiMo-V2-Flash (transformers 5.23)
+    glm_moe_dsa                 GLM-5 (transformers 5.23)
+    glm4_moe_lite               GLM-4.7-Flash (transformers 5.23)
+    glm5_next_text              GLM-5.3-Flash (transformers 5.23)
+    axk1                        A.X-K1 (transformers 5.23)
+    kimi_k2                     Kimi-K2-Instruct (arXiv 2507.20534)
+    kimi_k3                     Kimi-K3 (technical report)
+    qwen4_exp_text              Qwen4-Exp (transformers 5.23)
+    flex_olmo                   FlexOlmo-7x7B-1T (arXiv 2507.07024)
+    minimax                     MiniMax-Text-01 (arXiv 2501.08313)
+    granitemoeshared            granite with a dense FFN beside (transformers 5.23)
+    granitemoehybrid            granite-4.0-h-small (transformers 5.23)
+    deepseek_v32                DeepSeek-V3.2-Exp (transformers 5.23)
+    glm4v_moe_text              GLM-4.5V (arXiv 2507.01006)
+    solar_open                  Solar-Open-100B (transformers 5.23)
+    deepseek_ocr2_text          DeepSeek-OCR-2 (transformers 5.23)
+    unlimited_ocr_text          Unlimited-OCR (transformers 5.23)
+    qwen3_omni_moe_text         Qwen3-Omni-30B-A3B, thinker (arXiv 2509.17765)
+    qwen3_omni_moe_talker_text  Qwen3-Omni-30B-A3B, talker (arXiv 2509.17765)
+""", 2))
+
+# What the knobs do not say.
+NOTES = dict(columns("""
+    mixtral                     the probs are a softmax over the chosen experts
+    deepseek_v2                 a group's score is its best expert's
+    deepseek_v3                 a group's score is the sum of its two best
+    llama4_text                 top 1
+    nemotron_h                  the activation is ReLU²
+    deepseek_v4                 √softplus scores; hash layers choose by a table
+    inkling2_text               SwiGLU with both factors soft-capped is SiTU
+    mistral_large4_text         a group's score is the sum of its two best
+    axk1                        the norm behind the block is not part of the layer
+    kimi_k3                     a latent space with a norm, SiTU in all experts
+""", 2))
+
+# Why the layer cannot express the other models of the library.
+INEXPRESSIBLE = dict(columns("""
+    phimoe                     its SparseMixer router masks the first expert, with its own gradient
+    hy_v4                      it clamps gate and up of the routed experts, not of the shared one
+    doge                       it finds experts by the sum of two keys; an expert is two vectors
+    ernie4_5_vl_moe_text       it has two routers, for text and images, with experts of two sizes
+    gemma4_text                its router reads another input than its experts, behind a norm
+    diffusion_gemma_text       its router is that of gemma4_text, with an input of its own
+    inkling_text               its router weighs the shared experts too, in one sum with the others
+    jetmoe                     it adds a bias to the block's output, and routes its attention too
+    kolibri1                   it adds its expert bias to the logits, the layer adds it to scores
+    longcat_flash              some of its experts are the identity, without weights
+    muse_spark_text            it has a norm behind each expert, in front of the probs
+    zaya                       its router is an MLP that reads the router of the layer before, too
+    qwen3_omni_moe             its thinker and its talker have different blocks; take one of them
+    openai_privacy_filter      it is a classifier of tokens, no language model
+    dots3_note_vision_encoder  it is an encoder of images, no language model
+    vitpose_backbone           it has no router: an expert belongs to a data set
+    nllb-moe                   its experts are ReLU with biases; the layer has no ReLU
+    switch_transformers        its experts are ReLU; the layer has ReLU² alone
+""", 2))
 
 
 def with_outer_names(rows: dict) -> dict:
@@ -1610,7 +1617,7 @@ def models_table() -> str:
         knobs = ", ".join(words) or "none"
         if first.setdefault(knobs, name) != name:
             knobs = f"as `{first[knobs]}`"
-        lines.append(f"| `{name}` | {row.example} | {knobs} | {row.note} |")
+        lines.append(f"| `{name}` | {EXAMPLES[name]} | {knobs} | {NOTES.get(name, '')} |")
     for name, why in INEXPRESSIBLE.items():
         lines.append(f"| `{name}` |  | refused | {why} |")
     return "\n".join(lines)
