@@ -846,13 +846,13 @@ class HuggingFaceBlock(moe.MoELayer):
         if self.hash_table is not None:
             indices = self.hash_table[input_ids]
         y, probs = self.forward_with_probs(hidden_states, topk_indices=indices)
-        if self.row.after:
-            y = self.get_submodule(self.row.after)(y)
         if self.row.returns == "probs":
             return y, probs
         if self.row.returns == "logits":
             logits = moe.Router.gating(self.router, hidden_states)
             return y.flatten(0, 1), logits.flatten(0, 1)
+        if self.row.after:
+            return self.get_submodule(self.row.after)(y)
         return y
 
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:

@@ -1950,6 +1950,12 @@ WHOLE = dict(
     max_position_embeddings=64)
 
 
+def whole_output(model, ids: Tensor, **options):
+    if hasattr(model, "codec_embedding"):             # Qwen3-Omni's talker takes embeddings alone
+        return model(inputs_embeds=model.codec_embedding(ids), use_cache=False, **options)
+    return model(ids, use_cache=False, **options)
+
+
 def whole_model(case: str, **fixed) -> torch.nn.Module:
     """A tiny language model of the library with random weights; experts by the library's loop."""
     fields = library_fields(case)
@@ -1976,12 +1982,6 @@ def whole_model(case: str, **fixed) -> torch.nn.Module:
 
 def random_ids() -> Tensor:
     return torch.randint(1, 64, (2, T7))
-
-
-def whole_output(model, ids: Tensor, **options):
-    if hasattr(model, "codec_embedding"):             # Qwen3-Omni's talker takes embeddings alone
-        return model(inputs_embeds=model.codec_embedding(ids), use_cache=False, **options)
-    return model(ids, use_cache=False, **options)
 
 
 def whole_logits(model, ids: Tensor) -> Tensor:
