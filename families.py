@@ -1027,8 +1027,7 @@ def flag(*names: str, default: bool) -> Callable:
 
 
 def sizes(F: str = "moe_intermediate_size") -> dict:
-    """Knobs of H, F, E, K and the activation. F names its field. E and K are read under all names.
-    """
+    """Knobs of H, F, E, K and the activation. F is the name of its field; E and K have several."""
     return {
         "hidden_size": field("hidden_size"),
         "ffn_hidden_size": field(F),
