@@ -67,6 +67,8 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
         _check_layer_idx(read)
         needs["mlp_layer_types"] = "sparse", "moe", None
     for name, fine in (needs | row.needs).items():
+        if not isinstance(fine, tuple):
+            fine = fine, None
         if name not in read.names:
             read(name, default=fine[0], among=dict.fromkeys(fine))
     if any(each.get("quantization_config") is not None for each in reads):
@@ -97,21 +99,20 @@ class Family(NamedTuple):
       left out has its default.
     layouts: the first is the published one, the last is the one held in memory. Each maps a tensor
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
-    example: a published model, and in brackets the source of its formulas.
-    note: what the knobs do not say.
-    needs: field of the published config -> the values with which the layer computes the same model.
-      The field may be absent.
+    needs: field of the published config -> a tuple of the values with which the layer computes the
+      same model. A value without a tuple stands for itself or None. The field may be absent.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
       neither read nor written.
     returns: what the library's block returns beside its output: "probs" [T, K] or "logits" [T, E].
+    after: a module in the library's block that its output goes through last. In published files it
+      lies outside of the block. A live model keeps it; it is not part of the layer.
     """
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
-    example: str
-    note: str = ""
-    needs: dict[str, tuple] = {}
+    needs: dict[str, object] = {}
     others: str = ""
     returns: str = ""
+    after: str = ""
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -201,13 +202,13 @@ def _type_of(hf_config, layer_idx=None):
     while (inner := reads[0].get("text_config")) is not None:
         reads.insert(0, Reader(inner, layer_idx))
     types = [read.get("model_type") for read in reads]
-    known = [name for name in types if name in TYPES or name in INEXPRESSIBLE]
+    known = [name for name in types if name in TYPES or name in REFUSED]
     return [types[0], *known][-1], reads
 
 
 def _family(model_type):
-    if model_type in INEXPRESSIBLE:
-        raise ValueError(f"model_type is {model_type!r}: {INEXPRESSIBLE[model_type]}")
+    if model_type in REFUSED:
+        raise ValueError(f"model_type is {model_type!r}: {REFUSED[model_type]}")
     if model_type not in TYPES:
         raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
     return TYPES[model_type]
@@ -226,18 +227,30 @@ def _dtype_of(reads):
 def _usual_needs(values):
     """The needs of every family, but for the fields that its knobs read."""
     return {
-        "router_jitter_noise": (0.0, None),
-        "mlp_bias": (False, None),
-        "moe_latent_size": (None,),
+        "router_jitter_noise": 0.0,
+        "mlp_bias": False,
+        "moe_latent_size": None,
         "hidden_act": ("silu", "swish", None),
-        "topk_method": ("greedy", None),
-        "scoring_func": (values.get("score_function", "softmax"), None),
+        "topk_method": "noaux_tc" if values.get("enable_expert_bias") else "greedy",
+        **dict.fromkeys(SCORINGS, values.get("score_function", "softmax")),
         "n_group": (1, 0, None),
-        "norm_topk_prob": (_meaning(values)["norm_topk_prob"], None),
+        **dict.fromkeys(NORMS, _meaning(values)["norm_topk_prob"]),
         "routed_scaling_factor": (1.0, 0, None),
-        "n_shared_experts": (0, None),
-        "swiglu_limit": (None,),
+        "n_shared_experts": 0,
+        "swiglu_limit": None,
+        "swiglu_limits": 0,
+        "swiglu_limits_shared": 0,
+        "moe_router_logit_softcapping": 0,
+        "moe_apply_router_weight_on_input": False,
     }
+
+
+# Other names of one field.
+SCORINGS = ("scoring_func", "score_func", "score_function", "moe_router_activation",
+            "moe_router_activation_func")
+NORMS = "norm_topk_prob", "route_norm", "norm_expert_weight"
+FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
+           "moe_router_scaling_factor", "moe_routed_scaling_factor")
 
 
 def _check_layer_idx(read):
@@ -474,10 +487,21 @@ def _places(layer, layout, tensors=None):
     return places
 
 
-def _nearest(layer, layouts, names, tensors=None):
-    """The places of the layout that has most of the names, or the first of equal ones."""
-    candidates = [_places(layer, layout, tensors) for layout in layouts]
-    return max(candidates, key=lambda places: len(places.keys() & set(names)))
+def _nearest(layer, layouts, source):
+    """The layout that has most of the names.
+
+    If two have the same names, then the one that has most of the shapes. They hold the experts'
+    weights transposed. At 2F = H one of these has the same shape in both, and at F = H the other.
+    """
+    alike = len(layouts) > 1 and layouts[0].keys() == layouts[1].keys()
+
+    def fit(layout):
+        places = _places(layer, layout)
+        here = places.keys() & set(source.names)
+        if alike:
+            here = [name for name in here if source.shape_and_dtype(name)[0] == places[name].shape]
+        return len(here)
+    return max(layouts, key=fit)
 
 
 def _prefixes(names, layouts):
@@ -502,7 +526,7 @@ def _matched(layer, model_type, source):
     row = TYPES[model_type]
     prefix = source.prefix
     here = set(source.names)
-    places = _nearest(layer, row.layouts, here)
+    places = _places(layer, _nearest(layer, row.layouts, source))
     all_names = list(source.tensors.keys())
     if all_names and not here & places.keys():
         fitting = _listed(_prefixes(all_names, row.layouts), ", ") or "none"
@@ -807,6 +831,11 @@ class HuggingFaceBlock(moe.MoELayer):
         self.model_type = model_type
         self.router = HuggingFaceRouter(config, pg_collection)
         self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
+        for name, place in _places(self, self.row.layouts[-1]).items():
+            owner, _, held = name.rpartition(".")
+            if owner == "experts":                           # the library's saving asks for shapes
+                shape = torch.empty(place.shape, device="meta")
+                vars(self.experts)[held] = nn.Parameter(shape)
 
     @property
     def row(self) -> Family:             # no attribute: functions in it cannot be pickled
@@ -822,6 +851,8 @@ class HuggingFaceBlock(moe.MoELayer):
         if self.row.returns == "logits":
             logits = moe.Router.gating(self.router, hidden_states)
             return y.flatten(0, 1), logits.flatten(0, 1)
+        if self.row.after:
+            return self.get_submodule(self.row.after)(y)
         return y
 
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:
@@ -834,9 +865,8 @@ class HuggingFaceBlock(moe.MoELayer):
     @torch.no_grad()
     def _load_from_state_dict(self, tensors, prefix, *others):
         metadata, _, missing, _, errors = others
-        names = [name.removeprefix(prefix) for name in tensors]
-        layouts = self.row.layouts[::-1]
-        places = _nearest(self, layouts, names)
+        layout = _nearest(self, self.row.layouts[::-1], Source(tensors, prefix))
+        places = _places(self, layout)
         given = {name: tensors.pop(prefix + name) for name in places if prefix + name in tensors}
         own = _tensors(self)
         if metadata.get("assign_to_params_buffers"):         # new memory, like the given tensors
@@ -846,7 +876,7 @@ class HuggingFaceBlock(moe.MoELayer):
                 own[parameter] = torch.empty_like(old, dtype=tensor.dtype, device=tensor.device)
                 if not old.is_meta:
                     own[parameter].copy_(old)
-            places = _nearest(self, layouts, names, tensors=own)
+            places = _places(self, layout, tensors=own)
 
         for name, place in places.items():
             tensors[prefix + place.slot.parameter] = own[place.slot.parameter]
@@ -893,7 +923,7 @@ def _put_block(model, name, layer):
     source = Source(_tensors(block), prefix="")
     device = next(iter(source.tensors.values())).device
     layer.to_empty(device=device).train(block.training)
-    places = _nearest(layer, layer.row.layouts, source.names)
+    places = _places(layer, _nearest(layer, layer.row.layouts, source))
     filled = {place.slot.parameter for place in places.values()}
     for part, module in layer.named_children():
         added = {f"{part}.{child}" for child, _ in module.named_parameters()} - filled
@@ -901,12 +931,18 @@ def _put_block(model, name, layer):
             module.reset_parameters()
     _fill(places, source)
 
-    # Of the library's router only the hooks stay.
-    library_router = block.get_submodule(next(iter(layer.row.layouts[-1])).split(".")[0])
+    # Of the library's router only the hooks stay, and its name, by which some are found.
+    router_name = next(iter(layer.row.layouts[-1])).split(".")[0]
+    library_router = block.get_submodule(router_name)
     for held in (library_router._parameters, library_router._buffers, library_router._modules):
         held.update(dict.fromkeys(held))
     library_router.forward = _same
-    layer.router.library_router = library_router
+    vars(layer.router)["library_router"] = library_router
+    if router_name == "router":
+        router_name = "library_router"
+    layer.add_module(router_name, library_router)
+    if layer.row.after:
+        layer.add_module(layer.row.after, block.get_submodule(layer.row.after))
 
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module is block:
@@ -990,18 +1026,15 @@ def flag(*names: str, default: bool) -> Callable:
     return lambda read: bool(read(*names, default=default))
 
 
-def sizes(
-    F: str = "moe_intermediate_size", E: str = "num_local_experts", K: str = "num_experts_per_tok",
-) -> dict:
-    """Knobs of H, F, E, K and the activation. The arguments name the fields of F, E and K.
-
-    E and K are also read under the names that other versions of the library have.
-    """
+def sizes(F: str = "moe_intermediate_size") -> dict:
+    """Knobs of H, F, E, K and the activation. F is the name of its field; E and K have several."""
     return {
         "hidden_size": field("hidden_size"),
         "ffn_hidden_size": field(F),
-        "topk": field(K, "num_experts_per_tok", "num_experts_per_token"),
-        "num_experts": field(E, "num_experts", "num_local_experts"),
+        "topk": field(
+            "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
+        "num_experts": field(
+            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
         "activation": field("hidden_act", default="silu", among=GATED),
     }
 
@@ -1069,7 +1102,7 @@ def biased(scaling: float, norm: bool = True) -> dict:
     """Knobs of a router with sigmoid scores, a bias for the choice alone, and a factor."""
     return SIGMOID | EXPERT_BIAS | {
         "norm_topk_prob": flag("norm_topk_prob", "moe_renormalize", default=norm),
-        "scaling_factor": field("routed_scaling_factor", "route_scale", default=scaling),
+        "scaling_factor": field(*FACTORS, default=scaling),
     }
 
 
@@ -1078,19 +1111,20 @@ def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> 
     return biased(scaling, norm) | grouped(groups, kept)
 
 
+def summed(read: Reader) -> int | None:
+    """The size of shared experts whose sum is added to the routed output, not averaged with it."""
+    size = shared_times("intermediate_size", default=0)["shared_expert_intermediate_size"](read)
+    if size:
+        read("shared_expert_combination_strategy", default="average", among={"sum": None})
+    return size
+
+
 def kimi_activation(read: Reader) -> str:
     """The activation, which is SiTU if the config has SiTU's beta and names no other."""
     default = "silu"
     if read("activation_situ_beta", default=None) is not None:
         default = "situ"
     return read("hidden_act", default=default, among={**GATED, "situ": "situ"})
-
-
-def kimi_norm_eps(read: Reader) -> float:
-    """rms_norm_eps, if the latent experts have a norm."""
-    if read("latent_moe_use_norm", default=False):
-        return read("rms_norm_eps", default=1e-5)
-    return 1e-5
 
 
 def chosen_by_score(read: Reader) -> bool:
@@ -1111,6 +1145,12 @@ SIGMOID = {"score_function": "sigmoid"}
 
 ALWAYS_NORMED = {"norm_topk_prob": True}
 NEVER_NORMED = {"norm_topk_prob": False}
+SWIGLU = {"activation": "swiglu"}                            # another hidden_act is refused
+COHERE = {
+    "score_function": field("expert_selection_fn", default="softmax",
+                            among={"softmax": "softmax", "sigmoid": "sigmoid"}),
+    "shared_expert_intermediate_size": summed,
+}
 EXPERT_BIAS = {"enable_expert_bias": True}
 V3_ROUTER = noaux(2.5, groups=8, kept=4)
 QUICK_GEGLU = {
@@ -1121,16 +1161,19 @@ QUICK_GEGLU = {
 }
 V2_GROUPED = field("topk_method", default="greedy",
                    among={"greedy": False, "group_limited_greedy": True})
-NOAUX = {"topk_method": ("noaux_tc", None)}
 
 
 # ---- Words of the table: layouts ----
 
+def columns(text: str, number: int) -> list[list[str]]:
+    """The lines of a text, cut into columns. The last one may have spaces in it."""
+    return [line.split(maxsplit=number - 1) for line in text.splitlines() if line.strip()]
+
+
 def layout(text: str) -> dict[str, Slot]:
     """A layout, from lines of three columns: name, parameter or parameter[part], axes."""
     slots = {}
-    for line in filter(str.strip, text.splitlines()):
-        name, where, axes = line.split(maxsplit=2)
+    for name, where, axes in columns(text, 3):
         parameter, _, part = where.removesuffix("]").partition("[")
         slots[name] = Slot(parameter, part, axes)
     return slots
@@ -1165,6 +1208,7 @@ def shared_expert(name: str) -> str:
 GATE = "gate.weight    router.weight    e h\n"
 ROUTER = "router.weight    router.weight    e h\n"
 CORRECTED = GATE + expert_bias("gate.e_score_correction_bias")
+BESIDE = GATE + expert_bias("e_score_correction_bias")
 SHARED = shared_expert("shared_experts")
 EACH = """
     experts.{e}.gate_proj.weight    experts.fc1[0]    f h
@@ -1185,10 +1229,23 @@ GRANITE = """
     output_linear.weight    experts.fc2      e h f
 """
 ERNIE_HELD = GATE + SHARED + expert_bias("gate.moe_statics.e_score_correction_bias", axes="1 e")
-LLAMA4 = ROUTER + shared_expert("shared_expert") + """
+TRANSPOSED = """
     experts.gate_up_proj    experts.fc1    e h (p f)
     experts.down_proj       experts.fc2    e f h
 """
+NESTED = "router.gate.weight    router.weight    e h\n" + expert_bias("expert_bias")
+STEP = """
+    moe.gate.weight         router.weight         e h
+    moe.router_bias         router.expert_bias    e
+    moe.gate_proj.weight    experts.fc1[0]        e f h
+    moe.up_proj.weight      experts.fc1[1]        e f h
+    moe.down_proj.weight    experts.fc2           e h f
+""" + shared_expert("share_expert")
+ARIA = ROUTER + SHARED + """
+    experts.fc1.weight    experts.fc1    e h (p f)
+    experts.fc2.weight    experts.fc2    e f h
+"""
+LAGUNA = GATE + expert_bias("experts.e_score_correction_bias") + shared_expert("shared_expert")
 GPT_OSS = ROUTER + """
     router.bias                  router.bias         e
     experts.gate_up_proj         experts.fc1         e h (f p)
@@ -1229,223 +1286,320 @@ MINIMAX_M3 = """
     shared_experts.gate_up_proj.weight    shared_experts.fc1    (p s) h
     shared_experts.down_proj.weight       shared_experts.fc2    h s
 """
+AROUND = r"(?!(gate|experts|shared_experts|moe|share_expert)\.).*"
 HASH_TABLE = "gate.tid2eid"
 TABLE = f"{HASH_TABLE}    hash_table    v k\n"
 
 
 # ---- The table ----
 
-INEXPRESSIBLE = {
-    "phimoe": "its SparseMixer router takes the second expert from a softmax that masks the first, "
-              "with a gradient estimator of its own; the layer has no such router",
-    "hy_v4": "it clamps gate and up of the routed experts alone; the layer's clamp "
-             "holds for the shared expert too",
-}
-
-
-def qwen2_moe(norm: bool, example: str) -> Family:
+def qwen2_moe(norm: dict) -> Family:
     """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
     return Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=norm)
+        sizes() | SOFTMAX_OVER_ALL | norm
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
-        layouts(QWEN2),
-        example)
+        layouts(QWEN2))
 
 
-def deepseek(router: dict, example: str, shared_experts: dict = shared_times()) -> Family:
+def deepseek(router: dict, shared_experts: dict = shared_times()) -> Family:
     """A model with DeepSeek-V3's names."""
-    return Family(
-        sizes(E="n_routed_experts") | router | shared_experts,
-        layouts(CORRECTED + SHARED),
-        example,
-        needs=NOAUX)
+    return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))
 
-
-KIMI = Family(
-    sizes(E="num_experts") | noaux(2.446) | shared_times() | {
-        "activation": kimi_activation,
-        "situ_beta": lambda read: read("activation_situ_beta", default=None) or 1.0,
-        "situ_linear_beta": field("activation_situ_linear_beta", default=None),
-        "latent_size": field("routed_expert_hidden_size", default=None),
-        "latent_norm": flag("latent_moe_use_norm", default=False),
-        "latent_norm_eps": kimi_norm_eps,
-    },
-    layouts(CORRECTED + SHARED + LATENT, w132(EACH)),
-    example="Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)",
-    needs=NOAUX | {"moe_router_activation_func": ("sigmoid", None)})
 
 # A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
 # first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
-    "mixtral": Family(
-        sizes(F="intermediate_size"),
-        layouts(GATE, w132(EACH)),
-        example="Mixtral-8x7B-v0.1 (arXiv 2401.04088)",
-        note="the probs are a softmax over the chosen experts"),
+    "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
-        sizes(F="intermediate_size"),
-        (layout(GRANITE), layout(ROUTER + FUSED)),
-        example="granite-3.0-1b-a400m-base (model card)"),
+        sizes("intermediate_size"),
+        (layout(GRANITE), layout(ROUTER + FUSED))),
     "jamba": Family(
-        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED,
-        layouts(ROUTER),
-        example="Jamba-v0.1 (arXiv 2403.19887)"),
+        sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
+        layouts(ROUTER)),
     "olmoe": Family(
-        sizes(F="intermediate_size", E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE),
-        example="OLMoE-1B-7B-0924 (arXiv 2409.02060)"),
-    "qwen3_moe": Family(
-        sizes(E="num_experts") | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE),
-        example="Qwen3-30B-A3B (arXiv 2505.09388)"),
-    "qwen2_moe": qwen2_moe(norm=False, example="Qwen1.5-MoE-A2.7B (arXiv 2407.10671)"),
-    "qwen3_next": qwen2_moe(norm=True, example="Qwen3-Next-80B-A3B-Instruct (model card)"),
+        sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
+        layouts(GATE)),
+    "qwen3_moe": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
+    "qwen2_moe": qwen2_moe(normed(default=False)),
+    "qwen3_next": qwen2_moe(normed(default=True)),
     "deepseek_v2": Family(
-        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
+        sizes() | SOFTMAX_OVER_ALL | NEVER_NORMED | shared_times(default=2)
         | grouped(groups=None, kept=None, best=1, on=V2_GROUPED) | scaled(1.0),
-        layouts(GATE + SHARED),
-        example="DeepSeek-V2 (arXiv 2405.04434)",
-        note="a group's score is its best expert's"),
-    "deepseek_v3": deepseek(V3_ROUTER, "DeepSeek-V3 (arXiv 2412.19437)")._replace(
-        note="a group's score is the sum of its two best"),
-    "kimi_k2": deepseek(V3_ROUTER, "Kimi-K2-Instruct (arXiv 2507.20534)"),
-    "glm4_moe": deepseek(noaux(1.0), "GLM-4.5-Air (arXiv 2508.06471)"),
-    "dots1": deepseek(
-        noaux(1.0, norm=False),
-        "dots.llm1.base (arXiv 2506.05767)",
-        shared_times(default=None)),
+        layouts(GATE + SHARED)),
+    "deepseek_v3": deepseek(V3_ROUTER),
+    "glm4_moe": deepseek(noaux(1.0)),
+    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None)),
     "llama4_text": Family(
-        sizes(F="intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
+        sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
-        (layout(LLAMA4),),
-        example="Llama-4-Scout-17B-16E (model card)",
-        note="top 1",
+        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),),
         returns="logits"),
     "gpt_oss": Family(
-        sizes(F="intermediate_size") | QUICK_GEGLU
+        sizes("intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
         (layout(GPT_OSS),),
-        example="gpt-oss-20b (arXiv 2508.10925)",
         returns="probs"),
     "ernie4_5_moe": Family(
-        sizes(E="moe_num_experts", K="moe_k") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
+        sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
-        example="ERNIE-4.5-21B-A3B-PT (technical report)",
-        needs={"use_bias": (False, None), "moe_norm_min": (1e-12, 0.0)}),
+        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
-        sizes(F="intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
-        layouts(GATE + expert_bias("e_score_correction_bias"), w132(EACH)),
-        example="MiniMax-M2 (model card)",
-        needs={"use_routing_bias": (True,), "shared_intermediate_size": (0, None)}),
+        sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
+        layouts(BESIDE, w132(EACH)),
+        needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}),
     "hunyuan_v1_moe": Family(
-        sizes(F="intermediate_size", E="num_experts", K="moe_topk")
+        sizes("intermediate_size")
         | shared("intermediate_size", "moe_intermediate_size"),
         layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
-        example="Hunyuan-A13B-Instruct (technical report)",
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
-               "group_limited_greedy": (False, None)}),
+               "group_limited_greedy": False}),
     "lfm2_moe": Family(
-        sizes(E="num_experts") | SIGMOID | normed(default=True) | scaled(1.0) | {
-            "activation": "swiglu",
+        sizes() | SIGMOID | normed(default=True) | scaled(1.0) | SWIGLU | {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
-        layouts(GATE + expert_bias("expert_bias"), w132(EACH)),
-        example="LFM2-8B-A1B (arXiv 2511.23404)"),
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
     "nemotron_h": Family(
-        sizes(E="n_routed_experts") | noaux(1.0)
+        sizes() | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
             "latent_size": field("moe_latent_size", default=None),
             "activation": field("mlp_hidden_act", default="relu2", among={"relu2": "relu2"}),
         },
         (layout(NEMOTRON + NEMOTRON_EACH), layout(NEMOTRON + NEMOTRON_FUSED)),
-        example="NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)",
-        note="the activation is ReLU²",
-        needs=NOAUX | {"n_shared_experts": (1, None)}),
+        needs={"n_shared_experts": 1}),
     "dbrx": Family(
-        sizes(F="ffn_config.ffn_hidden_size", E="ffn_config.moe_num_experts",
-              K="ffn_config.moe_top_k") | SOFTMAX_OVER_ALL | {
+        sizes("ffn_config.ffn_hidden_size") | SOFTMAX_OVER_ALL | {
             "hidden_size": field("d_model", "hidden_size"),
+            "num_experts": field("ffn_config.moe_num_experts"),
+            "topk": field("ffn_config.moe_top_k"),
             "activation": field("ffn_config.ffn_act_fn.name", default="silu", among=GATED),
             "norm_topk_prob": field("ffn_config.moe_normalize_expert_weights", default=1.0,
                                     among={1.0: True, None: False}),
         },
         (layout(DBRX),),
-        example="dbrx-base (model card)",
-        needs={"ffn_config.moe_jitter_eps": (0.0, None)}),
-    "kimi_linear": KIMI,
-    "kimi_k3": KIMI._replace(
-        example="Kimi-K3 (technical report)",
-        note="a latent space with a norm, SiTU in all experts"),
+        needs={"ffn_config.moe_jitter_eps": 0.0}),
+    "kimi_linear": Family(
+        sizes() | noaux(2.446) | shared_times() | {
+            "activation": kimi_activation,
+            "situ_beta": lambda read: read("activation_situ_beta", default=None) or 1.0,
+            "situ_linear_beta": field("activation_situ_linear_beta", default=None),
+            "latent_size": field("routed_expert_hidden_size", default=None),
+            "latent_norm": flag("latent_moe_use_norm", default=False),
+            "latent_norm_eps": field("rms_norm_eps", default=1e-5),
+        },
+        layouts(CORRECTED + SHARED + LATENT, w132(EACH))),
     "deepseek_v4": Family(
-        sizes(E="n_routed_experts") | ALWAYS_NORMED | {
+        sizes() | ALWAYS_NORMED | scaled(1.5) | shared("moe_intermediate_size") | {
             "score_function": field("scoring_func", default="sqrtsoftplus",
                                     among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
-            "scaling_factor": field("routed_scaling_factor", default=1.5),
             "activation_clamp_value": field("swiglu_limit", default=10.0),
-            "shared_expert_intermediate_size": field("moe_intermediate_size"),
             "enable_expert_bias": chosen_by_score,
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
-        example="DeepSeek-V4-Flash (technical report)",
-        note="√softplus scores; hash layers choose by a table",
-        needs=NOAUX | {"n_shared_experts": (1, None)},
+        needs={"n_shared_experts": 1, "topk_method": "noaux_tc"},
         others=r"gate\.tid2eid"),
     "inkling2_text": Family(
-        sizes(E="n_routed_experts") | biased(8.0) | ALWAYS_NORMED | {
+        sizes() | biased(8.0) | ALWAYS_NORMED | {
             "activation": "situ",
             "situ_beta": field("mlp_gate_softcap", default=4.0),
             "situ_linear_beta": field("mlp_up_softcap", default=25.0),
         },
-        layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED),
-        example="Inkling-2-Small (transformers 5.23)",
-        note="SwiGLU with both factors soft-capped is SiTU"),
+        layouts(GATE + expert_bias("gate.bias"), INKLING, held=CORRECTED)),
     "flint": Family(
-        sizes(E="num_experts") | SIGMOID | normed(default=True)
+        sizes() | SIGMOID | normed(default=True)
         | shared("shared_expert_intermediate_size"),
-        layouts(GATE + shared_expert("shared_expert")),
-        example="flint (transformers 5.23)"),
+        layouts(GATE + shared_expert("shared_expert"))),
     "mistral_large4_text": Family(
-        sizes(E="n_routed_experts") | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
+        sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
         | grouped(groups=1, kept=1) | shared_times(),
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
-        example="Mistral-Large-4 (transformers 5.23)",
-        note="a group's score is the sum of its two best",
-        others=r"(?!gate\.|experts\.|shared_experts\.).*"),
+        others=AROUND),
     "minimax_m3_vl_text": Family(
-        sizes(F="intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
+        sizes("intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
         | shared("shared_intermediate_size"),
-        layouts(GATE + expert_bias("e_score_correction_bias") + SHARED, w132(EACH),
+        layouts(BESIDE + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
-        example="MiniMax-M3 (transformers 5.23)",
-        needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": (True, None),
-               "n_shared_experts": (1, None)}),
+        needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": True,
+               "n_shared_experts": 1}),
     "bailing_hybrid": Family(
-        sizes(E="num_experts") | V3_ROUTER | shared_times(),
+        sizes() | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
-        example="Ling-3.0-Flash (transformers 5.23)",
-        needs=NOAUX | {"score_function": ("sigmoid", None),
-                       "moe_router_enable_expert_bias": (True, None)}),
-    "axk2": deepseek(biased(2.5), "A.X-K2-Light (transformers 5.23)"),
+        needs={"moe_router_enable_expert_bias": True}),
+    "axk2": deepseek(biased(2.5)),
     "dots3_note_text": deepseek(
         noaux(1.0),
-        "dots3-note-prev (transformers 5.23)",
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
-    "beam": Family(
-        sizes(E="num_experts") | V3_ROUTER,
-        layouts(CORRECTED),
-        example="Beam-1.0-501B-A23B (transformers 5.23)",
-        needs=NOAUX),
-    "qwen4_exp_text": qwen2_moe(norm=True, example="Qwen4-Exp (transformers 5.23)"),
+    "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
+    "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
+    "qwen3_vl_moe_text": Family(
+        sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
+        (layout(GATE + TRANSPOSED), layout(GATE + FUSED))),
+    "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED),
+    "granitemoe_swa": Family(sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
+    "aria_text": Family(
+        sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
+        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),
+    "cohere2_moe": Family(
+        sizes("intermediate_size") | normed(default=True) | COHERE, layouts(GATE + SHARED)),
+    "mistral4": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
+        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
+    "afmoe": Family(
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED)),
+    "hy_v3": Family(
+        sizes() | biased(2.826) | ALWAYS_NORMED | shared_times(),
+        layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
+    "laguna": Family(
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared("shared_expert_intermediate_size"),
+        layouts(LAGUNA, held=CORRECTED + SHARED)),
+    "step3p5": Family(
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
+        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND),
+    "exaone_moe": Family(
+        sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED)),
+    "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
+    "glm_moe_dsa": deepseek(noaux(2.5)),
+    "glm4_moe_lite": deepseek(noaux(1.8)),
+    "glm5_next_text": deepseek(
+        noaux(2.5) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)}),
+    "axk1": deepseek(V3_ROUTER)._replace(
+        others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
 }
-TYPES = {**{name.removesuffix("_text"): row for name, row in FAMILIES.items()}, **FAMILIES}
+
+# Models with the block of another model.
+SAME = dict(columns("""
+    kimi_k2                     deepseek_v3
+    kimi_k3                     kimi_linear
+    qwen4_exp_text              qwen3_next
+    flex_olmo                   olmoe
+    minimax                     mixtral
+    granitemoeshared            granitemoe
+    granitemoehybrid            granitemoe
+    deepseek_v32                deepseek_v3
+    glm4v_moe_text              glm4_moe
+    solar_open                  glm4_moe
+    deepseek_ocr2_text          deepseek_v2
+    unlimited_ocr_text          deepseek_v2
+    qwen3_omni_moe_text         mellum
+    qwen3_omni_moe_talker_text  qwen2_moe
+""", 2))
+FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
+
+# A published model of each family, and in brackets the source of its formulas.
+EXAMPLES = dict(columns("""
+    mixtral                     Mixtral-8x7B-v0.1 (arXiv 2401.04088)
+    granitemoe                  granite-3.0-1b-a400m-base (model card)
+    jamba                       Jamba-v0.1 (arXiv 2403.19887)
+    olmoe                       OLMoE-1B-7B-0924 (arXiv 2409.02060)
+    qwen3_moe                   Qwen3-30B-A3B (arXiv 2505.09388)
+    qwen2_moe                   Qwen1.5-MoE-A2.7B (arXiv 2407.10671)
+    qwen3_next                  Qwen3-Next-80B-A3B-Instruct (model card)
+    deepseek_v2                 DeepSeek-V2 (arXiv 2405.04434)
+    deepseek_v3                 DeepSeek-V3 (arXiv 2412.19437)
+    glm4_moe                    GLM-4.5-Air (arXiv 2508.06471)
+    dots1                       dots.llm1.base (arXiv 2506.05767)
+    llama4_text                 Llama-4-Scout-17B-16E (model card)
+    gpt_oss                     gpt-oss-20b (arXiv 2508.10925)
+    ernie4_5_moe                ERNIE-4.5-21B-A3B-PT (technical report)
+    minimax_m2                  MiniMax-M2 (model card)
+    hunyuan_v1_moe              Hunyuan-A13B-Instruct (technical report)
+    lfm2_moe                    LFM2-8B-A1B (arXiv 2511.23404)
+    nemotron_h                  NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)
+    dbrx                        dbrx-base (model card)
+    kimi_linear                 Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)
+    deepseek_v4                 DeepSeek-V4-Flash (technical report)
+    inkling2_text               Inkling-2-Small (transformers 5.23)
+    flint                       flint (transformers 5.23)
+    mistral_large4_text         Mistral-Large-4 (transformers 5.23)
+    minimax_m3_vl_text          MiniMax-M3 (transformers 5.23)
+    bailing_hybrid              Ling-3.0-Flash (transformers 5.23)
+    axk2                        A.X-K2-Light (transformers 5.23)
+    dots3_note_text             dots3-note-prev (transformers 5.23)
+    beam                        Beam-1.0-501B-A23B (transformers 5.23)
+    mellum                      Mellum2-12B-A2.5B (transformers 5.23)
+    qwen3_vl_moe_text           Qwen3-VL-30B-A3B (arXiv 2511.21631)
+    qwen3_5_moe_text            Qwen3.5-35B-A3B (transformers 5.23)
+    granitemoe_swa              granite-swash-3b-a600m (transformers 5.23)
+    aria_text                   Aria (arXiv 2410.05993)
+    cohere2_moe                 command-a-plus-05-2026 (transformers 5.23)
+    mistral4                    Mistral-Small-4-119B (transformers 5.23)
+    afmoe                       Trinity-Mini (transformers 5.23)
+    hy_v3                       Hy3-preview (transformers 5.23)
+    laguna                      Laguna-XS.2 (transformers 5.23)
+    step3p5                     Step-3.7-Flash (transformers 5.23)
+    exaone_moe                  K-EXAONE-236B-A23B (transformers 5.23)
+    mimo_v2_flash               MiMo-V2-Flash (transformers 5.23)
+    glm_moe_dsa                 GLM-5 (transformers 5.23)
+    glm4_moe_lite               GLM-4.7-Flash (transformers 5.23)
+    glm5_next_text              GLM-5.3-Flash (transformers 5.23)
+    axk1                        A.X-K1 (transformers 5.23)
+    kimi_k2                     Kimi-K2-Instruct (arXiv 2507.20534)
+    kimi_k3                     Kimi-K3 (technical report)
+    qwen4_exp_text              Qwen4-Exp (transformers 5.23)
+    flex_olmo                   FlexOlmo-7x7B-1T (arXiv 2507.07024)
+    minimax                     MiniMax-Text-01 (arXiv 2501.08313)
+    granitemoeshared            granite with a dense FFN beside (transformers 5.23)
+    granitemoehybrid            granite-4.0-h-small (transformers 5.23)
+    deepseek_v32                DeepSeek-V3.2-Exp (transformers 5.23)
+    glm4v_moe_text              GLM-4.5V (arXiv 2507.01006)
+    solar_open                  Solar-Open-100B (transformers 5.23)
+    deepseek_ocr2_text          DeepSeek-OCR-2 (transformers 5.23)
+    unlimited_ocr_text          Unlimited-OCR (transformers 5.23)
+    qwen3_omni_moe_text         Qwen3-Omni-30B-A3B, thinker (arXiv 2509.17765)
+    qwen3_omni_moe_talker_text  Qwen3-Omni-30B-A3B, talker (arXiv 2509.17765)
+""", 2))
+
+# What the knobs do not say.
+NOTES = dict(columns("""
+    mixtral                     the probs are a softmax over the chosen experts
+    deepseek_v2                 a group's score is its best expert's
+    deepseek_v3                 a group's score is the sum of its two best
+    llama4_text                 top 1
+    nemotron_h                  the activation is ReLU²
+    deepseek_v4                 √softplus scores; hash layers choose by a table
+    inkling2_text               SwiGLU with both factors soft-capped is SiTU
+    mistral_large4_text         a group's score is the sum of its two best
+    axk1                        the norm behind the block is not part of the layer
+    kimi_k3                     a latent space with a norm, SiTU in all experts
+""", 2))
+
+# Why the layer cannot express the other models of the library.
+INEXPRESSIBLE = dict(columns("""
+    phimoe                     its SparseMixer router masks the first expert, with its own gradient
+    hy_v4                      it clamps gate and up of the routed experts, not of the shared one
+    doge                       it finds experts by the sum of two keys; an expert is two vectors
+    ernie4_5_vl_moe_text       it has two routers, for text and images, with experts of two sizes
+    gemma4_text                its router reads another input than its experts, behind a norm
+    diffusion_gemma_text       its router is that of gemma4_text, with an input of its own
+    inkling_text               its router weighs the shared experts too, in one sum with the others
+    jetmoe                     it adds a bias to the block's output, and routes its attention too
+    kolibri1                   it adds its expert bias to the logits, the layer adds it to scores
+    longcat_flash              some of its experts are the identity, without weights
+    muse_spark_text            it has a norm behind each expert, in front of the probs
+    zaya                       its router is an MLP that reads the router of the layer before, too
+    qwen3_omni_moe             its thinker and its talker have different blocks; take one of them
+    openai_privacy_filter      it is a classifier of tokens, no language model
+    dots3_note_vision_encoder  it is an encoder of images, no language model
+    vitpose_backbone           it has no router: an expert belongs to a data set
+    nllb-moe                   its experts are ReLU with biases; the layer has no ReLU
+    switch_transformers        its experts are ReLU; the layer has ReLU² alone
+""", 2))
+
+
+def with_outer_names(rows: dict) -> dict:
+    """The rows, also under the names of outer configs: gemma4 as gemma4_text."""
+    return {name.removesuffix("_text"): row for name, row in rows.items()} | rows
+
+
+TYPES = with_outer_names(FAMILIES)
+REFUSED = with_outer_names(INEXPRESSIBLE)
 
 
 def models_table() -> str:
-    """The table of docs/models.md: a line per family, with its knobs.
+    """The table of docs/models.md: a line per family, with its knobs, and then the refused ones.
 
     A knob without a value is read from the published config. Sizes, and an activation that the
     config names, are left out.
@@ -1462,7 +1616,9 @@ def models_table() -> str:
         knobs = ", ".join(words) or "none"
         if first.setdefault(knobs, name) != name:
             knobs = f"as `{first[knobs]}`"
-        lines.append(f"| `{name}` | {row.example} | {knobs} | {row.note} |")
+        lines.append(f"| `{name}` | {EXAMPLES[name]} | {knobs} | {NOTES.get(name, '')} |")
+    for name, why in INEXPRESSIBLE.items():
+        lines.append(f"| `{name}` |  | refused | {why} |")
     return "\n".join(lines)
 
 

@@ -146,7 +146,11 @@ LINEAR = dict(
     num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
     linear_value_head_dim=8)
 SPARSE = dict(mlp_layer_types=["sparse"] * 2)
-MIXED = MLA | SPARSE | dict(layer_types=["linear_attention", "full_attention"])
+DSA = MLA | SPARSE | dict(index_n_heads=2, index_head_dim=16, index_topk=16)
+HYBRID = dict(layer_types=["linear_attention", "full_attention"])
+MROPE = dict(rope_parameters=dict(
+    rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 0]))
+MIXED = MLA | SPARSE | HYBRID
 
 GATE = "gate.weight E H\n"
 ROUTER = "router.weight E H\n"
@@ -158,6 +162,8 @@ SHARED = ffn_of("shared_experts", F="2F")
 ONE_SHARED = ffn_of("shared_expert", F="S")
 QWEN2 = GATE + EACH + ONE_SHARED + "shared_expert_gate.weight 1 H"
 V3_TENSORS = CORRECTED + EACH + SHARED
+STACKED = "experts.gate_up_proj E 2F H\n experts.down_proj E H F\n"
+AFMOE = "router.gate.weight E H\n expert_bias E\n"
 NEMOTRON = CORRECTED + "shared_experts.up_proj.weight S H\nshared_experts.down_proj.weight H S\n"
 W_HELD = {f"shared_experts.{w}": f"shared_experts.{name}" for w, name in zip(W132, GUD)}
 
@@ -305,7 +311,96 @@ PUBLISHED = {
         "Qwen4ExpText Qwen4ExpTextSparseMoeBlock", WITH_SHARED, QWEN2, whole=LINEAR | dict(
             indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
             indexer_compress_ratio=4)),
+    "mellum": Published("Mellum MellumSparseMoeBlock", PLAIN, GATE + EACH, whole=SPARSE),
+    "qwen3_vl_moe_text": Published(
+        "Qwen3VLMoeText Qwen3VLMoeTextSparseMoeBlock", MOE | dict(num_experts=E8), GATE
+        + "experts.gate_up_proj E H 2F\n experts.down_proj E F H",
+        fused=lambda t: (t["experts.gate_up_proj"].mT, t["experts.down_proj"].mT)),
+    "qwen3_5_moe_text": Published(
+        "Qwen3_5MoeText Qwen3_5MoeSparseMoeBlock",
+        MOE | dict(num_experts=E8, shared_expert_intermediate_size=4), QWEN2, whole=LINEAR),
+    "granitemoe_swa": Published(
+        "GraniteMoeSWA GraniteMoeSWAMoE", LOCAL, ROUTER + STACKED, score="chosen",
+        fused=lambda t: (t["experts.gate_up_proj"], t["experts.down_proj"])),
+    "aria_text": Published(
+        "AriaText AriaTextMoELayer", SIZES | dict(
+            moe_topk=3, moe_num_experts=E8, moe_num_shared_experts=2, intermediate_size=F5),
+        ROUTER + "experts.fc1.weight E H 2F\n experts.fc2.weight E F H\n" + SHARED,
+        score="chosen", held={"fc1.weight": "gate_up_proj", "fc2.weight": "down_proj"},
+        fused=lambda t: (t["experts.fc1.weight"].mT, t["experts.fc2.weight"].mT)),
+    "cohere2_moe": Published(
+        "Cohere2Moe Cohere2MoeSparseMoeBlock", SMALL | dict(
+            num_experts=E8, num_shared_experts=2, norm_topk_prob=True,
+            shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid"),
+        GATE + EACH + SHARED, score="sigmoid"),
+    "mistral4": Published(
+        "Mistral4 Mistral4MoE", TWO_SHARED | GROUPS, GATE + STACKED + SHARED, whole=MLA,
+        fused=lambda t: (t["experts.gate_up_proj"], t["experts.down_proj"])),
+    "afmoe": Published(
+        "Afmoe AfmoeSparseMoeBlock", MOE | dict(
+            num_experts=E8, num_shared_experts=2, route_scale=2.5, route_norm=True,
+            score_func="sigmoid"), AFMOE + EACH + SHARED, score="sigmoid",
+        whole=dict(num_dense_layers=0)),
+    "hy_v3": Published(
+        "HYV3 HYV3MoE", MOE | dict(num_experts=E8, num_shared_experts=2, router_scaling_factor=2.5),
+        AFMOE + EACH + ffn_of("shared_mlp", F="2F"), score="sigmoid", whole=SPARSE, held={
+            "router.gate": "gate", "expert_bias": "e_score_correction_bias",
+            "shared_mlp": "shared_experts"}),
+    "laguna": Published(
+        "Laguna LagunaSparseMoeBlock", MOE | dict(
+            num_experts=E8, shared_expert_intermediate_size=4, moe_routed_scaling_factor=2.5,
+            moe_router_logit_softcapping=0.0, moe_apply_router_weight_on_input=False),
+        GATE + "experts.e_score_correction_bias E\n" + EACH + ONE_SHARED, score="sigmoid",
+        held={"experts.e_score": "gate.e_score", "shared_expert": "shared_experts"}, whole=SPARSE),
+    "step3p5": Published(
+        "Step3p7Text Step3p7SparseMoeBlock", WIDE | dict(
+            moe_num_experts=E8, moe_top_k=3, share_expert_dim=4, moe_router_scaling_factor=2.5,
+            moe_router_activation="sigmoid", norm_expert_weight=True), """
+            moe.gate.weight E H
+            moe.router_bias E
+            moe.gate_proj.weight E F H
+            moe.up_proj.weight E F H
+            moe.down_proj.weight E H F
+            """ + ffn_of("share_expert", F="S"), score="sigmoid",
+        whole=SPARSE | dict(sliding_window=16), held={
+            "moe.gate.": "gate.", "moe.router_bias": CORRECTION, "share_": "shared_",
+            "expert.": "experts."},
+        fused=lambda t: (torch.cat([t[f"moe.{name}.weight"] for name in GUD[:2]], 1),
+                         t["moe.down_proj.weight"])),
+    "exaone_moe": Published(
+        "ExaoneMoe ExaoneMoeSparseMoEBlock", PLAIN | GROUPS | dict(num_shared_experts=2),
+        GATE + "e_score_correction_bias E\n" + EACH + SHARED, score="sigmoid",
+        held={"e_score_correction_bias": CORRECTION}, whole=dict(first_k_dense_replace=0)),
+    "mimo_v2_flash": Published(
+        "MiMoV2Flash MiMoV2FlashMoE", ROUTED | GROUPS, CORRECTED + EACH, score="sigmoid",
+        whole=SPARSE),
+    "glm_moe_dsa": Published(
+        "GlmMoeDsa GlmMoeDsaMoE", V3, V3_TENSORS, score="sigmoid", whole=DSA),
+    "glm4_moe_lite": Published(
+        "Glm4MoeLite Glm4MoeLiteMoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
+    "glm5_next_text": Published(
+        "Glm5NextText Glm5NextTextMoE", V3 | dict(swiglu_limit=0.9), V3_TENSORS, score="sigmoid",
+        act=clamped_swiglu, whole=DSA | HYBRID | dict(
+            qk_rope_head_dim=0, linear_num_heads=2, linear_head_dim=8)),
+    "axk1": Published("AXK1 AXK1MoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
 }
+SAME = {
+    "flex_olmo": ("olmoe", "FlexOlmo FlexOlmoSparseMoeBlock", {}),
+    "minimax": ("mixtral", "MiniMax MiniMaxSparseMoeBlock", {}),
+    "granitemoeshared": ("granitemoe", "GraniteMoeShared GraniteMoeSharedMoE", {}),
+    "granitemoehybrid": ("granitemoe", "GraniteMoeHybrid GraniteMoeHybridMoE", HYBRID),
+    "deepseek_v32": ("deepseek_v3", "DeepseekV32 DeepseekV32MoE", DSA),
+    "glm4v_moe_text": ("glm4_moe", "Glm4vMoeText Glm4vMoeTextMoE", MROPE),
+    "solar_open": ("glm4_moe", "SolarOpen SolarOpenMoE", {}),
+    "deepseek_ocr2_text": ("deepseek_v2", "DeepseekOcr2Text DeepseekOcr2TextMoe", SPARSE),
+    "unlimited_ocr_text": ("deepseek_v2", "UnlimitedOcrText UnlimitedOcrTextMoe", SPARSE),
+    "qwen3_omni_moe_text": (
+        "mellum", "Qwen3OmniMoeText Qwen3OmniMoeThinkerTextSparseMoeBlock", {}),
+    "qwen3_omni_moe_talker_text": (
+        "qwen2_moe", "Qwen3OmniMoeTalkerText Qwen3OmniMoeTalkerTextSparseMoeBlock", {}),
+}
+for case, (like, block, whole) in SAME.items():
+    PUBLISHED[case] = dataclasses.replace(PUBLISHED[like], block=block, whole=whole)
 FAMILIES = list(PUBLISHED)
 PUBLISHED["nemotron_h-latent"] = dataclasses.replace(
     PUBLISHED["nemotron_h"],
@@ -324,8 +419,10 @@ for case, fixed in {
     plain = PUBLISHED[case.split("-")[0]]
     PUBLISHED[case] = dataclasses.replace(plain, block="", config=plain.config | fixed)
 
-EVERY_CASE = pytest.mark.parametrize("case", PUBLISHED)
-EVERY_LAYOUT = pytest.mark.parametrize("case", [*FAMILIES, "nemotron_h-latent"])
+OWN = [case for case in PUBLISHED if case not in SAME]
+EVERY_CASE = pytest.mark.parametrize("case", OWN)
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "case", [case for case in OWN if case in FAMILIES or case == "nemotron_h-latent"])
 IN_THE_LIBRARY = [case for case in PUBLISHED if PUBLISHED[case].block]
 
 
@@ -354,7 +451,7 @@ def gpt_oss_expert(x, t, e):
 
 def only_chooses(name: str) -> bool:
     """Whether this is the bias that takes part in the choice and not in the weights."""
-    return "expert_bias" in name or "correction" in name or name.endswith("gate.bias")
+    return any(word in name for word in ("expert_bias", "correction", "router_bias", "gate.bias"))
 
 
 def published_route(case, logits, t, K, chosen=None) -> list:
@@ -382,7 +479,7 @@ def published_route(case, logits, t, K, chosen=None) -> list:
 
     norm = c.get("norm_topk_prob", c.get("moe_renormalize", p.norm))
     total = sum(scores[e] for e in chosen) + p.eps if norm else 1.0
-    scale = c.get("routed_scaling_factor", c.get("route_scale", 1.0))
+    scale = math.prod(c[name] for name in c if "scaling_factor" in name or name == "route_scale")
     return [(e, scores[e] / total * scale) for e in chosen]
 
 
@@ -419,7 +516,7 @@ def published_loop(case, x: Tensor, t: dict, chosen=None) -> Tensor:
         for name in ("fc2_latent_proj", "routed_expert_up_proj"):
             y = t[f"{name}.weight"] @ y if f"{name}.weight" in t else y
 
-        for name in ("shared_experts", "shared_expert", "shared_mlp"):
+        for name in ("shared_experts", "shared_expert", "shared_mlp", "share_expert"):
             if matrices := by_name(t, name):
                 beside = ffn_loop(x_H, matrices, p.act)
                 if "shared_expert_gate.weight" in t:
@@ -491,8 +588,9 @@ def as_held(case: str, t: dict) -> dict:
         *ups, down = map(torch.stack, stacks.values())
         fused = "experts.gate_up_proj" if len(ups) == 2 else "experts.up_proj"
         held |= {fused: torch.cat(ups, 1), "experts.down_proj": down}
-    if case == "inkling2_text":
-        held["experts.gate_up_proj"] = in_halves(held["experts.gate_up_proj"])
+    if case in ("inkling2_text", "qwen3_vl_moe_text", "step3p5"):
+        held = {name: tensor for name, tensor in held.items() if not name.startswith("moe.")}
+        held["experts.gate_up_proj"], held["experts.down_proj"] = PUBLISHED[case].fused(t)
     if case == "minimax_m3_vl_text":
         ups = [held.pop(f"shared_experts.{name}.weight") for name in GUD[:2]]
         held["shared_experts.gate_up_proj.weight"] = torch.cat(ups)
@@ -500,19 +598,60 @@ def as_held(case: str, t: dict) -> dict:
 
 
 def test_families_are_those_listed_here():
-    assert list(families.FAMILIES) == FAMILIES
+    assert set(families.FAMILIES) == set(families.EXAMPLES) == set(FAMILIES)
+    assert set(families.NOTES) < set(FAMILIES)
     assert set(FAMILIES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
 
 
+def library_types() -> list[str]:
+    """Every model_type of the library with MoE blocks. Imports nothing. In a folder with such a
+    class it is those of the configs with a number of experts, or else all."""
+    found = importlib.util.find_spec("transformers")
+    if found is None:
+        return []
+    types = []
+    for folder in sorted(Path(found.origin).parent.glob("models/*")):
+        def text(kind):
+            return "\n".join(file.read_text() for file in folder.glob(f"{kind}_*.py"))
+        if not re.search(r"^class \w*(Experts|MoE|Moe)\(", text("modeling"), re.M):
+            continue
+        parts = re.split(r"^class ", text("configuration"), flags=re.M)[1:]
+        typed = {match[1]: part for part in parts
+                 if (match := re.search(r'^    model_type = "(.+)"', part, re.M))}
+        counted = [name for name in typed if re.search(r"^    \w*experts:", typed[name], re.M)]
+        types += counted or typed
+    return types
+
+
+def test_families_know_every_type_of_the_library():
+    """SkyRL #1908: a newer model is unknown. Each type is a row or is refused by a reason of its
+    own, and none is both."""
+    types = library_types()
+    if not types:
+        pytest.skip("walks transformers")
+    refused = families.INEXPRESSIBLE
+    unknown = set(types) - set(families.TYPES) - set(families.REFUSED)
+    assert not unknown and len(types) > 70
+    assert not set(families.FAMILIES) & set(refused) and len(set(refused.values())) == len(refused)
+    assert set(families.FAMILIES) - set(types) == {"kimi_k2", "kimi_k3"}
+    assert set(refused) - set(types) == {"qwen3_omni_moe"}
+    assert "gemma4" in families.REFUSED
+    for name, why in families.REFUSED.items():
+        for call in (lambda: families.config_from_hf({"model_type": name}),
+                     lambda: families.from_hf(fam_layer("mixtral"), {}, name)):
+            assert error(call) == f"ValueError: model_type is {name!r}: {why}"
+
+
 def test_families_table_in_the_docs(capsys):
-    """docs/models.md has what `python families.py` prints: a line per family."""
+    """docs/models.md has what `python families.py` prints: a line per family, refused or not."""
     runpy.run_path(families.__file__, run_name="__main__")
     printed = capsys.readouterr().out
     page = (HERE / "docs/models.md").read_text()
     _, after = page.split("<!-- families table -->\n")
     assert after.split("<!-- end of the table -->")[0] == printed
     _, _, *lines = printed.splitlines()
-    assert [line.split("`")[1] for line in lines] == FAMILIES
+    named = [line.split("`")[1] for line in lines]
+    assert named == [*families.FAMILIES, *families.INEXPRESSIBLE]
 
 
 def match_published_loop(case: str, through) -> None:
@@ -545,7 +684,7 @@ def test_families_match_published_loop(case):
     match_published_loop(case, through=lambda layer: layer)
 
 
-@some_quick(PUBLISHED, "kimi_k3")
+@some_quick(OWN, "kimi_k3")
 def test_families_compiled_match_published_loop(case):
     match_published_loop(case, through=compiled)
 
@@ -564,15 +703,19 @@ def test_families_round_trip(case, dtype):
     same(held.state_dict(), layer.state_dict())
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "granitemoe", "llama4_text", "gpt_oss"])
-def test_families_layouts_where_two_F_equal_H(case, monkeypatch):
-    """unsloth-zoo #849: at 2F = H a matrix has the shape of its transpose; no shape tells which."""
-    monkeypatch.setitem(AXIS, "F", 3)
+@pytest.mark.parametrize("case, size", [
+    ("qwen3_moe", 3), ("granitemoe", 3), ("llama4_text", 3), ("gpt_oss", 3),
+    ("qwen3_vl_moe_text", 3), ("qwen3_vl_moe_text", H6)])
+def test_families_layouts_where_two_F_equal_H(case, size, monkeypatch):
+    """unsloth-zoo #849: at 2F = H a matrix has the shape of its transpose; no shape tells which.
+    Qwen3-VL's two layouts have the same names: there the shapes of both weights tell, also at
+    F = H."""
+    monkeypatch.setitem(AXIS, "F", size)
     for name in ("intermediate_size", "moe_intermediate_size"):
-        monkeypatch.setitem(PUBLISHED[case].config, name, 3)
+        monkeypatch.setitem(PUBLISHED[case].config, name, size)
     match_published_loop(case, through=lambda layer: layer)
     held = as_held(case, fam_tensors(case))
-    assert held["experts.gate_up_proj"].shape == (E8, 6, 6)
+    assert (held["experts.gate_up_proj"].shape == (E8, 6, 6)) == (size == 3)
     same(fam_layer(case, tensors=held).state_dict(), fam_layer(case).state_dict())
 
 
@@ -584,6 +727,8 @@ def library_fields(case: str) -> dict:
         del fields["swiglu_limit"]                    # always 7 there
     if case != "dbrx":
         fields |= dict(num_attention_heads=2, num_key_value_heads=2)         # hidden_size divides
+    if case == "granitemoehybrid":
+        fields |= dict(mamba_n_heads=4)
     return fields
 
 
@@ -607,7 +752,7 @@ def test_families_match_the_library(case):
 
     modeling = importlib.import_module(
         type(theirs).__module__.replace("configuration_", "modeling_"))
-    layer_idx = [1] if case == "deepseek_v4" else []
+    layer_idx = [1] if case in ("deepseek_v4", "step3p5") else []
     block = getattr(modeling, PUBLISHED[case].block.split()[1])(theirs, *layer_idx)
     with torch.no_grad():
         for tensor in block.state_dict().values():
@@ -616,6 +761,8 @@ def test_families_match_the_library(case):
     x = torch.randn(2, T7, H6, requires_grad=True)
     want = block(x.clone())
     got = layer(x)
+    if case == "axk1":                                # the norm stays outside of the layer
+        got = block.post_mlp_layernorm(got)
     if isinstance(want, tuple):
         want = want[0]
     close(got, want.view(x.shape), 1e-5)
@@ -625,7 +772,7 @@ def test_families_match_the_library(case):
 @pytest.mark.parametrize("case", IN_THE_LIBRARY)
 def test_families_defaults_are_the_librarys(case):
     fields = library_fields(case)
-    ends = "_size", "_experts", "_tok", "_token", "_k", "topk", "d_model", "_heads"
+    ends = "_size", "_experts", "_tok", "_token", "_k", "topk", "d_model", "_heads", "_dim"
     counts = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     sizes = {name: value for name, value in fields.items()
              if name.endswith(ends) and name not in counts}
@@ -692,6 +839,27 @@ bailing_hybrid       -                     num_groups=8 group_topk=4 scaling_fac
 axk2                 -                     scaling_factor=2.5 shared_expert_intermediate_size=16
 dots3_note_text      shared_experts_intermediate_size=4  num_groups=None scaling_factor=1.0
 beam                 -                     num_groups=8 group_topk=4 scaling_factor=2.5
+mellum               -                     norm_topk_prob=True
+flex_olmo            -                     norm_topk_prob=False
+qwen3_omni_moe_text  -                     norm_topk_prob=True
+qwen3_omni_moe_talker_text  -              norm_topk_prob=False
+aria_text            -                     shared_expert_intermediate_size=32
+cohere2_moe          -                     score_function='softmax' norm_topk_prob=True
+cohere2_moe          -                     shared_expert_intermediate_size=None
+cohere2_moe          norm_topk_prob=False  norm_topk_prob=False
+mistral4             -                     scaling_factor=1.0 num_groups=None norm_topk_prob=True
+mistral4             norm_topk_prob=False  norm_topk_prob=False
+afmoe                -                     scaling_factor=1.0 shared_expert_intermediate_size=32
+hy_v3                -                     scaling_factor=2.826 shared_expert_intermediate_size=16
+laguna               -                     scaling_factor=1.0
+step3p5              share_expert_dim=4    scaling_factor=1.0
+step3p5              share_expert_dim=4,swiglu_limits=[0.0,0.0]  activation_clamp_value=None
+exaone_moe           -                     scaling_factor=2.5 num_groups=None
+mimo_v2_flash        routed_scaling_factor=None  scaling_factor=None
+glm_moe_dsa          -                     scaling_factor=2.5 num_groups=None
+glm4_moe_lite        -                     scaling_factor=1.8 num_groups=None
+glm5_next_text       -                     scaling_factor=2.5 activation_clamp_value=10.0
+axk1                 -                     num_groups=8 group_topk=4 scaling_factor=2.5
 """
 
 
@@ -714,7 +882,8 @@ def test_families_config_values():
 
 @pytest.mark.parametrize("outer, text", [
     *((name, f"{name}_text") for name in (
-        "inkling2", "mistral_large4", "minimax_m3_vl", "dots3_note", "qwen4_exp")),
+        "inkling2", "mistral_large4", "minimax_m3_vl", "dots3_note", "qwen4_exp", "aria",
+        "glm4v_moe", "glm5_next", "qwen3_5_moe", "qwen3_vl_moe")),
     ("kimi_k3", "kimi_k3")])
 def test_families_composite_models(outer, text):
     """The outer config and the outer name do as the text model's; the library's objects too."""
@@ -817,6 +986,13 @@ def test_families_block_without_a_name_of_its_own():
         "  layers.3.experts.0.w4.weight is unexpected",
         "  layers.3.experts.0.w1.scale is of quantised weights; dequantise them first"]
 
+    t = fam_tensors("step3p5", prefix=prefix)                # its shared expert lies beside `moe.`
+    layer = fam_layer("step3p5", tensors=t | around, prefix=prefix)
+    same(families.to_hf(layer, "step3p5", prefix), t)
+    wrong = {f"{prefix}moe.bias": torch.zeros(2)}
+    text = error(families.from_hf, layer, t | around | wrong, "step3p5", prefix)
+    assert text.splitlines()[1:] == ["  layers.3.moe.bias is unexpected"]
+
 
 # family, field, value, needs
 REFUSED = """
@@ -868,6 +1044,21 @@ dots3_note_text      mlp_bias              True          False or None
 beam                 scoring_func          'softmax'     'sigmoid' or None
 beam                 n_shared_experts      1             0 or None
 qwen4_exp_text       scoring_func          'sigmoid'     'softmax' or None
+qwen3_vl_moe_text    norm_topk_prob        False         True or None
+qwen3_5_moe_text     norm_topk_prob        False         True or None
+aria_text            hidden_act            'gelu_pytorch_tanh'  'silu' or 'swish' or None
+aria_text            mlp_bias              True          False or None
+cohere2_moe          expert_selection_fn   'relu'        'softmax' or 'sigmoid'
+cohere2_moe          shared_expert_combination_strategy 'average' 'sum'
+afmoe                route_norm            False         True or None
+afmoe                score_func            'softmax'     'sigmoid' or None
+laguna               moe_router_logit_softcapping 30.0   0 or None
+laguna               moe_apply_router_weight_on_input True False or None
+step3p5              swiglu_limits         7.0           0 or None
+step3p5              swiglu_limits_shared  16.0          0 or None
+step3p5              moe_router_activation 'softmax'     'sigmoid' or None
+step3p5              norm_expert_weight    False         True or None
+glm5_next_text       hidden_act            'gelu_pytorch_tanh'  'silu' or 'swish' or None
 """
 
 
@@ -885,21 +1076,23 @@ def test_families_refused_configs():
     def dbrx(**fixed):
         return fam_fields("dbrx", ffn_config=PUBLISHED["dbrx"].config["ffn_config"] | fixed)
 
-    missing = ("hidden_size is missing; intermediate_size is missing; num_experts_per_tok or "
-               "num_experts_per_token is missing; num_local_experts or num_experts is missing")
+    missing = (
+        "hidden_size is missing; intermediate_size is missing; num_experts_per_tok or "
+        "num_experts_per_token or moe_k or moe_topk or moe_top_k is missing; num_experts or "
+        "num_local_experts or n_routed_experts or moe_num_experts is missing")
     quantised = "quantization_config is given; needs dequantised weights and a config without it"
     table = [
-        ({"model_type": "gpt2"}, f"model_type is 'gpt2'; known: {', '.join(FAMILIES)}"),
+        ({"model_type": "gpt2"}, f"model_type is 'gpt2'; known: {', '.join(families.FAMILIES)}"),
         ({}, "model_type is None; known: mixtral, "),
-        ({"model_type": "phimoe"}, "'phimoe': its SparseMixer router takes the second expert"),
-        ({"model_type": "hy_v4"}, "'hy_v4': it clamps gate and up of the routed experts alone"),
+        ({"model_type": "phimoe"}, "'phimoe': its SparseMixer router masks the first expert"),
+        ({"model_type": "hy_v4"}, "'hy_v4': it clamps gate and up of the routed experts, not of"),
         ({"model_type": "mixtral"}, f"this mixtral config cannot be expressed: {missing}"),
         (fam_fields("kimi_k3", hidden_act="silu"), "situ_beta = 0.8"),
         ({"model_type": "kimi_k3", "text_config": {"quantization_config": {"bits": 4}}}, quantised),
         ({"model_type": "llama4", "quantization_config": {}, "text_config": {}},
          f"this llama4 config cannot be expressed: {missing}; {quantised}"),
         (fam_fields("mixtral", num_local_experts=None, num_experts=4),
-         "num_local_experts = None and num_experts = 4 contradict each other"),
+         "num_experts = 4 and num_local_experts = None contradict each other"),
         (fam_fields("qwen3_moe", dtype="float8_e4m3fn"),
          "dtype is float8_e4m3fn; needs float64, float32, bfloat16, float16"),
         (fam_fields("qwen3_moe", num_experts_per_tok=[2, 2, 4]),
@@ -1225,9 +1418,13 @@ class StandIn(torch.nn.Module):
                 owner.register_buffer(last, tensor.clone())
             else:
                 setattr(owner, last, torch.nn.Parameter(tensor.clone()))
+        if case == "axk1":
+            self.post_mlp_layernorm = torch.nn.RMSNorm(H6, dtype=dtype)
+            self.post_mlp_layernorm.weight.data = torch.arange(1, H6 + 1, dtype=dtype)
 
     def forward(self, x):
-        return published_loop(self.case, x, self.tensors)
+        y = published_loop(self.case, x, self.tensors)
+        return self.post_mlp_layernorm(y) if self.case == "axk1" else y
 
 
 class StandInModel(torch.nn.Module):
@@ -1305,6 +1502,21 @@ def test_live_dtypes_and_memory():
     assert first.config.router_dtype == torch.float32
     held = model.state_dict()["layers.0.mlp.experts.gate_up_proj"]
     assert held.data_ptr() == first.experts.fc1.data_ptr()
+
+
+def test_live_router_is_fp32_in_every_family():
+    """Automodel #3650, sglang #38695: some families compute bf16 logits, some fp32. Here all are
+    the fp32 products of the bf16 weights."""
+    for case in ("mixtral", "qwen3_moe", "llama4_text", "gpt_oss", "deepseek_v3", "laguna"):
+        model = StandInModel(case, torch.bfloat16)
+        families.replace_blocks(model)
+        router = model.block().router
+        assert router.weight.dtype == torch.bfloat16
+        x = torch.randn(3, T7, H6, dtype=torch.bfloat16)
+        logits = router.gating(x)
+        assert logits.dtype == torch.float32
+        bias = 0.0 if router.bias is None else router.bias.double()
+        close(logits.double(), x.double() @ router.weight.double().T + bias, 1e-5)
 
 
 def test_live_model_is_saved_whole(tmp_path):
@@ -1568,13 +1780,15 @@ def experts_classes() -> dict:
 
 
 def library_experts(name: str, file: Path) -> torch.nn.Module:
-    """An experts module with random weights, of the first config that it can be made of."""
+    """An experts module with random weights, of the first config that it can be made of. Those of
+    vision encoders come last: they have other activations."""
     path = f"transformers.models.{file.parent.name}.{file.stem}"
     modeling = importlib.import_module(path)
     configs = importlib.import_module(path.replace("modeling_", "configuration_"))
     sizes = dict(hidden_size=8, moe_intermediate_size=6, intermediate_size=6, num_experts=4,
                  num_local_experts=4, n_routed_experts=4, moe_num_experts=4)
-    for config_class in [c for c in vars(configs).values() if isinstance(c, type)]:
+    classes = [c for c in vars(configs).values() if isinstance(c, type)]
+    for config_class in sorted(classes, key=lambda c: not hasattr(c, "moe_intermediate_size")):
         with contextlib.suppress(Exception):                 # of a model's other parts
             config = config_class()
             if getattr(config, "moe_latent_size", None):
@@ -1583,7 +1797,8 @@ def library_experts(name: str, file: Path) -> torch.nn.Module:
                 with contextlib.suppress(Exception):
                     setattr(config, field, size)
             config._experts_implementation = "eager"
-            experts = getattr(modeling, name)(config)
+            size = [6] if name.startswith("Ernie4_5_VL") else []     # one of two in its config
+            experts = getattr(modeling, name)(config, *size)
             return randomised(experts)
 
 
@@ -1596,10 +1811,7 @@ def randomised(module: torch.nn.Module) -> torch.nn.Module:
 
 EXPERTS_CLASSES = experts_classes()
 EXPERTS_REFUSED = {
-    "DeepseekOcr2TextExperts": "act_fn transformers.activations.GELUActivation",
-    "Ernie4_5_VLMoeMoeExperts": "act_fn transformers.activations.QuickGELUActivation",
     "MuseSparkExperts": "has_post_expert_norm",
-    "UnlimitedOcrTextExperts": "act_fn transformers.activations.GELUActivation",
 }
 
 
@@ -1738,6 +1950,12 @@ WHOLE = dict(
     max_position_embeddings=64)
 
 
+def whole_output(model, ids: Tensor, **options):
+    if hasattr(model, "codec_embedding"):             # Qwen3-Omni's talker takes embeddings alone
+        return model(inputs_embeds=model.codec_embedding(ids), use_cache=False, **options)
+    return model(ids, use_cache=False, **options)
+
+
 def whole_model(case: str, **fixed) -> torch.nn.Module:
     """A tiny language model of the library with random weights; experts by the library's loop."""
     fields = library_fields(case)
@@ -1753,7 +1971,7 @@ def whole_model(case: str, **fixed) -> torch.nn.Module:
         type(config).__module__.replace("configuration_", "modeling_"))
     own = {name: value for name, value in vars(modeling).items()
            if getattr(value, "config_class", None) is type(config)}
-    ends = "ForCausalLM", "ForConditionalGeneration", "TextModel"
+    ends = "ForCausalLM", "ForConditionalGeneration", "TextModel", "TalkerModel"
     model = next(own[name] for end in ends for name in own if name.endswith(end))(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -1767,7 +1985,7 @@ def random_ids() -> Tensor:
 
 
 def whole_logits(model, ids: Tensor) -> Tensor:
-    out = model(ids, use_cache=False)
+    out = whole_output(model, ids)
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
@@ -1786,7 +2004,7 @@ def three_steps(model, ids: Tensor) -> list[float]:
     return losses
 
 
-@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text")
+@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text", "minimax", "axk1")
 def test_live_models_of_the_library(case, tmp_path):
     """Logits, generate, the block's own output, router logits, saving, loading, training,
     checkpoints, bf16."""
@@ -1803,7 +2021,7 @@ def test_live_models_of_the_library(case, tmp_path):
         options = {"input_ids": ids} if case == "deepseek_v4" else {}
         outputs = [model.get_submodule(names[0])(x.clone(), **options) for model in (ours, theirs)]
         close(*outputs, 1e-4)
-        recorded = [model(ids, use_cache=False, output_router_logits=True).router_logits
+        recorded = [whole_output(model, ids, output_router_logits=True).router_logits
                     for model in (ours, theirs)]
         assert len(recorded[0]) == len(names)
         close(*recorded, 1e-4)
@@ -1920,6 +2138,37 @@ def test_live_model_with_hash_layers():
         ours.model.layers[0].mlp.hash_table.zero_()
     ours.load_state_dict(theirs.state_dict())
     close(whole_logits(ours, ids), want, 1e-4)
+
+
+def test_live_model_whose_published_experts_are_transposed(tmp_path):
+    """Qwen3-VL: published names are those in memory. It is saved, and loads in both layouts."""
+    transformers = pytest.importorskip("transformers", reason="builds a model of transformers")
+    text = whole_model("qwen3_vl_moe_text").config
+    config = transformers.Qwen3VLMoeConfig(text_config=text.to_dict(), vision_config=dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
+        deepstack_visual_indexes=[0]))
+    theirs = randomised(transformers.Qwen3VLMoeForConditionalGeneration(config)).eval()
+    ours = copy.deepcopy(theirs)
+    names = families.replace_blocks(ours)
+    assert names == [f"model.language_model.layers.{i}.mlp" for i in (0, 1)]
+    ids = random_ids()
+    close(whole_logits(ours, ids), whole_logits(theirs, ids), 1e-4)
+    ours.save_pretrained(tmp_path)
+    again, found = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    same(again.state_dict(), theirs.state_dict())
+
+    published = {name: tensor.mT.contiguous() if ".experts." in name else tensor
+                 for name, tensor in theirs.state_dict().items()}
+    with torch.no_grad():
+        for name in names:
+            ours.get_submodule(name).experts.fc1.zero_()
+            ours.get_submodule(name).experts.fc2.zero_()
+    ours.load_state_dict(published)
+    same(ours.state_dict(), theirs.state_dict())
+    layer = MoELayer(families.config_from_hf(config))
+    families.from_hf(layer, published, "qwen3_vl_moe", prefix=f"{names[1]}.")
+    same(layer.experts.state_dict(), ours.get_submodule(names[1]).experts.state_dict())
 
 
 def test_live_model_under_the_librarys_trainer_loss():
