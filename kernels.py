@@ -1329,17 +1329,52 @@ def _split(y, function, interleaved):
     return rearrange(upcast(y), pattern, p=function.parts)
 
 
+# An eager activation takes so many elements of y at once: then only their fp32 copies are in
+# memory, not those of all rows. Compiled code makes no such copies.
+_ELEMENTS_AT_ONCE = 2 ** 21
+
+
+def _by_parts(function):
+    """Decorator: function(y, *tensors) -> tuple takes some rows at a time where nothing is
+    compiled. The tensors and the results are None, or have the rows of y as their first axis.
+    """
+    @functools.wraps(function)
+    def in_parts(y, *tensors, **options):
+        if torch.compiler.is_compiling() or y.ndim < 2:
+            return function(y, *tensors, **options)
+        # Multiples of 64 rows: so a CPU's vectors cover the same elements, and a card adds up a row
+        # in the same order, as without parts. The results are equal to the bit.
+        step = 64 * max(1, _ELEMENTS_AT_ONCE * len(y) // max(64 * y.numel(), 1))
+        starts = range(0, max(len(y) - step, 0) + 1, step)             # the last takes what remains
+        if len(starts) == 1:
+            return function(y, *tensors, **options)
+        results = None
+        for start, end in zip(starts, [*starts[1:], len(y)]):
+            part = [x if x is None else x[start:end] for x in (y, *tensors)]
+            values = function(*part, **options)
+            if results is None:
+                results = [x if x is None else x.new_empty(len(y), *x.shape[1:]) for x in values]
+            for result, value in zip(results, values):
+                if result is not None:
+                    result[start:end] = value
+        return tuple(results)
+
+    return in_parts
+
+
+@_by_parts
 def _activate(y, weights, function, interleaved=False):
-    """The activation of y times weights, in y.dtype."""
+    """(the activation of y times weights, in y.dtype,)."""
     value = function.value(*_split(y, function, interleaved))
     if weights is not None:
         value = value * weights
-    return _cast(value, y.dtype)
+    return _cast(value, y.dtype),
 
 
-def _activate_back(g, y, weights, function, interleaved=False):
-    """(grad_y in y.dtype, grad_weights [.., 1] or None, the activation of y), the last two in
-    fp32 at least.
+@_by_parts
+def _activate_back(y, g, weights, function, interleaved=False, output=False):
+    """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least or None, with `output` also what
+    _activate gives or else None).
     """
     g_wide = g_value = upcast(g)
     if weights is not None:
@@ -1353,7 +1388,10 @@ def _activate_back(g, y, weights, function, interleaved=False):
     grad_weights = None
     if weights is not None:
         grad_weights = (g_wide * value).sum(-1, keepdim=True)
-    return grad_y, grad_weights, value
+    act = None
+    if output:
+        act = _cast(value if weights is None else value * weights, y.dtype)
+    return grad_y, grad_weights, act
 
 
 def _to_fp8(y):
@@ -1367,14 +1405,14 @@ class _Activation(torch.autograd.Function):
         ctx.dtype = y.dtype
         kept = _to_fp8(y) if fp8_input_store else y
         ctx.save_for_backward(kept, weights)
-        return _activate(y, weights, function)
+        return _activate(y, weights, function=function)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
         y = kept.to(ctx.dtype)
-        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, function=ctx.function)
+        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=ctx.function)
         if weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
         # y, weights, function, fp8_input_store
@@ -1430,7 +1468,7 @@ def activation_back(
     function = _activation_of(kind, constants)
     _check_activation(y, weights, function, g=g)
     with torch.no_grad():                                # silu_backward has no derivative
-        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, function=function)
+        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=function)
     if weights is None:
         return grad_y
     return grad_y, grad_weights.to(weights.dtype)
@@ -1523,8 +1561,8 @@ def _blocks(ends):
 
 
 class _Batch(NamedTuple):
-    """Experts that one torch.bmm multiplies. Each has `rows` slots, one for a row. The slots beyond
-    an expert's own rows are spare.
+    """Experts that one torch.bmm multiplies. Each has `rows` slots for its rows. Where it has
+    fewer rows, its last slots are spare.
     """
     experts: list[int]       # ascending
     rows: int
@@ -1543,25 +1581,25 @@ class _Batch(NamedTuple):
     def ids(self, expert_E):
         return expert_E[self.first:self.first + len(self.experts)]
 
-    def range(self):
-        """The experts as a slice, None if they are no neighbours."""
+    def neighbours(self):
+        """The experts as a slice, None if some number between them is missing."""
         first, last = self.experts[0], self.experts[-1]
         return slice(first, last + 1) if last - first < len(self.experts) else None
 
     def select(self, x, expert_E):
         """x[experts] of x [E, ..], a copy only if they are no neighbours."""
-        neighbours = self.range()
+        neighbours = self.neighbours()
         if neighbours is not None:
             return x[neighbours]
         ids = self.ids(expert_E)
         if x.ndim == 3 and x.stride(2) != 1:
-            return x.mT.index_select(0, ids).mT              # copied as it lies in memory
+            return x.mT.index_select(0, ids).mT          # copied as it lies in memory
         return x.index_select(0, ids)
 
 
 def _size_classes(sizes):
-    """[(start, end)]: cuts `sizes`, which descend, into few classes. If each size becomes the
-XX
+    """[(start, end)]: cuts `sizes`, which descend, into few classes. If each size became the
+    largest of its class, their sum would grow by at most 0.3.
     """
     def best_cut(start, end):
         saved = [((sizes[start] - sizes[cut]) * (end - cut), cut) for cut in range(start + 1, end)]
@@ -1580,38 +1618,44 @@ XX
 
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
 def _plan_batches(ends):
-    """(blocks, batches) of the offsets `ends`: each expert with rows is in one of them, once.
+    """(blocks, batches) of the offsets `ends`: every expert with rows is in one of them, once.
 
-    An expert with a twelfth of all rows or more is a block of its own, see _blocks. The others
-    are in batches of one _size_classes each. A batch ends where a quarter of the slots does, and
-    has at most a third of the experts if their weights have to be copied: this bounds
-    what a product needs of memory.
+    An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
+    others are batches, each of one of the _size_classes. To bound the memory of a product, a batch
+    ends where a quarter of all slots does, and has at most a third of the experts unless they are
+    neighbours, whose weights are not copied.
     """
-    blocks = [(e, start, end) for e, start, end in _blocks(ends) if start < end]
-    alone = [(e, start, end) for e, start, end in blocks if 12 * (end - start) >= ends[-1]]
-    sizes = {e: end - start for e, start, end in blocks if 12 * (end - start) < ends[-1]}
-    if not sizes:
-        return alone, []
-    descending = sorted(sizes, key=sizes.get, reverse=True)
-    classes = [sorted(descending[start:end])
-               for start, end in _size_classes([sizes[e] for e in descending])]
-    rows_of = [max(sizes[e] for e in experts) for experts in classes]
-    total = sum(rows * len(experts) for rows, experts in zip(rows_of, classes))
+    blocks = []
+    rows_E = {}
+    for e, start, end in _blocks(ends):
+        rows = end - start
+        if 12 * rows >= ends[-1] > 0:
+            blocks.append((e, start, end))
+        elif rows:
+            rows_E[e] = rows
+    if not rows_E:
+        return blocks, []
+
+    descending = sorted(rows_E, key=rows_E.get, reverse=True)
+    classes = _size_classes([rows_E[e] for e in descending])
+    slots = sum(rows_E[descending[start]] * (end - start) for start, end in classes)
+    most_copied = math.ceil(len(rows_E) / 3)
     batches = []
     first = slot = 0
-    for experts, rows in zip(classes, rows_of):
-        copied = _Batch(experts, rows, 0, 0, 0).range() is None
+    for start, end in classes:
+        rows = rows_E[descending[start]]
+        experts = sorted(descending[start:end])
         while experts:
-            quarter = 4 * slot // total
-            count = -((4 * slot - (quarter + 1) * total) // (4 * rows))       # to its end, or beyond
-            if copied:
-                count = min(count, -(-len(sizes) // 3))
-            batch = _Batch(experts[:count], rows, first=first, slot=slot, quarter=quarter)
+            quarter = 4 * slot // slots
+            to_its_end = math.ceil(((quarter + 1) * slots - 4 * slot) / (4 * rows))
+            batch = _Batch(experts[:to_its_end], rows, first=first, slot=slot, quarter=quarter)
+            if batch.neighbours() is None:
+                batch = batch._replace(experts=batch.experts[:most_copied])
             batches.append(batch)
-            experts = experts[count:]
+            experts = experts[len(batch.experts):]
             first += len(batch.experts)
             slot += batch.count()
-    return alone, batches
+    return blocks, batches
 
 
 def _parts(batches, quarters):
@@ -1627,11 +1671,11 @@ def _empty_index(offsets, on_card, num_rows):
 
 @op(_empty_index, cudagraph_unsafe=True)
 def _index_batches(offsets: Tensor, on_card: Tensor, num_rows: int) -> Tensor:
-    """[E + N + 3 N // 10] int32, on the card: the experts of the batches, in their order, then those
-    without rows; and the row of each slot, N for a spare one.
+    """[E + L] int32, on the card: the experts of the batches in their order, then those without
+    rows; and for each of L = N + 3 N // 10 slots its row, N for a spare slot.
 
-    offsets is the copy on the host, on_card the offsets themselves. The host makes what has E
-    entries, the card what has N.
+    offsets is the copy on the host, on_card the offsets themselves. What has E entries is made on
+    the host, what has L on the card.
     """
     E = len(offsets)
     ends = [0, *offsets.tolist()]
@@ -1710,14 +1754,15 @@ def _multiply_batches(rows, weights, bias, batches, index, out):
         block = rows.x.index_select(0, source_L[start:end])
         product = out.new_empty(end - start, out.shape[1])
         for batch in part:
-            a = batch.slots(block, start)
-            b = batch.select(weights, expert_E)
-            product_b = batch.slots(product, start)
+            factors = batch.slots(block, start), batch.select(weights, expert_E)
             if bias is None:
-                torch.bmm(a, b, out=product_b)
+                torch.bmm(*factors, out=batch.slots(product, start))
             else:
-                torch.baddbmm(batch.select(bias, expert_E)[:, None], a, b, out=product_b)
+                bias_b = batch.select(bias, expert_E)[:, None]
+                torch.baddbmm(bias_b, *factors, out=batch.slots(product, start))
+            del factors
         out.index_copy_(0, row_L[start:end], product)
+        del block, product                               # before the next part needs memory
 
 
 def _empty_product(x, token_N, weights, bias, offsets, index=None):
@@ -1762,11 +1807,12 @@ def _multiply_batches_of_rows(a, b, blocks, batches, index, out):
             for rows, source in ((a, source_a), (b, source_b))]
         for batch in part:
             factors = batch.slots(block_a, start).mT, batch.slots(block_b, start)
-            neighbours = batch.range()
+            neighbours = batch.neighbours()
             if neighbours is None:
                 out.index_copy_(0, batch.ids(expert_E), torch.bmm(*factors))
             else:
                 torch.bmm(*factors, out=out[neighbours])
+        del block_a, block_b, factors
     in_batches = sum(len(batch.experts) for batch in batches)
     without_rows = expert_E[in_batches:len(out) - len(blocks)]
     if len(without_rows):
@@ -1958,7 +2004,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     is torch.nn.functional.grouped_mm without a sync. It needs data pointers that are
     multiples of 16 bytes; compiled code does not check that. On other devices than the CPU
     the forward otherwise copies the offsets to the host, the one sync of forward and
-    backward. That the offsets ascend and end within N is not checked: checking would sync
+    backward, and experts of similar size are multiplied as one batch. That the offsets ascend and end within N is not checked: checking would sync
     too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
@@ -1995,7 +2041,8 @@ class _ExpertMLP(torch.autograd.Function):
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
         rows = _Rows(tokens, token_N)
         hidden = _product(rows, fc1.transpose(1, 2), read, bias=fc1_bias)
-        act = _activate(hidden, probs_N1, ctx.function, interleaved=ctx.interleaved)
+        act, = _activate(
+            hidden, probs_N1, function=ctx.function, interleaved=ctx.interleaved)
         out = _product(_Rows(act), fc2.transpose(1, 2), read)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
@@ -2021,17 +2068,17 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
         # grad_p = Σ_f grad_act · activation(hidden)
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
-            grad_act = _product(grad_out, fc2, read)
-            grad_hidden, grad_probs_N1, value = _activate_back(
-                grad_act, hidden, weights=probs_N1, function=ctx.function,
-                interleaved=ctx.interleaved)
-        else:
-            value = ctx.function.value(*_split(hidden, ctx.function, ctx.interleaved))
+            grad_hidden, grad_probs_N1, act = _activate_back(
+                hidden, _product(grad_out, fc2, read), probs_N1, function=ctx.function,
+                interleaved=ctx.interleaved, output=need_fc2)
+        elif need_fc2:
+            act, = _activate(
+                hidden, probs_N1, function=ctx.function, interleaved=ctx.interleaved)
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
-            act = _cast(value * probs_N1, hidden.dtype)
             grad_fc2 = _weight_grad(grad_out, _Rows(act), read)
+            del act                                      # its memory is free for what follows
         if need_fc1:
             grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), read)
         if need_fc1_bias:
