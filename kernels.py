@@ -1622,8 +1622,8 @@ def _plan_batches(ends):
 
     An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
     others are batches, each of one of the _size_classes. To bound the memory of a product, a batch
-    ends where a quarter of all slots does, and has at most a third of the experts unless they are
-    neighbours, whose weights are not copied.
+    ends where a quarter of all slots does (at least four an expert), and has at most a third of the
+    experts unless they are neighbours, whose weights are not copied.
     """
     blocks = []
     rows_E = {}
@@ -1639,6 +1639,7 @@ def _plan_batches(ends):
     descending = sorted(rows_E, key=rows_E.get, reverse=True)
     classes = _size_classes([rows_E[e] for e in descending])
     slots = sum(rows_E[descending[start]] * (end - start) for start, end in classes)
+    slots = max(slots, 4 * 4 * len(rows_E))
     most_copied = math.ceil(len(rows_E) / 3)
     batches = []
     first = slot = 0
@@ -2004,8 +2005,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     is torch.nn.functional.grouped_mm without a sync. It needs data pointers that are
     multiples of 16 bytes; compiled code does not check that. On other devices than the CPU
     the forward otherwise copies the offsets to the host, the one sync of forward and
-    backward, and experts of similar size are multiplied as one batch. That the offsets ascend and end within N is not checked: checking would sync
-    too.
+    backward, and multiplies experts of similar size as one batch. That the offsets ascend and
+    end within N is not checked: checking would sync too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
