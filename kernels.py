@@ -24,6 +24,7 @@ dynamic graph serves every T. Where a function is an exception, its docstring sa
 """
 import contextlib
 import functools
+import itertools
 import math
 import re
 import threading
@@ -1328,17 +1329,52 @@ def _split(y, function, interleaved):
     return rearrange(upcast(y), pattern, p=function.parts)
 
 
+# An eager activation takes so many elements of y at once: then only their fp32 copies are in
+# memory, not those of all rows. Compiled code makes no such copies.
+_ELEMENTS_AT_ONCE = 2 ** 21
+
+
+def _by_parts(function):
+    """Decorator: function(y, *tensors) -> tuple takes some rows at a time where nothing is
+    compiled. The tensors and the results are None, or have the rows of y as their first axis.
+    """
+    @functools.wraps(function)
+    def in_parts(y, *tensors, **options):
+        if torch.compiler.is_compiling() or y.ndim < 2:
+            return function(y, *tensors, **options)
+        # Multiples of 64 rows: so a CPU's vectors cover the same elements, and a card adds up a row
+        # in the same order, as without parts. The results are equal to the bit.
+        step = 64 * max(1, _ELEMENTS_AT_ONCE * len(y) // max(64 * y.numel(), 1))
+        starts = range(0, max(len(y) - step, 0) + 1, step)             # the last takes what remains
+        if len(starts) == 1:
+            return function(y, *tensors, **options)
+        results = None
+        for start, end in zip(starts, [*starts[1:], len(y)]):
+            part = [x if x is None else x[start:end] for x in (y, *tensors)]
+            values = function(*part, **options)
+            if results is None:
+                results = [x if x is None else x.new_empty(len(y), *x.shape[1:]) for x in values]
+            for result, value in zip(results, values):
+                if result is not None:
+                    result[start:end] = value
+        return tuple(results)
+
+    return in_parts
+
+
+@_by_parts
 def _activate(y, weights, function, interleaved=False):
-    """The activation of y times weights, in y.dtype."""
+    """(the activation of y times weights, in y.dtype,)."""
     value = function.value(*_split(y, function, interleaved))
     if weights is not None:
         value = value * weights
-    return _cast(value, y.dtype)
+    return _cast(value, y.dtype),
 
 
-def _activate_back(g, y, weights, function, interleaved=False):
-    """(grad_y in y.dtype, grad_weights [.., 1] or None, the activation of y), the last two in
-    fp32 at least.
+@_by_parts
+def _activate_back(y, g, weights, function, interleaved=False, output=False):
+    """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least or None, with `output` also what
+    _activate gives or else None).
     """
     g_wide = g_value = upcast(g)
     if weights is not None:
@@ -1352,7 +1388,10 @@ def _activate_back(g, y, weights, function, interleaved=False):
     grad_weights = None
     if weights is not None:
         grad_weights = (g_wide * value).sum(-1, keepdim=True)
-    return grad_y, grad_weights, value
+    act = None
+    if output:
+        act = _cast(value if weights is None else value * weights, y.dtype)
+    return grad_y, grad_weights, act
 
 
 def _to_fp8(y):
@@ -1366,14 +1405,14 @@ class _Activation(torch.autograd.Function):
         ctx.dtype = y.dtype
         kept = _to_fp8(y) if fp8_input_store else y
         ctx.save_for_backward(kept, weights)
-        return _activate(y, weights, function)
+        return _activate(y, weights, function=function)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
         y = kept.to(ctx.dtype)
-        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, function=ctx.function)
+        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=ctx.function)
         if weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
         # y, weights, function, fp8_input_store
@@ -1429,7 +1468,7 @@ def activation_back(
     function = _activation_of(kind, constants)
     _check_activation(y, weights, function, g=g)
     with torch.no_grad():                                # silu_backward has no derivative
-        grad_y, grad_weights, _ = _activate_back(g, y, weights=weights, function=function)
+        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=function)
     if weights is None:
         return grad_y
     return grad_y, grad_weights.to(weights.dtype)
@@ -1465,10 +1504,11 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 # ---- Grouped matrix product: row block e times matrix e ----
 # Where torch's grouped product does not read the offsets on the card itself (see _native), the
-# two products are custom ops, which read a copy of them on the host. They loop over the experts
-# and gather the rows of one just before its product, while these are in the cache. Small blocks
-# on a CPU go to torch's own loop at once (see _loops_in_torch). Either way the compiler sees
-# no gathered rows, so it cannot keep them for the backward.
+# two products are custom ops, which read a copy of them on the host. On a CPU they loop over the
+# experts and gather the rows of one just before its product, while these are in the cache. Small
+# blocks go to torch's own loop at once (see _loops_in_torch). On a card a loop would be bound by
+# its launches, so experts of similar size are multiplied as one batch (see _plan_batches).
+# Either way the compiler sees no gathered rows, so it cannot keep them for the backward.
 
 class _Rows(NamedTuple):
     """The rows [N, ..] of a product: x, or with token_N the rows x[token_N]."""
@@ -1512,12 +1552,160 @@ def _mm(a, b, out, bias=None):
         torch.addmm(bias, a, b, out=out)
 
 
-def _blocks(offsets):
-    """(expert, first row, end) of every expert."""
+def _blocks(ends):
+    """(expert, first row, end) of every expert, given the list of the offsets."""
     start = 0
-    for expert, end in enumerate(offsets.tolist()):
+    for expert, end in enumerate(ends):
         yield expert, start, end
         start = end
+
+
+class _Batch(NamedTuple):
+    """Experts that one torch.bmm multiplies. Each has `rows` slots for its rows. Where it has
+    fewer rows, its last slots are spare.
+    """
+    experts: list[int]       # ascending
+    rows: int
+    first: int               # the number of experts in the batches before
+    slot: int                # the number of slots in the batches before
+    quarter: int             # of all slots: where the batch begins
+
+    def count(self):
+        return len(self.experts) * self.rows
+
+    def slots(self, x, start):
+        """[experts, rows, ..]: the batch's part of x, which begins at slot `start`."""
+        start = self.slot - start
+        return x[start:start + self.count()].unflatten(0, (-1, self.rows))
+
+    def ids(self, expert_E):
+        return expert_E[self.first:self.first + len(self.experts)]
+
+    def neighbours(self):
+        """The experts as a slice, None if some number between them is missing."""
+        first, last = self.experts[0], self.experts[-1]
+        return slice(first, last + 1) if last - first < len(self.experts) else None
+
+    def select(self, x, expert_E):
+        """x[experts] of x [E, ..], a copy only if they are no neighbours."""
+        neighbours = self.neighbours()
+        if neighbours is not None:
+            return x[neighbours]
+        ids = self.ids(expert_E)
+        if x.ndim == 3 and x.stride(2) != 1:
+            return x.mT.index_select(0, ids).mT          # copied as it lies in memory
+        return x.index_select(0, ids)
+
+
+def _size_classes(sizes):
+    """[(start, end)]: cuts `sizes`, which descend, into few classes. If each size became the
+    largest of its class, their sum would grow by at most 0.3.
+    """
+    def best_cut(start, end):
+        saved = [((sizes[start] - sizes[cut]) * (end - cut), cut) for cut in range(start + 1, end)]
+        return *max(saved, default=(0, end)), start, end
+
+    total = sum(sizes)
+    padded = sizes[0] * len(sizes)
+    classes = [best_cut(0, len(sizes))]
+    while padded > total + 3 * total // 10:
+        saved, cut, start, end = largest = max(classes)
+        classes.remove(largest)
+        classes += best_cut(start, cut), best_cut(cut, end)
+        padded -= saved
+    return sorted((start, end) for _, _, start, end in classes)
+
+
+@functools.lru_cache(maxsize=128)                # so that the products of one forward share it
+def _plan_batches(ends):
+    """(blocks, batches) of the offsets `ends`: every expert with rows is in one of them, once.
+
+    An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
+    others are batches, each of one of the _size_classes. To bound the memory of a product, a batch
+    ends where a quarter of all slots does (at least four an expert), and has at most a third of the
+    experts unless they are neighbours, whose weights are not copied.
+    """
+    blocks = []
+    rows_E = {}
+    for e, start, end in _blocks(ends):
+        rows = end - start
+        if 12 * rows >= ends[-1] > 0:
+            blocks.append((e, start, end))
+        elif rows:
+            rows_E[e] = rows
+    if not rows_E:
+        return blocks, []
+
+    descending = sorted(rows_E, key=rows_E.get, reverse=True)
+    classes = _size_classes([rows_E[e] for e in descending])
+    slots = sum(rows_E[descending[start]] * (end - start) for start, end in classes)
+    slots = max(slots, 4 * 4 * len(rows_E))
+    most_copied = math.ceil(len(rows_E) / 3)
+    batches = []
+    first = slot = 0
+    for start, end in classes:
+        rows = rows_E[descending[start]]
+        experts = sorted(descending[start:end])
+        while experts:
+            quarter = 4 * slot // slots
+            to_its_end = math.ceil(((quarter + 1) * slots - 4 * slot) / (4 * rows))
+            batch = _Batch(experts[:to_its_end], rows, first=first, slot=slot, quarter=quarter)
+            if batch.neighbours() is None:
+                batch = batch._replace(experts=batch.experts[:most_copied])
+            batches.append(batch)
+            experts = experts[len(batch.experts):]
+            first += len(batch.experts)
+            slot += batch.count()
+    return blocks, batches
+
+
+def _parts(batches, quarters):
+    """(batches, first slot, end) of each part of the slots, of so many quarters."""
+    for _, part in itertools.groupby(batches, lambda batch: batch.quarter // quarters):
+        part = list(part)
+        yield part, part[0].slot, part[-1].slot + part[-1].count()
+
+
+def _empty_index(offsets, on_card, num_rows):
+    return on_card.new_empty(len(offsets) + num_rows + 3 * num_rows // 10)
+
+
+@op(_empty_index, cudagraph_unsafe=True)
+def _index_batches(offsets: Tensor, on_card: Tensor, num_rows: int) -> Tensor:
+    """[E + L] int32, on the card: the experts of the batches in their order, then those without
+    rows; and for each of L = N + 3 N // 10 slots its row, N for a spare slot.
+
+    offsets is the copy on the host, on_card the offsets themselves. What has E entries is made on
+    the host, what has L on the card.
+    """
+    E = len(offsets)
+    ends = [0, *offsets.tolist()]
+    _, batches = _plan_batches(tuple(ends[1:]))
+    experts = []
+    shifts = []                                     # of an expert: its first row - its first slot
+    slot_ends = []
+    slot = 0
+    for batch in batches:
+        for e in batch.experts:
+            experts.append(e)
+            shifts.append(ends[e] - slot)
+            slot += batch.rows
+            slot_ends.append(slot)
+    row_ends = [ends[e + 1] for e in experts]
+    experts += [e for e in range(E) if ends[e] == ends[e + 1]]
+
+    # Slots beyond the last batch are those of an expert E, which has no rows.
+    fills = slot, 0, 0, 0
+    columns = slot_ends, shifts, row_ends, experts
+    table = [[*column, *[fill] * (E + 1 - len(column))] for column, fill in zip(columns, fills)]
+    # Elsewhere than on CUDA a copy that does not block may read memory that is free again.
+    table = torch.tensor(table, dtype=torch.int32).to(on_card.device, non_blocking=on_card.is_cuda)
+    slot_ends_E, shifts_E, row_ends_E, experts_E = table.unbind()
+    slot_L = torch.arange(num_rows + 3 * num_rows // 10, dtype=torch.int32, device=on_card.device)
+    expert_L = torch.bucketize(slot_L, slot_ends_E[:E], right=True)
+    row_L = slot_L + shifts_E.index_select(0, expert_L)
+    row_L.masked_fill_(row_L >= row_ends_E.index_select(0, expert_L), num_rows)
+    return torch.cat((experts_E[:E], row_L))
 
 
 def _aligned(*operands):
@@ -1545,47 +1733,116 @@ def _loops_in_torch(x, token_N, num_experts):
     return _Rows(x, token_N).count() * row_bytes <= num_experts * 2 ** 16 and _aligned(x)
 
 
-def _empty_product(x, token_N, weights, bias, offsets):
+def _work(offsets, index):
+    """(blocks, batches): what is multiplied alone, and what as a batch. Without an index, which is
+    on a CPU, nothing is a batch.
+    """
+    ends = offsets.tolist()
+    return (_blocks(ends), []) if index is None else _plan_batches(tuple(ends))
+
+
+def _source(rows, row_P):
+    """The row of rows.x for each slot; any for a spare slot."""
+    source_P = row_P.clamp(max=rows.count() - 1)
+    return source_P if rows.token_N is None else rows.token_N.index_select(0, source_P)
+
+
+def _multiply_batches(rows, weights, bias, batches, index, out):
+    """Writes the products of the batches to out [N + 1, O]. Spare slots write to row N."""
+    expert_E, row_L = index.long().tensor_split([len(weights)])
+    source_L = _source(rows, row_L)
+    for part, start, end in _parts(batches, quarters=2):
+        block = rows.x.index_select(0, source_L[start:end])
+        product = out.new_empty(end - start, out.shape[1])
+        for batch in part:
+            factors = batch.slots(block, start), batch.select(weights, expert_E)
+            if bias is None:
+                torch.bmm(*factors, out=batch.slots(product, start))
+            else:
+                bias_b = batch.select(bias, expert_E)[:, None]
+                torch.baddbmm(bias_b, *factors, out=batch.slots(product, start))
+            del factors
+        out.index_copy_(0, row_L[start:end], product)
+        del block, product                               # before the next part needs memory
+
+
+def _empty_product(x, token_N, weights, bias, offsets, index=None):
     return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
 
 
 @op(_empty_product, cudagraph_unsafe=True)
 def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
+    index: Tensor | None = None,
 ) -> Tensor:
     rows = _Rows(x, token_N)
-    if bias is None and _loops_in_torch(x, token_N, len(weights)) and _aligned(weights):
+    in_torch = index is None and bias is None and _loops_in_torch(x, token_N, len(weights))
+    if in_torch and _aligned(weights):
         out = F.grouped_mm(rows.block(), weights, offs=offsets)
         out[offsets[-1]:].zero_()
         return out
-    out = x.new_empty(rows.count(), weights.shape[2])
-    end = 0
-    for e, start, end in _blocks(offsets):
+    N = rows.count()
+    blocks, batches = _work(offsets, index)
+    out = x.new_empty(N + 1 if batches else N, weights.shape[2])
+    for e, start, end in blocks:
         if start < end:
             bias_e = bias if bias is None else bias[e]
             _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
-    out[end:].zero_()
+    if batches:
+        _multiply_batches(rows, weights, bias=bias, batches=batches, index=index, out=out)
+        out = out[:N]
+    out[offsets[-1]:].zero_()
     return out
 
 
-def _empty_weight_grad(a, token_a, b, token_b, offsets):
+def _multiply_batches_of_rows(a, b, blocks, batches, index, out):
+    """Writes aᵀ · b of each expert in the batches to out [E, I, O], and zeros for an expert
+    without rows. Spare slots hold zeros.
+    """
+    expert_E, row_L = index.long().tensor_split([len(out)])
+    spare_L1 = (row_L == a.count())[:, None]
+    source_a, source_b = _source(a, row_L), _source(b, row_L)
+    for part, start, end in _parts(batches, quarters=1):
+        block_a, block_b = [
+            rows.x.index_select(0, source[start:end]).masked_fill_(spare_L1[start:end], 0.0)
+            for rows, source in ((a, source_a), (b, source_b))]
+        for batch in part:
+            factors = batch.slots(block_a, start).mT, batch.slots(block_b, start)
+            neighbours = batch.neighbours()
+            if neighbours is None:
+                out.index_copy_(0, batch.ids(expert_E), torch.bmm(*factors))
+            else:
+                torch.bmm(*factors, out=out[neighbours])
+        del block_a, block_b, factors
+    in_batches = sum(len(batch.experts) for batch in batches)
+    without_rows = expert_E[in_batches:len(out) - len(blocks)]
+    if len(without_rows):
+        out.index_fill_(0, without_rows, 0.0)
+
+
+def _empty_weight_grad(a, token_a, b, token_b, offsets, index=None):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
 @op(_empty_weight_grad, cudagraph_unsafe=True)
 def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
+    index: Tensor | None = None,
 ) -> Tensor:
     E = len(offsets)
     rows_a = _Rows(a, token_a)
     rows_b = _Rows(b, token_b)
-    if _loops_in_torch(a, token_a, E) and _loops_in_torch(b, token_b, E):
+    on_cpu = index is None
+    if on_cpu and _loops_in_torch(a, token_a, E) and _loops_in_torch(b, token_b, E):
         return F.grouped_mm(rows_a.block().t(), rows_b.block(), offs=offsets)
     out = a.new_empty(E, a.shape[1], b.shape[1])
-    for e, start, end in _blocks(offsets):
+    blocks, batches = _work(offsets, index)
+    for e, start, end in blocks:
         block_a = rows_a.block(start, end)
         block_b = rows_b.block(start, end)
         _mm(block_a.t(), block_b, out=out[e])            # without rows: zeros
+    if index is not None:
+        _multiply_batches_of_rows(rows_a, rows_b, blocks, batches, index=index, out=out)
     return out
 
 
@@ -1634,29 +1891,38 @@ def _copy_to_host(offsets: Tensor) -> Tensor:
     return offsets.to("cpu", copy=True)
 
 
-def _where_read(offsets, *operands):
-    """The offsets where the products of the operands, and of their gradients, read them: on
-    the card if these are _native, else in a copy on the host.
+class _Read(NamedTuple):
+    """The offsets where products read them. With an index (see _index_batches) they are a copy on
+    the host, and the products are batches of experts.
+    """
+    offsets: Tensor
+    index: Tensor | None = None
 
-    One copy serves forward and backward of a layer: it is their one sync.
+    def is_native(self):
+        """Whether torch's product on a card reads them."""
+        return self.index is None and _on_card(self.offsets)
+
+
+def _where_read(offsets, num_rows, *operands):
+    """The _Read for products of the operands, and of their gradients, with N = num_rows rows: the
+    offsets themselves on a CPU, or if these products are _native, else a copy on the host.
+
+    One copy and one index serve forward and backward of a layer. The copy is their one sync.
     """
     if not _on_card(offsets) or _native(*operands):
-        return offsets
-    return _copy_to_host(offsets)
+        return _Read(offsets)
+    on_host = _copy_to_host(offsets)
+    return _Read(on_host, index=_index_batches(on_host, offsets, num_rows))
 
 
-def _is_native(offsets):
-    """Whether these offsets, of _where_read, are read by torch's product on a card."""
-    return _on_card(offsets)
-
-
-def _product(rows, weights, offsets, bias=None):
+def _product(rows, weights, read, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
 
     Torch's product leaves unrouted rows uninitialised; the other path gives zeros: see _row_limit.
     """
-    if not _is_native(offsets):
-        return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets)
+    offsets, index = read
+    if not read.is_native():
+        return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets, index=index)
     out = F.grouped_mm(rows.block(), weights, offs=offsets)
     if bias is not None:
         row_N = torch.arange(out.shape[0], device=out.device)
@@ -1665,17 +1931,18 @@ def _product(rows, weights, offsets, bias=None):
     return out
 
 
-def _row_limit(offsets):
+def _row_limit(read):
     """What _sum_rows takes for the rows of a _product: the offsets where unrouted rows have to
     be selected out, None where they are zeros.
     """
-    return offsets if _is_native(offsets) else None
+    return read.offsets if read.is_native() else None
 
 
-def _weight_grad(a, b, offsets):
+def _weight_grad(a, b, read):
     """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block."""
-    if not _is_native(offsets):
-        return _rows_times_rows(*a, b=b.x, token_b=b.token_N, offsets=offsets)
+    offsets, index = read
+    if not read.is_native():
+        return _rows_times_rows(*a, b=b.x, token_b=b.token_N, offsets=offsets, index=index)
     grad = F.grouped_mm(a.block().t(), b.block(), offs=offsets)
     if _leaves_empty_blocks(offsets.device):
         rows_E = offsets.diff(prepend=offsets.new_zeros(1))
@@ -1683,32 +1950,33 @@ def _weight_grad(a, b, offsets):
     return grad
 
 
-def _bias_grad(rows, offsets):
+def _bias_grad(rows, read):
     """rows [N, O] -> [E, O]: the sum of each row block."""
     # A product with a column of ones. There are 8 of them, since 8 are aligned.
     ones = _Rows(rows.new_ones(rows.shape[0], 8))
-    return _weight_grad(_Rows(rows), ones, offsets)[:, :, 0]
+    return _weight_grad(_Rows(rows), ones, read)[:, :, 0]
 
 
-def _zero_unrouted(rows, offsets):
+def _zero_unrouted(rows, read):
     """The rows of a _product, with zeros from offsets[-1] on."""
-    if not _is_native(offsets):
+    if not read.is_native():
         return rows
     row_N = torch.arange(rows.shape[0], device=rows.device)
-    return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
+    return rows.masked_fill((row_N >= read.offsets[-1])[:, None], 0.0)
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, offsets):
-        offsets = _where_read(offsets, rows, weights)
-        ctx.save_for_backward(rows, weights, offsets)
-        return _zero_unrouted(_product(_Rows(rows), weights, offsets), offsets)
+        read = _where_read(offsets, rows.shape[0], rows, weights)
+        ctx.save_for_backward(rows, weights, *read)
+        return _zero_unrouted(_product(_Rows(rows), weights, read), read)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows, weights, offsets = ctx.saved_tensors
+        rows, weights, *read = ctx.saved_tensors
+        read = _Read(*read)
         need_rows, need_weights, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         if not _begins_aligned(grad):
@@ -1717,10 +1985,10 @@ class _GroupedMM(torch.autograd.Function):
         grad_rows = grad_weights = None
         # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:
-            grad_rows = _product(grad, weights.transpose(1, 2), offsets)
-            grad_rows = _zero_unrouted(grad_rows, offsets)
+            grad_rows = _product(grad, weights.transpose(1, 2), read)
+            grad_rows = _zero_unrouted(grad_rows, read)
         if need_weights:
-            grad_weights = _weight_grad(_Rows(rows), grad, offsets)
+            grad_weights = _weight_grad(_Rows(rows), grad, read)
         # rows, weights, offsets
         return grad_rows, grad_weights, None
 
@@ -1737,8 +2005,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     is torch.nn.functional.grouped_mm without a sync. It needs data pointers that are
     multiples of 16 bytes; compiled code does not check that. On other devices than the CPU
     the forward otherwise copies the offsets to the host, the one sync of forward and
-    backward. That the offsets ascend and end within N is not checked: checking would sync
-    too.
+    backward, and multiplies experts of similar size as one batch. That the offsets ascend and
+    end within N is not checked: checking would sync too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
@@ -1768,24 +2036,25 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
         ctx.function, ctx.interleaved, fp8_input_store = options
-        offsets_read = _where_read(offsets, fc1, fc2)
+        read = _where_read(offsets, order.shape[0], fc1, fc2)
         token_N, probs_N1 = _token_and_prob(order, probs)
 
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
         rows = _Rows(tokens, token_N)
-        hidden = _product(rows, fc1.transpose(1, 2), offsets_read, bias=fc1_bias)
-        act = _activate(hidden, probs_N1, ctx.function, interleaved=ctx.interleaved)
-        out = _product(_Rows(act), fc2.transpose(1, 2), offsets_read)
+        hidden = _product(rows, fc1.transpose(1, 2), read, bias=fc1_bias)
+        act, = _activate(
+            hidden, probs_N1, function=ctx.function, interleaved=ctx.interleaved)
+        out = _product(_Rows(act), fc2.transpose(1, 2), read)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
-        ctx.save_for_backward(
-            kept, tokens, probs, fc1, fc2, order, inverse, offsets, offsets_read)
-        return _sum_rows(out, inverse, offsets=_row_limit(offsets_read))
+        ctx.save_for_backward(kept, tokens, probs, fc1, fc2, order, inverse, offsets, *read)
+        return _sum_rows(out, inverse, offsets=_row_limit(read))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        kept, tokens, probs, fc1, fc2, order, inverse, offsets, offsets_read = ctx.saved_tensors
+        kept, tokens, probs, fc1, fc2, order, inverse, offsets, *read = ctx.saved_tensors
+        read = _Read(*read)
         need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias = ctx.needs_input_grad[1:6]
         grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = None
         grad = grad.contiguous()
@@ -1800,26 +2069,26 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
         # grad_p = Σ_f grad_act · activation(hidden)
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
-            grad_act = _product(grad_out, fc2, offsets_read)
-            grad_hidden, grad_probs_N1, value = _activate_back(
-                grad_act, hidden, weights=probs_N1, function=ctx.function,
-                interleaved=ctx.interleaved)
-        else:
-            value = ctx.function.value(*_split(hidden, ctx.function, ctx.interleaved))
+            grad_hidden, grad_probs_N1, act = _activate_back(
+                hidden, _product(grad_out, fc2, read), probs_N1, function=ctx.function,
+                interleaved=ctx.interleaved, output=need_fc2)
+        elif need_fc2:
+            act, = _activate(
+                hidden, probs_N1, function=ctx.function, interleaved=ctx.interleaved)
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
-            act = _cast(value * probs_N1, hidden.dtype)
-            grad_fc2 = _weight_grad(grad_out, _Rows(act), offsets_read)
+            grad_fc2 = _weight_grad(grad_out, _Rows(act), read)
+            del act                                      # its memory is free for what follows
         if need_fc1:
-            grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), offsets_read)
+            grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), read)
         if need_fc1_bias:
-            grad_fc1_bias = _bias_grad(grad_hidden, offsets_read)
+            grad_fc1_bias = _bias_grad(grad_hidden, read)
 
         # grad_rows = grad_hidden · fc1, grad_x = Σ_k grad_rows[inverse]
         if need_tokens:
-            grad_rows = _product(_Rows(grad_hidden), fc1, offsets_read)
-            grad_tokens = _sum_rows(grad_rows, inverse, offsets=_row_limit(offsets_read))
+            grad_rows = _product(_Rows(grad_hidden), fc1, read)
+            grad_tokens = _sum_rows(grad_rows, inverse, offsets=_row_limit(read))
         if need_probs:
             unrouted_TK = inverse >= offsets[-1]
             grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(unrouted_TK, 0.0)

@@ -1543,7 +1543,9 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     The card is the CPU; its offsets may not be read but in the copy."""
     copies = []
     read = []
-    _blocks = kernels._blocks
+    indexed = []
+    _work = kernels._work
+    _index_batches = kernels._index_batches
 
     def on_card(offsets):
         return offsets.data_ptr() not in [copy.data_ptr() for copy in copies]
@@ -1554,14 +1556,16 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     monkeypatch.setattr(
         kernels, "_copy_to_host", lambda offsets: copies.append(offsets.clone()) or copies[-1])
     monkeypatch.setattr(
-        kernels, "_blocks", lambda offsets: read.append(on_card(offsets)) or _blocks(offsets))
+        kernels, "_index_batches", lambda *args: indexed.append(1) or _index_batches(*args))
+    monkeypatch.setattr(kernels, "_work", lambda offsets, index: (
+        read.append(on_card(offsets)) or _work(offsets, index)))
     monkeypatch.setattr(kernels, "_loops_in_torch", lambda *_: False)
     monkeypatch.setattr(F, "grouped_mm", None)
     close(outcome(layer, x), want, 1e-5)
-    assert len(copies) == 1 and read == [False] * reads
+    assert len(copies) == len(indexed) == 1 and read == [False] * reads
     offsets = torch.tensor([3, 9, 20], dtype=torch.int32)
     grads(grouped_mm(x, torch.randn(3, 8, 4, requires_grad=True), offsets), [x])
-    assert len(copies) == 2
+    assert len(copies) == len(indexed) == 2
 
 
 @about_the_cpu("it stands in for a card")
@@ -1569,7 +1573,8 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     """Torch's product may leave them uninitialised (pytorch #172439). The card is a stand-in."""
     a, b = torch.randn(9, 6), torch.randn(9, 4)
     offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
-    want = kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), offsets)
+    read = kernels._Read(offsets)
+    want = kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), read)
     assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
 
     def garbage(rows_t, rows, offs):
@@ -1579,7 +1584,7 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     monkeypatch.setattr(F, "grouped_mm", garbage)
     monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
     monkeypatch.setattr(kernels, "_leaves_empty_blocks", lambda device: True)
-    same(kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), offsets), want)
+    same(kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), read), want)
 
 
 @about_the_cpu("torch's loop in C++")
@@ -1655,6 +1660,222 @@ def test_experts_index_named_twice_or_nowhere():
             y = y.index_add(0, t[None], row)
         return y
     agree(at_once, one_by_one, tuple(leaf(*shape) for shape in shapes))
+
+
+# Off the CPU and the native cards, experts of similar size are multiplied as one batch. Here the
+# CPU is such a card.
+
+def experts_loop(x_TH, probs_TK, indices_TK, fc1, fc2, fc1_bias):
+    """Oracle of expert_mlp in fp64: one token and one choice at a time, SwiGLU."""
+    y_TH = []
+    for x, p_K, e_K in zip(x_TH, probs_TK, indices_TK.tolist()):
+        y = torch.zeros_like(x)
+        for p, e in zip(p_K, e_K):
+            if e < len(fc1):
+                a, b = [fc1[e, i] @ x + fc1_bias[e, i] for i in range(2)]
+                y = y + p * (fc2[e] @ (a * a.sigmoid() * b))
+        y_TH.append(y + 0 * x)
+    return torch.stack(y_TH) if y_TH else x_TH * 1
+
+
+def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
+    """indices [T, K] of different loads. An expert may come twice for a token; E is nowhere."""
+    power = (1 / torch.arange(1.0, E + 1)).cumsum(0)
+    return {
+        "even": torch.arange(T * K).view(T, K) % E,
+        "random": torch.randint(E + 1, (T, K)),
+        "power law": torch.bucketize(torch.rand(T, K) * power[-1], power).clamp(max=E - 1),
+        "half to one": torch.where(torch.rand(T, K) < 0.5, E // 2, torch.randint(E, (T, K))),
+        "every second": torch.randint(E, (T, K)) // 2 * 2,
+        "one": torch.full((T, K), E - 1),
+        "nowhere": torch.full((T, K), E),
+    }
+
+
+@pytest.mark.parametrize("T, E, K", [(40, 30, 3), (60, 16, 2), (7, 20, 2), (9, 1, 1), (0, 3, 2)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_experts_batches_match_loop(monkeypatch, T, E, K, backend):
+    """Output and every gradient, for each load."""
+    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
+
+    def ours(x, probs, indices, *weights):
+        return expert_mlp(x, probs, plan_permutation(indices, E), *weights)
+    function = compiled(ours, backend)
+    for load, indices in loads(T, E, K).items():
+        x, probs = leaf(T, 6), leaf(T, K)
+        weights = leaf(E, 2, 5, 6), leaf(E, 6, 5), leaf(E, 2, 5)
+        with about(load):
+            for x, probs, *weights in [
+                    (x, probs, *weights),
+                    (x, probs, weights[0], weights[1].mT.contiguous().mT.detach(), weights[2])]:
+                inputs = [t for t in (x, probs, *weights) if t.requires_grad]
+                out = function(x, probs, indices, *weights)
+                want = experts_loop(x, probs, indices, *weights)
+                upstream = torch.randn(T, 6).double()
+                want_grads = torch.autograd.grad(
+                    want, inputs, upstream, allow_unused=True, materialize_grads=True)
+                close([out, *grads(out, inputs, upstream)], [want, *want_grads])
+                same(function(x, probs, indices, *weights), out)
+
+
+@pytest.mark.parametrize("dtype, tol", [
+    (torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
+def test_experts_batches_of_any_dtype_leave_unrouted_rows_alone(monkeypatch, dtype, tol):
+    """grouped_mm: NaN in the rows past the last offset, which spare slots read."""
+    offsets = torch.tensor([3, 4, 0, *[3, 4] * 8]).cumsum(0).int()      # some slots are spare
+    assert [len(part) for part in kernels._plan_batches(tuple(offsets.tolist()))] == [0, 2]
+    rows = torch.randn(70, 8).to(dtype)
+    weights = torch.randn(19, 8, 16).to(dtype).requires_grad_()
+    rows[63:] = NAN
+    rows.requires_grad_()
+    results = []
+    for on_card in (False, True):
+        monkeypatch.setattr(kernels, "_on_card", lambda offsets: on_card)
+        out = grouped_mm(rows, weights, offsets)
+        results.append([out, *grads(out, [rows, weights])])
+    close(*results, tol)
+    assert [x.dtype for x in results[1]] == [dtype] * 3
+    assert not results[1][0][63:].any() and not results[1][1][63:].any()
+    assert not results[1][2][2].any()
+
+
+def test_experts_batches_hold_each_expert_and_row_once():
+    """Many loads: few slots, few batches, no copies of weights where all experts are of one size."""
+    for T, E, K in [(2048, 256, 8), (300, 64, 8), (64, 256, 8), (50, 13, 2), (5, 7, 1), (0, 2, 1)]:
+        for load, indices in loads(T, E, K).items():
+            counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
+            offsets = counts.cumsum(0).int()
+            blocks, batches = kernels._plan_batches(tuple(offsets.tolist()))
+            index = kernels._index_batches(offsets, offsets, T * K)
+            experts, row = index[:E].tolist(), index[E:].tolist()
+            assert index.dtype == torch.int32 and len(row) == T * K + 3 * T * K // 10
+            with about(T, E, K, load):
+                used = [e for e, _, _ in blocks] + [e for batch in batches for e in batch.experts]
+                assert sorted(used) == counts.nonzero().flatten().tolist()
+                used_slots = 0
+                for batch in batches:
+                    assert batch.slot == used_slots
+                    assert batch.ids(experts) == batch.experts == sorted(batch.experts)
+                    for e in batch.experts:
+                        own = list(range(int(offsets[e] - counts[e]), int(offsets[e])))
+                        spare = [T * K] * (batch.rows - len(own))
+                        assert row[used_slots:used_slots + batch.rows] == own + spare
+                        used_slots += batch.rows
+                assert set(row[used_slots:]) <= {T * K}
+                assert used_slots <= 1.3 * counts.sum()
+                assert len(list(kernels._parts(batches, quarters=1))) <= 4
+                without = [e for e in range(E) if not counts[e]]
+                in_batches = len(used) - len(blocks)
+                assert experts[in_batches:E - len(blocks)] == without
+                if load == "even" and T * K >= E:
+                    assert all(batch.neighbours() for batch in batches) and len(batches) <= 4
+                assert len(blocks) + len(batches) <= (14 if load != "random" else 12), batches
+
+
+def test_experts_batches_keep_few_bytes(monkeypatch):
+    """Beside the input, fc1's output and the ids: five bytes and a little for each row."""
+    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
+    T, H, F_, E, K = 64, 48, 40, 32, 4
+    plan = plan_permutation(random_indices(T, E, K), E)
+    x, probs = torch.randn(T, H), torch.rand(T, K)
+    fc1, fc2 = torch.randn(E, 2, F_, H, requires_grad=True), torch.randn(E, H, F_)
+    kept = saved_bytes(lambda: expert_mlp(x * 1, probs, plan, fc1, fc2), exclude=[
+        fc1, fc2, probs, plan.order, plan.inverse, plan.offsets])
+    N = T * K
+    assert kept == 4 * (T * H + (N + 1) * 2 * F_) + 4 * (E + N + 3 * N // 10) + 4 * E
+
+
+def test_activation_in_parts_of_the_rows_is_bitwise_the_whole(monkeypatch):
+    """Eager, forward and backward, every kind, also where gate and up are interleaved. A card's peak
+    is the point; nothing is larger than two parts."""
+    whole = 2 ** 21
+    seen = []
+    split = kernels._split
+    monkeypatch.setattr(kernels, "_split", lambda y, *args: seen.append(len(y)) or split(y, *args))
+    for kind, dtype, rows in itertools.product(
+            kernels.ACTIVATIONS, (torch.float32, torch.bfloat16), (128, 200, 321)):
+        width = 10 if kind == "relu2" else 20
+        y, w = torch.randn(rows, width).to(dtype).requires_grad_(), torch.rand(rows, 1)
+        w.requires_grad_()
+        constants = dict(clamp_value=0.7) if kind == "swiglu" else {}
+        plan = plan_permutation(random_indices(rows, 3, 2), 3)
+        experts = [torch.randn(shape).to(dtype).requires_grad_() for shape in [
+            (rows, 6), (3, 10, width // 10, 6), (3, 6, 10)]]
+        results = []
+        for at_once in (whole, 64 * width):
+            monkeypatch.setattr(kernels, "_ELEMENTS_AT_ONCE", at_once)
+            seen.clear()
+            out = activation(y, kind, w, **constants)
+            results.append([out, *grads(out, [y, w]), *grads(activation(y, kind), [y])])
+            x, fc1, fc2 = experts
+            out = expert_mlp(
+                x, w.expand(-1, 2), plan, fc1.transpose(1, 2), fc2, kind=kind, **constants)
+            results[-1] += [out, *grads(out, [*experts, w])]
+            assert max(seen) < (128 if at_once != whole else 2 * rows + 1), seen
+        same(*results)
+
+
+def launches_and_syncs() -> Callable[[], tuple[int, int]] | None:
+    """What counts launches and syncs on an emulated card; nothing does so on a real one."""
+    try:
+        import card_device
+    except ImportError:
+        return None
+    return lambda: (card_device.launches(), card_device.syncs())
+
+
+on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@on_a_card
+@pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (256, 8)])
+def test_experts_batches_launch_little_on_a_card(E, K):
+    """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled and
+    eager equal the CPU, and themselves to the bit. One sync a step."""
+    T, H, F_ = 128, 16, 8
+    weights = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
+    x, probs = torch.randn(T, H), torch.rand(T, K)
+
+    def ours(x, probs, indices, fc1, fc2):
+        return expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2)
+
+    def run(function, device, indices):
+        leaves = [t.to(device).requires_grad_() for t in (x, probs, *weights)]
+        out = function(*leaves[:2], indices.to(device), *leaves[2:])
+        return [out, *grads(out, leaves)]
+    function = compiled(ours, "inductor")
+    count = launches_and_syncs()
+    for load, indices in loads(T, E, K).items():
+        with about(load):
+            want = run(ours, "cpu", indices)
+            for way in (ours, function):
+                got = run(way, "cuda", indices)
+                close([t.cpu() for t in got], want, 1e-4)
+                same(run(way, "cuda", indices), got)
+            if count is None:
+                continue
+            before = count()
+            run(function, "cuda", indices)
+            launches, syncs = [now - then for now, then in zip(count(), before)]
+            assert syncs == 1
+            most = 200 if load in ("even", "random") else 300
+            assert launches <= most - 20, launches      # 20 are for the rest of a layer
+
+
+@on_a_card
+def test_experts_batches_and_activation_bound_the_peak_on_a_card():
+    """An eager step in bf16: 110 MiB on an H100, a little more in batches. All rows in fp32 at once
+    took 221."""
+    T, H, F_, E, K = 2048, 512, 256, 64, 8
+    x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    fc1 = torch.zeros(E, 2, F_, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    fc2 = torch.zeros(E, H, F_, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.rand(T, K, device="cuda", requires_grad=True)
+    indices = torch.rand(T, E).topk(K).indices.cuda()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before <= 130 * 2 ** 20
 
 
 # ---- Config and errors ----
@@ -3756,6 +3977,9 @@ def test_compile_ops_pass_opcheck():
     offsets = plan.offsets
     x, w, b = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 6)
     h = torch.randn(18, 6)
+    many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
+    of_many = torch.randn(16, 8, 6)
+    index = kernels._index_batches(many, many, 18)
     for op, *args in [
             (kernels._plan_permutation, indices, 4),
             (kernels.value_in_backward, torch.ones(()), x),
@@ -3767,6 +3991,10 @@ def test_compile_ops_pass_opcheck():
             (kernels._rows_times_weights, h, None, w, None, offsets),
             (kernels._rows_times_rows, x, token, h, None, offsets),
             (kernels._rows_times_rows, h, None, x, token, offsets),
+            (kernels._index_batches, offsets, offsets, 18),
+            (kernels._index_batches, many, many, 18),
+            (kernels._rows_times_weights, x, token, of_many, None, many, index),
+            (kernels._rows_times_rows, x, token, h, None, many, index),
             (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
@@ -3782,7 +4010,7 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
     on_host = [name for name in names if torch.Tag.cudagraph_unsafe in
                getattr(torch.ops.moe_kernels, name).default.tags]
     assert sorted(on_host) == [
-        "copy_to_host", "rows_times_rows", "rows_times_weights", "running_sums", "update_once"]
+        "copy_to_host", "index_batches", "rows_times_rows", "rows_times_weights", "running_sums", "update_once"]
 
 
 class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
