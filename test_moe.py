@@ -379,7 +379,8 @@ def _rank_main(rank, ranks, port, name, kwargs):
     module, function = name
     if EMULATED:
         importlib.import_module("card.emulate").install()
-        torch.set_default_device(DEVICE)
+        if not function.startswith("test_card_"):
+            torch.set_default_device(DEVICE)
     function = getattr(sys.modules.get(module) or importlib.import_module(module), function)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
@@ -1813,69 +1814,6 @@ def test_activation_in_parts_of_the_rows_is_bitwise_the_whole(monkeypatch):
             results[-1] += [out, *grads(out, [*experts, w])]
             assert max(seen) < (128 if at_once != whole else 2 * rows + 1), seen
         same(*results)
-
-
-def launches_and_syncs() -> Callable[[], tuple[int, int]] | None:
-    """What counts launches and syncs on an emulated card; nothing does so on a real one."""
-    try:
-        import card_device
-    except ImportError:
-        return None
-    return lambda: (card_device.launches(), card_device.syncs())
-
-
-on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@on_a_card
-@pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (256, 8)])
-def test_experts_batches_launch_little_on_a_card(E, K):
-    """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled and
-    eager equal the CPU, and themselves to the bit. One sync a step."""
-    T, H, F_ = 128, 16, 8
-    weights = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
-    x, probs = torch.randn(T, H), torch.rand(T, K)
-
-    def ours(x, probs, indices, fc1, fc2):
-        return expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2)
-
-    def run(function, device, indices):
-        leaves = [t.to(device).requires_grad_() for t in (x, probs, *weights)]
-        out = function(*leaves[:2], indices.to(device), *leaves[2:])
-        return [out, *grads(out, leaves)]
-    function = compiled(ours, "inductor")
-    count = launches_and_syncs()
-    for load, indices in loads(T, E, K).items():
-        with about(load):
-            want = run(ours, "cpu", indices)
-            for way in (ours, function):
-                got = run(way, "cuda", indices)
-                close([t.cpu() for t in got], want, 1e-4)
-                same(run(way, "cuda", indices), got)
-            if count is None:
-                continue
-            before = count()
-            run(function, "cuda", indices)
-            launches, syncs = [now - then for now, then in zip(count(), before)]
-            assert syncs == 1
-            most = 200 if load in ("even", "random") else 300
-            assert launches <= most - 20, launches      # 20 are for the rest of a layer
-
-
-@on_a_card
-def test_experts_batches_and_activation_bound_the_peak_on_a_card():
-    """An eager step in bf16: 110 MiB on an H100, a little more in batches. All rows in fp32 at once
-    took 221."""
-    T, H, F_, E, K = 2048, 512, 256, 64, 8
-    x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    fc1 = torch.zeros(E, 2, F_, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    fc2 = torch.zeros(E, H, F_, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    probs = torch.rand(T, K, device="cuda", requires_grad=True)
-    indices = torch.rand(T, E).topk(K).indices.cuda()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before <= 130 * 2 ** 20
 
 
 # ---- Config and errors ----
@@ -4089,17 +4027,11 @@ def syncs_of(step) -> int:
 
 
 def launches_of(step) -> int:
-    """Launches of a step; on the emulated card those of ops, without the generated kernels."""
-    if EMULATED:
-        import card_device
-        before = card_device.launches()
-        step()
-        return card_device.launches() - before
-    from torch.profiler import ProfilerActivity, profile
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
-    return len(trace.events())
+    """Launches of ops in a step on the emulated card. The generated kernels are not in it."""
+    import card_device
+    before = card_device.launches()
+    step()
+    return card_device.launches() - before
 
 
 def check_near(got, want, tol: float) -> None:
@@ -4198,18 +4130,49 @@ def test_card_keeps_as_little():
 
 
 @on_a_card
-def test_card_launches_do_not_grow_with_the_experts():
-    counts = []
-    for E in (8, 64):
-        layer = MoELayer(MoEConfig(64, 32, E, topk=4, params_dtype=torch.bfloat16)).to(DEVICE)
-        function = compiled(layer, "inductor")
-        x = torch.randn(512, 64).to(DEVICE, torch.bfloat16).requires_grad_()
+@pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (256, 8)])
+def test_card_batches_launch_little(E, K):
+    """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled and
+    eager equal the CPU, and themselves to the bit. One sync a step."""
+    T, H, F_ = 128, 16, 8
+    weights = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
+    x, probs = torch.randn(T, H), torch.rand(T, K)
 
-        def step():
-            function(x).sum().backward()
-        step()
-        counts.append(launches_of(step))
-    assert counts[1] <= 1.3 * counts[0], counts
+    def ours(x, probs, indices, fc1, fc2):
+        return expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2)
+
+    def run(function, device, indices):
+        leaves = [t.to(device).requires_grad_() for t in (x, probs, *weights)]
+        out = function(*leaves[:2], indices.to(device), *leaves[2:])
+        return [out, *grads(out, leaves)]
+    function = compiled(ours, "inductor")
+    for load, indices in loads(T, E, K).items():
+        with about(load):
+            want = run(ours, "cpu", indices)
+            for way in (ours, function):
+                got = run(way, DEVICE, indices)
+                close([t.cpu() for t in got], want, 1e-4)
+                same(run(way, DEVICE, indices), got)
+            assert syncs_of(lambda: run(function, DEVICE, indices)) == 1
+            if EMULATED:                                 # 20 are for the rest of a layer
+                most = 180 if load in ("even", "random") else 280
+                assert launches_of(lambda: run(function, DEVICE, indices)) <= most
+
+
+@on_a_card
+def test_card_peak_of_an_eager_step():
+    """An eager step in bf16: 110 MiB on an H100, a little more in batches. All rows in fp32 at once
+    took 221."""
+    T, H, F_, E, K = 2048, 512, 256, 64, 8
+    x = torch.randn(T, H, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    fc1 = torch.zeros(E, 2, F_, H, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    fc2 = torch.zeros(E, H, F_, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.rand(T, K, device=DEVICE, requires_grad=True)
+    indices = torch.rand(T, E).topk(K).indices.to(DEVICE)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before <= 130 * 2 ** 20
 
 
 @on_a_card

@@ -116,7 +116,7 @@ def install_cuda(torch, device, properties):
         get_device_properties=properties, get_device_name=properties.name,
         get_device_capability=(properties.major, properties.minor), is_bf16_supported=True,
         is_current_stream_capturing=False, mem_get_info=(8 << 30, 8 << 30), _lazy_init=None,
-        set_device=None, synchronize=None, manual_seed=None, manual_seed_all=None, seed_all=None,
+        _get_device_properties=properties, set_device=None, synchronize=None, manual_seed=None, manual_seed_all=None, seed_all=None,
         empty_cache=None)
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)
@@ -133,6 +133,8 @@ def install_cuda(torch, device, properties):
     cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     cuda.current_stream = lambda device_=None: torch.accelerator.current_stream()
     torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._cuda_getDevice = lambda: 0
+    torch._C._cuda_synchronize = lambda: None
     torch._C._dynamo.guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
         size, stride, dtype=dtype, device="cuda")
 
@@ -145,9 +147,9 @@ def install_storage(torch, device):
     def moved(storage, *, device, non_blocking=False):
         return whole(storage).to(device).untyped_storage()
 
-    def resize(storage, size, on_cpu=torch.UntypedStorage.resize_):
-        if storage.device.type == "cpu":
-            return on_cpu(storage, size)
+    def resize(storage, size, elsewhere=torch.UntypedStorage.resize_):
+        if storage.device.type != "cuda":
+            return elsewhere(storage, size)
         device.resize_storage(whole(storage), size)
         return storage
 
