@@ -1699,7 +1699,8 @@ def _index_batches(offsets: Tensor, on_card: Tensor, num_rows: int) -> Tensor:
     columns = slot_ends, shifts, row_ends, experts
     table = [[*column, *[fill] * (E + 1 - len(column))] for column, fill in zip(columns, fills)]
     # Elsewhere than on CUDA a copy that does not block may read memory that is free again.
-    table = torch.tensor(table, dtype=torch.int32).to(on_card.device, non_blocking=on_card.is_cuda)
+    table = torch.tensor(table, dtype=torch.int32, device="cpu")
+    table = table.to(on_card.device, non_blocking=on_card.is_cuda)
     slot_ends_E, shifts_E, row_ends_E, experts_E = table.unbind()
     slot_L = torch.arange(num_rows + 3 * num_rows // 10, dtype=torch.int32, device=on_card.device)
     expert_L = torch.bucketize(slot_L, slot_ends_E[:E], right=True)

