@@ -18,6 +18,7 @@ replace_blocks. The letters are those of kernels.py.
 """
 import dataclasses
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -755,23 +756,30 @@ FIXED = {
 }
 
 
-def replace_blocks(model: nn.Module, **changes) -> list[str]:
+def replace_blocks(
+    model: nn.Module, *, pg_collection: moe.ProcessGroups | None = None, padding_mask: bool = True,
+    **changes,
+) -> list[str]:
     """Replaces the MoE blocks of a live Hugging Face model by MoELayers, and returns their names.
 
     The model is changed in place. A layer has its block's weights, dtypes, device and
     requires_grad. It takes [B, S, H] and returns what the block returned.
 
+    pg_collection: the groups of the layers. Over ep each rank keeps E / ep experts of every block.
+      Every rank needs the same whole model, and has to run every forward and backward.
+    padding_mask: whether the blocks get the padding of the attention_mask [B, M], 1 = token; its
+      last S columns count. Masks of another form are ignored.
     changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
-      add to a block is drawn anew. And pg_collection, the ProcessGroups of the layers, for a model
-      that is trained data-parallel.
+      add to a block is drawn anew.
 
     All is checked before the first block is touched. Memory holds one block twice at a time. Make
     the optimizer after the call. state_dict() has the library's names, and this project's names for
-    what changes has added. A model that fully_shard has sharded is not supported.
+    what changes has added. Over ep it raises: use sharded_state_dict. A model that fully_shard has
+    sharded is not supported.
 
     ValueError: an unknown model type, no block, a block that the layer cannot express, tensors on
-    the meta device, groups with several ranks in ep or tp. TypeError: no model of the library, or
-    an unknown field in changes.
+    the meta device, several ranks in tp, experts that ep does not divide. TypeError: no model of
+    the library, or an unknown field in changes.
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
@@ -790,18 +798,91 @@ def replace_blocks(model: nn.Module, **changes) -> list[str]:
     if any(tensor.is_meta for tensor in _tensors(model).values()):
         raise ValueError("model has tensors on the meta device; needs weights: load it first")
 
-    groups = changes.pop("pg_collection", None) or moe.ProcessGroups()
-    ep, tp = [moe.group_size(group) for group in (groups.ep, groups.tp)]
-    if max(ep, tp) > 1:
-        raise ValueError(f"pg_collection has {ep} ranks in ep and {tp} in tp; needs one: "
-                         f"the blocks' weights are whole on every rank")
+    if pg_collection and moe.group_size(pg_collection.tp) > 1:
+        raise ValueError(f"pg_collection has {pg_collection.tp.size()} ranks in tp; needs one: "
+                         f"each rank gives a block its own whole sequences")
     router_dtype = torch.promote_types(model.dtype, torch.float32)
     changes = {"router_dtype": router_dtype, **changes, "params_dtype": model.dtype}
-    layers = [_blank_block(model, prefix, changes, groups) for prefix in prefixes]
+    layers = [_blank_block(model, prefix, changes, pg_collection) for prefix in prefixes]
     names = [prefix.removesuffix(".") for prefix in prefixes]
+    mask = ForwardMask()
     for name, layer in zip(names, layers):
+        layer.attention_mask = mask
         _put_block(model, name, layer)
+
+    # The model, and the library's models in it that have blocks: a text model may run alone.
+    for path, module in model.named_modules():
+        has_blocks = any(name.startswith(path) for name in names)
+        if padding_mask and has_blocks and hasattr(module, "get_input_embeddings"):
+            mask.follow(module)
     return names
+
+
+class OwnNames(dict):
+    """As the destination of state_dict(): blocks write this project's names."""
+
+
+def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model with replaced blocks, for torch.distributed.checkpoint.
+
+    Pass it to save or load; no other step is needed. The tensors are the model's own. The names of
+    the blocks' tensors are this project's. It loads at any size of ep, and into a replaced model of
+    one process, which save_pretrained then writes under the library's names.
+    """
+    model = getattr(model, "_orig_mod", model)
+    return moe.sharded(model, model.state_dict(destination=OwnNames()))
+
+
+NO_FORWARD = False
+
+
+class ForwardMask:
+    """The attention_mask of the model's forward, for its blocks: all of them share this object.
+
+    value: [B, M] with 0 = padding, whose last S columns are those of the S tokens; None if the
+      model got no mask of this form; NO_FORWARD while no forward runs. So one thread at a time may
+      run the model. (A threading.local is not safe here: a graph of torch 2.13 writes it in vain.)
+    """
+
+    def __init__(self):
+        self.value = NO_FORWARD
+
+    def follow(self, model: nn.Module) -> None:
+        names = tuple(inspect.signature(model.forward).parameters)
+        enter = functools.partial(self.enter, names)
+        model.register_forward_pre_hook(enter, with_kwargs=True)
+        model.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, names, model, args, kwargs):
+        mask = dict(zip(names, args), **kwargs).get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            self.value = mask
+        elif self.value is NO_FORWARD:                       # else the outer model's holds
+            self.value = None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for module in model.modules():
+                checkpoint = vars(module).get("_gradient_checkpointing_func")
+                if checkpoint and getattr(checkpoint, "func", None) != self.checkpoint:
+                    checkpoint = functools.partial(self.checkpoint, checkpoint)
+                    module._gradient_checkpointing_func = checkpoint
+
+    def leave(self, model, args, output):
+        self.value = NO_FORWARD
+
+    def checkpoint(self, checkpoint, function, *args):
+        """checkpoint(function, *args), whose recomputation has the mask of this forward."""
+        if torch.compiler.is_compiling():                    # a graph keeps the mask itself
+            return checkpoint(function, *args)
+        value = self.value
+
+        def with_mask(*args):
+            outside = self.value
+            self.value = value
+            try:
+                return function(*args)
+            finally:
+                self.value = outside
+        return checkpoint(with_mask, *args)
 
 
 class HuggingFaceRouter(moe.TopKRouter):
@@ -829,6 +910,8 @@ class HuggingFaceBlock(moe.MoELayer):
     ):
         super().__init__(config, pg_collection)
         self.model_type = model_type
+        self.attention_mask = ForwardMask()
+        self.masked = False                                  # whether a training forward had one
         self.router = HuggingFaceRouter(config, pg_collection)
         self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
         for name, place in _places(self, self.row.layouts[-1]).items():
@@ -845,7 +928,8 @@ class HuggingFaceBlock(moe.MoELayer):
         indices = None
         if self.hash_table is not None:
             indices = self.hash_table[input_ids]
-        y, probs = self.forward_with_probs(hidden_states, topk_indices=indices)
+        padding_mask = self._padding_mask(hidden_states)
+        y, probs = self.forward_with_probs(hidden_states, padding_mask, topk_indices=indices)
         if self.row.returns == "probs":
             return y, probs
         if self.row.returns == "logits":
@@ -855,8 +939,30 @@ class HuggingFaceBlock(moe.MoELayer):
             return self.get_submodule(self.row.after)(y)
         return y
 
+    def _padding_mask(self, hidden_states):
+        """[B, S] bool, True = padding, or None."""
+        mask = self.attention_mask.value
+        given = isinstance(mask, Tensor)
+        if self.training and not torch.compiler.is_compiling():
+            self.masked |= given
+            recomputed = torch._C._current_autograd_node() is not None
+            if self.masked and recomputed and mask is NO_FORWARD:
+                raise RuntimeError(
+                    "a checkpoint that is not the library's recomputes this block, without its "
+                    "padding mask: use model.activation_checkpointing_enable(), or "
+                    "replace_blocks(model, padding_mask=False)")
+        if given:
+            mask = mask[:, -hidden_states.shape[1]:]
+            return mask.to(hidden_states.device) == 0
+
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:
         tensors = super().state_dict(*args, prefix=prefix, **kwargs)
+        if isinstance(tensors, OwnNames):
+            return tensors
+        if moe.group_size(self.pg_collection.ep) > 1:
+            raise RuntimeError(
+                "this rank has a part of the experts, and state_dict() has whole ones: use "
+                "families.sharded_state_dict(model) and torch.distributed.checkpoint")
         for name, place in _places(self, self.row.layouts[-1]).items():
             tensors.pop(prefix + place.slot.parameter, None)
             tensors[prefix + name] = place.take()
@@ -880,6 +986,8 @@ class HuggingFaceBlock(moe.MoELayer):
 
         for name, place in places.items():
             tensors[prefix + place.slot.parameter] = own[place.slot.parameter]
+            if place.view is None:                           # an expert of another rank
+                continue
             if name not in given:
                 missing.append(prefix + name)
             elif list(given[name].shape) != place.shape:

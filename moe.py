@@ -44,14 +44,14 @@ if __package__:
     from .parallel import (
         AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
         copy_rows, enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, wait)
+        reduce_gradients, sharded, wait)
 else:
     import kernels
     import parallel
     from parallel import (
         AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
         copy_rows, enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, wait)
+        reduce_gradients, sharded, wait)
 
 
 # ---- Config ----

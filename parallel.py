@@ -413,15 +413,21 @@ class ParallelModule(nn.Module):
         if sharded_offsets or metadata:
             raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
                              f"both need to be empty: layers are told apart by their prefix")
-        state = {}
-        for path, tensor in self.state_dict().items():
-            group, axis, _ = _place(self, path, tensor)
-            if group_size(group) > 1:
-                mesh = DeviceMesh.from_group(group, tensor.device.type)
-                placements = [Replicate() if axis is None else Shard(axis)]
-                tensor = DTensor.from_local(tensor, mesh, placements, run_check=False)
-            state[prefix + path] = tensor
-        return state
+        state = sharded(self, nn.Module.state_dict(self))
+        return {prefix + path: tensor for path, tensor in state.items()}
+
+
+def sharded(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors at these paths of the module; those of a group of ranks as DTensors over it."""
+    state = {}
+    for path, tensor in tensors.items():
+        group, axis, _ = _place(module, path, tensor)
+        if group_size(group) > 1:
+            mesh = DeviceMesh.from_group(group, tensor.device.type)
+            placements = [Replicate() if axis is None else Shard(axis)]
+            tensor = DTensor.from_local(tensor, mesh, placements, run_check=False)
+        state[path] = tensor
+    return state
 
 
 def _place(module, path, tensor):

@@ -15,6 +15,7 @@ import importlib
 import inspect
 import itertools
 import math
+import os
 import re
 import runpy
 import sys
@@ -27,13 +28,15 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import families
 import moe
 from kernels import expert_mlp, plan_permutation
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
-    replay_routing, update_expert_bias)
+    reduce_gradients, replay_routing, update_expert_bias)
 from test_moe import (
     best, close, compiled, error, fresh_start, grads, mesh_of,
     over_ranks, own_part, same, saved_bytes, score_loop, slow)
@@ -1384,7 +1387,8 @@ from_hf: layer tensors model_type prefix
 to_hf: layer model_type prefix
 upcycle: config gate_proj up_proj down_proj noise
 register_experts: name
-replace_blocks: model changes"""
+replace_blocks: model pg_collection padding_mask changes
+sharded_state_dict: model"""
 
 
 def test_families_signatures():
@@ -1640,16 +1644,117 @@ def test_live_callback_makes_microbatches_one_batch(monkeypatch):
 
 
 def test_live_blocks_of_a_model_on_several_ranks():
-    """The groups go to every layer. Those with several ranks in ep or tp are refused."""
-    class Two:
-        def size(self):
-            return 2
-    groups = ProcessGroups(tp_dp_cp=Two())
+    """The groups go to every layer, and each rank takes its experts, from either layout. What ep
+    and tp cannot share is refused."""
+    two = OneOf(1, 2)
+    groups = ProcessGroups(ep=two, tp_dp_cp=two)
     model = replaced("qwen3_moe", pg_collection=groups, enable_expert_bias=True)
+    whole = replaced("qwen3_moe")
     assert all(router.pg_collection is groups for router in moe._routers(model))
-    for wrong in (ProcessGroups(tp=Two()), ProcessGroups(ep=Two(), tp_dp_cp=Two())):
-        assert "the blocks' weights are whole on every rank" in error(
-            families.replace_blocks, StandInModel("qwen3_moe"), pg_collection=wrong)
+    published = fam_tensors("qwen3_moe", prefix="layers.0.mlp.")
+    for tensors in (None, whole.state_dict(), published):
+        if tensors is not None:
+            with torch.no_grad():
+                model.block().experts.fc1.zero_()
+            found = model.load_state_dict(tensors, strict=False)
+            assert not found.unexpected_keys
+            assert not [name for name in found.missing_keys if name.startswith("layers.0.mlp.exp")]
+        same(model.block().experts.fc1, whole.block().experts.fc1[E8 // 2:])
+        same(model.block().experts.fc2, whole.block().experts.fc2[E8 // 2:])
+    three = OneOf(0, 3)
+    for wrong, phrase in [
+            (dict(tp=two), "pg_collection has 2 ranks in tp; needs one"),
+            (dict(ep=three, tp_dp_cp=three), "num_experts is 8; needs a multiple of the ep size")]:
+        assert phrase in error(families.replace_blocks, StandInModel("qwen3_moe"),
+                               pg_collection=ProcessGroups(**wrong))
+
+
+def one_step(model, ids: Tensor, mask: Tensor) -> Tensor:
+    """The logits of the texts; their loss is a sum over tokens, and has been backpropagated."""
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    (logits.square().mean(-1) * mask).sum().backward()
+    return logits
+
+
+@over_ranks(2)
+def experts_over_ranks(rank, ranks, folder):
+    import torch.distributed.checkpoint as dcp
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    ids = torch.randint(1, 64, (4, T7))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    texts = slice(2 * rank, 2 * rank + 2)
+    for case, layers, through in OVER_EP:
+        whole = same_model(case, num_hidden_layers=layers)
+        model = copy.deepcopy(whole)
+        families.replace_blocks(whole)
+        names = families.replace_blocks(model, pg_collection=groups)
+        want = one_step(whole, ids, mask)[texts]
+        got = one_step(through(model), ids[texts], mask[texts])
+        close(got[mask[texts] == 1], want[mask[texts] == 1], 1e-5)
+
+        reduce_gradients(model)
+        for (name, mine), other in zip(model.named_parameters(), whole.parameters()):
+            owner = next((block for block in names if name.startswith(block + ".")), None)
+            if owner is None:
+                torch.distributed.all_reduce(mine.grad)
+                close(mine.grad, other.grad, 1e-4)
+            else:
+                path = name.removeprefix(owner + ".")
+                close(mine.grad, own_part(path, other.grad, groups), 1e-4)
+    # The example of docs/models.md, which saves. What is loaded is what was saved.
+    os.chdir(folder)
+    model = same_model("gpt_oss")
+    mesh = mesh_of(ep=ranks)
+    code = example("experts over ranks").replace("AdamW(model.parameters(), 1e-3)", SGD)
+    exec(code, dict(torch=torch, model=model, mesh=mesh, batches=texts_of_rank(rank)))
+    for save in (model.state_dict, lambda: model.save_pretrained("ours")):
+        assert "families.sharded_state_dict(model)" in error(save)
+    want = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dcp.load(families.sharded_state_dict(model), checkpoint_id="shards")
+    same([parameter.detach() for parameter in model.parameters()], want)
+
+
+# family, layers, eager or compiled
+OVER_EP = [
+    ("qwen3_moe", 1, compiled),
+    ("qwen3_moe", 2, lambda model: model),
+    ("deepseek_v3", 2, lambda model: model),
+    ("gpt_oss", 2, lambda model: model)]
+
+
+SGD = "SGD(model.parameters(), 1.0)"
+
+
+def texts_of_rank(rank: int) -> list[dict[str, Tensor]]:
+    """Two batches of two texts. No label is predicted from padding."""
+    torch.manual_seed(7 + rank)
+    batches = [padded_ids(left=0), padded_ids(left=0)]
+    return [dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+            for ids, mask in batches]
+
+
+def test_live_experts_over_two_ranks(tmp_path):
+    """Each rank has half of the experts and texts of its own: logits and gradients of one process.
+    What two ranks have trained and saved, loaded and saved by one process, is the library's model
+    as one process trains it."""
+    import torch.distributed.checkpoint as dcp
+    experts_over_ranks(folder=tmp_path)
+    theirs = same_model("gpt_oss")
+    optimizer = torch.optim.SGD(theirs.parameters(), 1.0)
+    for batches in zip(texts_of_rank(0), texts_of_rank(1)):
+        sum(theirs(**batch).loss for batch in batches).backward()
+        optimizer.step(), optimizer.zero_grad()
+    ours = whole_model("gpt_oss")
+    families.replace_blocks(ours)
+    dcp.load(families.sharded_state_dict(ours), checkpoint_id=f"{tmp_path}/shards")
+    ours.save_pretrained(tmp_path)
+    again = type(theirs).from_pretrained(tmp_path).state_dict()
+    for name, tensor in theirs.state_dict().items():
+        close(again[name], tensor, 1e-4)
 
 
 def test_live_block_chooses_by_its_table():
@@ -1980,6 +2085,12 @@ def whole_model(case: str, **fixed) -> torch.nn.Module:
     return model
 
 
+def same_model(case: str, **fixed) -> torch.nn.Module:
+    """The same weights in every call, and on every rank."""
+    torch.manual_seed(1)
+    return whole_model(case, **fixed)
+
+
 def random_ids() -> Tensor:
     return torch.randint(1, 64, (2, T7))
 
@@ -2044,6 +2155,241 @@ def test_live_models_of_the_library(case, tmp_path):
         halves = ours.to(torch.bfloat16)
         assert whole_logits(halves, ids).isfinite().all()
         assert {p.dtype for p in halves.parameters()} - {torch.float32} == {torch.bfloat16}
+
+
+def padded_ids(left: int, S: int = T7) -> tuple[Tensor, Tensor]:
+    """Two texts of S tokens and their attention_mask: the first has `left` tokens of padding on its
+    left, the second one on its right."""
+    ids = torch.randint(1, 64, (2, S))
+    mask = torch.ones_like(ids)
+    mask[0, :left] = 0
+    mask[1, -1] = 0
+    return ids, mask
+
+
+@contextlib.contextmanager
+def tokens_seen(model):
+    """The tokens [B, S] that the first block routes, forward by forward, as ones in a list."""
+    router = moe._routers(model)[0]
+    seen = []
+
+    def note(router, args, output):
+        routed = output[1] < router.config.num_experts
+        seen.append(routed.all(-1).view(args[0].shape[:2]).long())
+    hook = router.register_forward_hook(note)
+    yield seen
+    hook.remove()
+
+
+class LiveModel(StandInModel):
+    """What the padding needs of the library: a forward, get_input_embeddings, and the attribute by
+    which layers are checkpointed."""
+
+    def __init__(self):
+        super().__init__("qwen3_moe")
+        self.double()
+        self._gradient_checkpointing_func = None
+
+    def get_input_embeddings(self):
+        return None
+
+    def forward(self, x, attention_mask=None):
+        for layer in self.layers:
+            if self._gradient_checkpointing_func is not None:
+                x = x + self._gradient_checkpointing_func(layer["mlp"], x)
+            else:
+                x = x + layer["mlp"](x)
+        return x
+
+
+def test_live_padding_without_the_library(tmp_path):
+    """A saved model, with checkpoints, in eager mode and then in one graph: outputs, gradients and
+    counts are those of the tokens alone."""
+    plain = LiveModel()
+    families.replace_blocks(plain, enable_expert_bias=True)
+    model = copy.deepcopy(plain)
+    model._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    model(double(2, T7, H6), torch.ones(2, T7))              # the checkpoints get the masks here
+    torch.save(model, tmp_path / "model.pt")
+    model = torch.load(tmp_path / "model.pt", weights_only=False)
+    for module in (plain, model):
+        for router in moe._routers(module):
+            router.counts.zero("local_tokens_per_expert")
+    torch._dynamo.reset(), counters.clear()
+    tokens = 0
+    for function, S in [(model, 7), *((compiled(model, dynamic=True), S) for S in (7, 9))]:
+        x = double(2, S, H6)
+        mask = torch.ones(2, S)
+        mask[0, :2] = mask[1, -1] = 0
+        want = plain(x, attention_mask=mask)
+        got = function(x, attention_mask=mask)
+        close(got, want, 1e-9)
+        (got + want).sum().backward()
+        tokens += 2 * S - 3
+    for a, b in zip(model.parameters(), plain.parameters()):
+        close(a.grad, b.grad, 1e-7)
+    for router in moe._routers(model) + moe._routers(plain):
+        assert router.local_tokens_per_expert.sum() == tokens * 3
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+PADDED = pytest.mark.parametrize("case", [
+    "gpt_oss", *(pytest.param(case, marks=slow) for case in ("deepseek_v3", "qwen3_next"))])
+
+
+@PADDED
+def test_live_padding_is_unrouted(case):
+    """In whatever way the mask is given; others are ignored. The tokens' logits stay the same."""
+    theirs = whole_model(case).eval()
+    ours, off = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    families.replace_blocks(ours)
+    families.replace_blocks(off, padding_mask=False)
+    ids, mask = padded_ids(left=3)
+    with torch.no_grad(), tokens_seen(ours) as seen, tokens_seen(off) as all_seen:
+        logits, plain = [model(ids, attention_mask=mask).logits for model in (ours, off)]
+        embeds = ours.get_input_embeddings()(ids)
+        ours(ids, mask)
+        ours(ids, mask.bool())
+        ours(ids, attention_mask=mask.float())
+        ours(inputs_embeds=embeds, attention_mask=mask)
+        copy.deepcopy(ours.model)(ids, attention_mask=mask)
+        ours.model(ids, mask)
+        ours(ids[:1], attention_mask=mask[:1])
+        cached = ours(ids[:, :4], attention_mask=mask[:, :4]).past_key_values
+        end = ours(ids[:, 4:], attention_mask=mask, past_key_values=cached).logits
+    same(seen, [mask] * 7 + [mask[:1], mask[:, :4], mask[:, 4:]])
+    same(all_seen, [torch.ones_like(mask)])
+    want = theirs(ids, attention_mask=mask).logits
+    valid = mask.bool()
+    for got in (logits, plain):
+        close(got[valid], want[valid], 1e-4)
+    close(end[valid[:, 4:]], want[:, 4:][valid[:, 4:]], 1e-4)
+
+    # After a forward, and after one that failed, no mask is left.
+    everything = torch.ones_like(mask)
+    causal = torch.ones(2, 1, T7, T7, dtype=torch.bool).tril()
+    with torch.no_grad(), tokens_seen(ours) as seen:
+        error(ours, ids, attention_mask=mask[:, :4])
+        seen.clear()
+        ours(ids)
+        ours(ids, attention_mask=causal)
+    same(seen, [everything] * 2)
+
+
+@PADDED
+def test_live_padding_in_generate(case):
+    """On the left, with a cache: the prompt's padding is unrouted; what is written is routed. With
+    a static cache the library gives the model a 4-D mask, which is ignored."""
+    theirs = whole_model(case).eval()
+    ours = copy.deepcopy(theirs)
+    families.replace_blocks(ours)
+    ids = torch.randint(1, 64, (2, T7))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    written = F.pad(mask, (0, 2), value=1)
+    for options in (dict(), dict(use_cache=False), dict(prefill_chunk_size=3),
+                    dict(cache_implementation="static")):
+        options |= dict(attention_mask=mask, max_new_tokens=3, do_sample=False)
+        with tokens_seen(ours) as seen:
+            got = ours.generate(ids, **options)
+        same(got, theirs.generate(ids, **options))
+        if "use_cache" in options:
+            same(seen[-1], written)
+        elif "cache_implementation" in options:
+            same(torch.cat(seen, 1), torch.ones_like(written))
+        else:
+            same(torch.cat(seen, 1), written)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_live_padding_under_checkpoints(reentrant):
+    """The recomputation of a forward has the mask of that forward, also after others: without a
+    mask, of another padding, of a copy. Tokens alone are counted, once."""
+    plain = whole_model("qwen3_moe").train()
+    families.replace_blocks(plain, enable_expert_bias=True)
+    texts = [padded_ids(left=3), padded_ids(left=5), (random_ids(), None)]
+    results = []
+    for model in (plain, copy.deepcopy(plain)):
+        if results:
+            options = dict(use_reentrant=reentrant)
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        losses = []
+        for ids, mask in texts:
+            logits = model(ids, attention_mask=mask, use_cache=False).logits
+            valid = torch.ones_like(ids) if mask is None else mask
+            losses.append((logits.square().mean(-1) * valid).sum())
+        copy.deepcopy(model)(ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        for i in (1, 0, 2):
+            losses[i].backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+        for router in moe._routers(model):
+            tokens = 2 * 3 * T7 - (3 + 1) - (5 + 1)
+            assert router.local_tokens_per_expert.sum() == tokens * router.config.topk
+    same(*results)
+
+
+def test_live_padding_is_not_lost_in_silence():
+    """A checkpoint around a decoder layer that is not the library's, by masks and without."""
+    model = whole_model("qwen3_moe").train()
+    families.replace_blocks(model)
+    ids, mask = padded_ids(left=3)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    model(ids, use_cache=False).logits.sum().backward()
+    loss = model(ids, attention_mask=mask, use_cache=False).logits.sum()
+    text = error(loss.backward)
+    assert text.startswith("RuntimeError: a checkpoint that is not the library's recomputes")
+
+
+@pytest.mark.parametrize("how", [
+    "whole", *(pytest.param(how, marks=slow) for how in ("checkpoints", "layers"))])
+def test_live_padding_in_a_graph(how):
+    """One graph for every length and padding: of the model, or of a layer."""
+    eager = whole_model("qwen3_moe", num_hidden_layers=1).train()
+    families.replace_blocks(eager, enable_expert_bias=True)
+    model = copy.deepcopy(eager)
+    if how == "checkpoints":
+        model.activation_checkpointing_enable()
+        model.eval()(random_ids(), use_cache=False)          # the checkpoints get the masks here
+        model.train()
+    function = compiled(model, dynamic=True)
+    if how == "layers":
+        function = model
+        model.model.layers[0].compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    torch._dynamo.reset(), counters.clear()
+    for S, left in [(7, 3), (9, 5), (12, 1), (6, 2)]:
+        ids, mask = padded_ids(left, S)
+        valid = mask.bool()
+        want = one_step(eager, ids, mask)[valid]
+        close(one_step(function, ids, mask)[valid], want, 1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+    for got, want in zip(model.parameters(), eager.parameters()):
+        close(got.grad, want.grad, 1e-5)
+    routers = [moe._routers(each)[0] for each in (model, eager)]
+    same(*(router.local_tokens_per_expert for router in routers))
+    tokens = 2 * (7 + 9 + 12 + 6) - (3 + 5 + 1 + 2) - 4
+    assert routers[0].local_tokens_per_expert.sum() == tokens * 3
+
+
+def test_live_padding_in_the_trainer(tmp_path):
+    """Texts of other lengths, padded by the library's collator: tokens alone are counted."""
+    transformers = pytest.importorskip("transformers", reason="trains a model of transformers")
+    pytest.importorskip("accelerate", reason="the library's Trainer needs accelerate")
+    model = whole_model("qwen3_moe")
+    families.replace_blocks(model, enable_expert_bias=True)
+    lengths = [3, 9, 5, 12]
+    data = [dict(input_ids=torch.randint(1, 64, (n,))) for n in lengths]
+
+    def collate(texts):
+        texts = [text["input_ids"] for text in texts]
+        ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        return dict(input_ids=ids, attention_mask=(ids != 0).long(), labels=ids)
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, gradient_checkpointing=True)
+    transformers.Trainer(model, args, train_dataset=data, data_collator=collate).train()
+    for router in moe._routers(model):
+        assert router.local_tokens_per_expert.sum() == sum(lengths) * router.config.topk
 
 
 def trainer_steps(pieces: int, folder, **changes):
