@@ -1951,9 +1951,19 @@ def _weight_grad(a, b, read):
     return grad
 
 
+# This is an op for _exact_fp32: it is a sum.
+@op(lambda rows, offsets, index=None: rows.new_empty(offsets.shape[0], rows.shape[1]),
+    cudagraph_unsafe=True)
+@_exact_fp32()
+def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None = None) -> Tensor:
+    ones = rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
+    return _rows_times_rows(rows, None, ones, None, offsets, index)[:, :, 0].clone()
+
+
 def _bias_grad(rows, read):
     """rows [N, O] -> [E, O]: the sum of each row block."""
-    # A product with a column of ones. There are 8 of them, since 8 are aligned.
+    if not read.is_native():
+        return _block_sums(rows, *read)
     ones = _Rows(rows.new_ones(rows.shape[0], 8))
     return _weight_grad(_Rows(rows), ones, read)[:, :, 0]
 

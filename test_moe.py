@@ -2454,8 +2454,9 @@ class WatchPrecision(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
 def test_router_fp32_products_are_in_fp32(how):
-    """prime-rl #2952: whatever the user sets, logits and their gradients, P · fc2_bias and sinkhorn
-    are in fp32, eager and compiled. The setting stays as it is, also where it is inherited."""
+    """prime-rl #2952: whatever the user sets, these are in fp32, eager and compiled: logits and their
+    gradients, P · fc2_bias, gradients of the experts' biases, sinkhorn. The setting stays as it is,
+    also where it is inherited."""
     try:
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
@@ -2477,6 +2478,10 @@ def test_router_fp32_products_are_in_fp32(how):
             got = gating(x)
             for a, b in zip([got, *grads(got, leaves, upstream)], want):
                 assert (a - b).norm() <= 1e-6 * b.norm()
+        rows = torch.randn(512, 24)
+        sums = kernels._bias_grad(rows, kernels._where_read(torch.tensor([512]).int(), 512, rows))
+        want = rows.double().sum(0)
+        assert (sums[0] - want).norm() <= 1e-6 * want.norm()
         with WatchPrecision() as watch:
             sinkhorn(torch.randn(8, 4))
             layer(x).sum().backward()
@@ -3491,19 +3496,19 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-# frozen -> calls in the backward of rows_times_weights, rows_times_rows, mm and product_in. The
-# last is the router's product, and that of fc2_bias.
+# frozen -> calls in the backward of rows_times_weights, rows_times_rows, block_sums, mm and
+# product_in. The last is the router's product, and that of fc2_bias.
 FROZEN = {
-    "": [2, 3, 4, 4],
-    "experts": [2, 0, 4, 3],
-    "experts.fc1": [2, 1, 4, 4],                              # and its bias
-    "experts.fc2": [2, 2, 4, 3],
-    "router": [2, 3, 4, 3],
-    "x": [2, 3, 3, 3],
-    "latent_down": [2, 3, 3, 4],
-    "x latent": [1, 3, 1, 3],
-    "x latent experts": [1, 0, 1, 2],
-    "x latent router experts.fc1": [0, 1, 1, 1],
+    "": [2, 2, 1, 4, 4],
+    "experts": [2, 0, 0, 4, 3],
+    "experts.fc1": [2, 1, 0, 4, 4],                           # and its bias
+    "experts.fc2": [2, 1, 1, 4, 3],
+    "router": [2, 2, 1, 4, 3],
+    "x": [2, 2, 1, 3, 3],
+    "latent_down": [2, 2, 1, 3, 4],
+    "x latent": [1, 2, 1, 1, 3],
+    "x latent experts": [1, 0, 0, 1, 2],
+    "x latent router experts.fc1": [0, 1, 0, 1, 1],
 }
 
 
@@ -3531,7 +3536,7 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how):
             got = grads(loss, [named[name] for name in live])
         close(got, [want[name] for name in live])
         counted = [calls.count(op) for op in (
-            "rows_times_weights", "rows_times_rows", "mm", "product_in")]
+            "rows_times_weights", "rows_times_rows", "block_sums", "mm", "product_in")]
         assert counted == FROZEN[frozen], frozen
 
 
@@ -3937,6 +3942,7 @@ def test_compile_ops_pass_opcheck():
             (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
+            (kernels._block_sums, h, offsets),
             (kernels._copy_to_host, offsets),
             (moe._update_once, torch.zeros(4), torch.ones(4), True),
             (moe._running_sums, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
@@ -3949,8 +3955,8 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
     on_host = [name for name in names if torch.Tag.cudagraph_unsafe in
                getattr(torch.ops.moe_kernels, name).default.tags]
     assert sorted(on_host) == [
-        "copy_to_host", "index_batches",
-        "rows_times_rows", "rows_times_weights", "running_sums", "update_once"]
+        "block_sums", "copy_to_host", "index_batches", "rows_times_rows", "rows_times_weights",
+        "running_sums", "update_once"]
 
 
 class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
