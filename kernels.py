@@ -266,8 +266,9 @@ def router_gating_linear(
     """logits [.., E] = tokens [.., H] · weight [E, H]ᵀ + bias [E].
 
     The product is computed in router_dtype and returned in it, whatever the dtypes of the
-    operands, autocast and torch.set_float32_matmul_precision say. Gradients have the dtypes of the operands. The operands are
-    kept for the backward as they are, without copies in router_dtype.
+    operands, autocast and torch.set_float32_matmul_precision say. Gradients have the dtypes
+    of the operands. The operands are kept for the backward as they are, without copies in
+    router_dtype.
 
     >>> tokens, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4)
     >>> router_gating_linear(tokens, weight, bias=None, router_dtype=torch.float32)
