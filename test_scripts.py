@@ -1472,6 +1472,16 @@ side  mm x2
 main  wait_tensor x2, product_in x2, join_stream, behind 3 more""")
 
 
+def test_overlap_changes_no_input():
+    """pytorch #197416: what a graph writes to its input on a side stream may come after the join."""
+    layer = MoELayer(exact_config(shared_expert_overlap=True, shared_expert_gate=True))
+    x = leaf(5, 6)
+    tensors = [x, *layer.shared_experts.parameters()]
+    versions = [tensor._version for tensor in tensors]
+    layer(x).sum().backward()
+    assert [tensor._version for tensor in tensors] == versions
+
+
 def test_overlap_with_cuda_graphs_is_refused():
     """mode="reduce-overhead" sets this switch; graphs of one memory pool must not be replayed on
     two streams."""
