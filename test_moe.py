@@ -2430,26 +2430,27 @@ def set_precision(how: str) -> None:
 
 class WatchPrecision(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes the precision of fp32 products inside the project's own ops, by the name of the op."""
+    products = "aten::matmul", "aten::mm", "aten::bmm", "aten::_grouped_mm"
 
     def __init__(self):
         super().__init__()
         self.seen = {}
-        self.inside = None
+        self.inside = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         name = function.name().split(".")[0]
-        body = NoFloat64.bodies.get(name)
-        if body is not None:
-            self.inside = name.split("::")[1]
+        if name in NoFloat64.bodies:
+            self.inside.append(name.split("::")[1])
             with self:
-                out = body(*args, **(kwargs or {}))
-            self.inside = None
+                out = NoFloat64.bodies[name](*args, **kwargs)
+            self.inside.pop()
             return out
-        if name == "aten::matmul" and self.inside:
-            settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-            precisions = {setting.fp32_precision for setting in settings}
-            self.seen[self.inside] = self.seen.get(self.inside, set()) | precisions
-        return function(*args, **(kwargs or {}))
+        if name in self.products:
+            for setting in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):
+                for op in self.inside:
+                    self.seen.setdefault(op, set()).add(setting.fp32_precision)
+        return function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
@@ -2478,14 +2479,11 @@ def test_router_fp32_products_are_in_fp32(how):
             got = gating(x)
             for a, b in zip([got, *grads(got, leaves, upstream)], want):
                 assert (a - b).norm() <= 1e-6 * b.norm()
-        rows = torch.randn(512, 64)                          # too many for torch's own loop
-        sums = kernels._bias_grad(rows, kernels._where_read(torch.tensor([512]).int(), 512, rows))
-        want = rows.double().sum(0)
-        assert (sums[0] - want).norm() <= 1e-6 * want.norm()
         with WatchPrecision() as watch:
             sinkhorn(torch.randn(8, 4))
             layer(x).sum().backward()
-        assert watch.seen["product_in"] == watch.seen["sinkhorn"] == {"ieee"}
+        for op in ("product_in", "block_sums", "sinkhorn"):
+            assert watch.seen[op] == {"ieee"}, op
         assert [matmul.fp32_precision for matmul in matmuls] == before
         if how.startswith("torch.backends"):
             torch.backends.fp32_precision = "ieee"
@@ -4077,8 +4075,10 @@ CARD_VARIANTS = {
     "bias and groups": dict(CONFIGS["bias and groups"], activation="geglu", glu_linear_offset=0.5),
     "fp8": dict(activation_fp8_input_store=True),
 }
-# In fp8 rounding is coarse, and in bf16 it takes a value over the bound of a clamp.
-COARSE = [("fp8", torch.bfloat16), ("fp8", torch.float32), ("gpt_oss", torch.bfloat16)]
+# In fp8 rounding is coarse. In bf16 it takes values over the bound of a clamp, where the gradient
+# jumps.
+COARSE = {
+    ("fp8", torch.bfloat16): 0.1, ("fp8", torch.float32): 0.1, ("gpt_oss", torch.bfloat16): 0.2}
 
 
 @on_a_card
@@ -4104,7 +4104,7 @@ def test_card_layer_matches_loop(name, dtype, tol):
                 return [y, *[p.grad for p in (x, *layer.parameters())]]
             with about(name, type(function), S):
                 got = step()
-                check_near(got, want, 0.1 if (name, dtype) in COARSE else tol)
+                check_near(got, want, COARSE.get((name, dtype), tol))
                 same(step(), got)
                 assert syncs_of(step) == (0 if native else 1)
     assert counters["stats"]["unique_graphs"] == 1
