@@ -190,6 +190,8 @@ def _exact_fp32():
     torch.backends has replaced them by TF32 or bf16.
 
     These settings are global, and a graph cannot change them. So this is for the bodies of ops.
+    A setting that equals the one it would inherit is inherited from then on. XPU has a switch of
+    its own, torch.backends.mkldnn.allow_tf32, which stays as it is.
     """
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     with _precision_lock:
@@ -200,7 +202,7 @@ def _exact_fp32():
             yield
         finally:
             for setting, precision in zip(settings, found):
-                setting.fp32_precision = "none"     # it follows torch.backends.fp32_precision
+                setting.fp32_precision = "none"     # now it is inherited
                 if setting.fp32_precision != precision:
                     setting.fp32_precision = precision
 
@@ -1456,6 +1458,18 @@ def activation(
     return _Activation.apply(y, weights, function, fp8_input_store)
 
 
+class _ActivationBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, g, y, weights, function):
+        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=function)
+        return grad_y, grad_weights
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("activation_back has no derivative: this project has first derivatives "
+                           "alone. Detach its results")
+
+
 def activation_back(
     g: Tensor, y: Tensor, kind: str = "swiglu", weights: Tensor | None = None,
     **constants: float | None,
@@ -1464,12 +1478,15 @@ def activation_back(
 
     With weights it is (grad_y, grad_weights [.., 1]); grad_weights is summed over F in
     fp32 at least and has weights.dtype. At the bound of a clamp the gradient passes. The
-    results have no gradient of their own.
+    results have no derivative: that is a RuntimeError, in compiled code they are constants.
     """
     function = _activation_of(kind, constants)
     _check_activation(y, weights, function, g=g)
-    with torch.no_grad():                                # silu_backward has no derivative
-        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=function)
+    if torch.compiler.is_compiling():                    # which traces a backward, not an error
+        with torch.no_grad():
+            grad_y, grad_weights, _ = _activate_back(y, g, weights, function=function)
+    else:
+        grad_y, grad_weights = _ActivationBack.apply(g, y, weights, function)
     if weights is None:
         return grad_y
     return grad_y, grad_weights.to(weights.dtype)
@@ -1600,7 +1617,7 @@ class _Batch(NamedTuple):
 
 def _size_classes(sizes):
     """[(start, end)]: cuts `sizes`, which descend, into few classes. If each size became the
-    largest of its class, their sum would grow by at most 0.3.
+    largest of its class, their sum would grow by at most 30 %.
     """
     def best_cut(start, end):
         saved = [((sizes[start] - sizes[cut]) * (end - cut), cut) for cut in range(start + 1, end)]
@@ -1623,8 +1640,9 @@ def _plan_batches(ends):
 
     An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
     others are batches, each of one of the _size_classes. To bound the memory of a product, a batch
-    ends where a quarter of all slots does (at least four an expert), and has at most a third of the
-    experts unless they are neighbours, whose weights are not copied.
+    ends with the expert that completes a quarter of all slots (these count as four an expert at
+    least). And it has at most a third of the experts, unless they are neighbours, whose weights
+    are not copied.
     """
     blocks = []
     rows_E = {}
@@ -1699,7 +1717,7 @@ def _index_batches(offsets: Tensor, on_card: Tensor, num_rows: int) -> Tensor:
     fills = slot, 0, 0, 0
     columns = slot_ends, shifts, row_ends, experts
     table = [[*column, *[fill] * (E + 1 - len(column))] for column, fill in zip(columns, fills)]
-    # Elsewhere than on CUDA a copy that does not block may read memory that is free again.
+    # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
     table = torch.tensor(table, dtype=torch.int32, device="cpu")
     table = table.to(on_card.device, non_blocking=on_card.is_cuda)
     slot_ends_E, shifts_E, row_ends_E, experts_E = table.unbind()
@@ -1801,7 +1819,8 @@ def _multiply_batches_of_rows(a, b, blocks, batches, index, out):
     """Writes aᵀ · b of each expert in the batches to out [E, I, O], and zeros for an expert
     without rows. Spare slots hold zeros.
     """
-    expert_E, row_L = index.long().tensor_split([len(out)])
+    expert_E, row_L = index.tensor_split([len(out)])
+    expert_E = expert_E.long()
     spare_L1 = (row_L == a.count())[:, None]
     source_a, source_b = _source(a, row_L), _source(b, row_L)
     for part, start, end in _parts(batches, quarters=1):

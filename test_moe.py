@@ -1771,7 +1771,7 @@ def test_experts_batches_hold_each_expert_and_row_once():
                 assert experts[in_batches:E - len(blocks)] == without
                 if load == "even" and T * K >= E:
                     assert all(batch.neighbours() for batch in batches) and len(batches) <= 4
-                assert len(blocks) + len(batches) <= (14 if load != "random" else 12), batches
+                assert len(blocks) + len(batches) <= (16 if load != "random" else 14), batches
 
 
 def test_experts_batches_keep_few_bytes(monkeypatch):
@@ -3398,17 +3398,17 @@ INDUCTOR_OVER_RANKS = {
 @pytest.mark.parametrize("name", INDUCTOR_OVER_RANKS)
 @over_ranks(2)
 def test_parallel_layer_through_inductor(rank, ranks, name):
-    """Forward and backward over three T, what eager mode gives. The graph of a small T is one of its
+    """Forward and backward over three T, what eager mode gives. A small T may have a graph of its
     own: see test_graph_through_inductor."""
     config = exact_config(
         sequence_parallel=True, init_std=0.5, **INDUCTOR_OVER_RANKS[name])
     layer = MoELayer(config, ProcessGroups.from_mesh(mesh_of(**{name if name == "tp" else "ep": 2})))
     function = compiled(layer, "inductor", dynamic=True)
     even = name in ("padded", "tp")                          # these need one T on all ranks
-    for Ts in ([40, 40], [56, 56], [74, 74]) if even else ([40, 57], [63, 44], [76, 80]):
+    for Ts in ([18, 18], [56, 56], [74, 74]) if even else ([18, 57], [63, 44], [76, 80]):
         with about(name, Ts):
             agree(function, layer, leaf(Ts[rank], 6))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 def overlapped_layer(options=(), **sizes: int) -> MoELayer:
@@ -3843,6 +3843,7 @@ def second_derivatives():
     fc1, fc2 = leaf(4, 2, 5, 8), leaf(4, 8, 5)
     for kind in kernels.ACTIVATIONS:
         yield kind, lambda y, kind=kind: activation(y, kind), leaf(6, 8)
+    yield "swiglu_back", lambda y: swiglu_back(y[:, :4], y), leaf(6, 8)
     yield "expert_mlp", lambda x: expert_mlp(x, torch.rand(6, 2), plan, fc1, fc2), leaf(6, 8)
     yield "grouped_mm", lambda x: grouped_mm(x.square(), fc2, plan.offsets), leaf(12, 8)
     yield "linear", lambda x: linear(x.square(), fc1[0, 0], fc2[0, :, 0]), leaf(6, 8)
@@ -3879,7 +3880,7 @@ def test_compile_second_derivatives_are_right_or_refused():
             up, down = [torch.autograd.grad(function(y).sin().sum(), y)[0].square().sum()
                         for y in (x + 1e-5 * v, x - 1e-5 * v)]
             close((got * v).sum(), (up - down) / 2e-5, 1e-5)
-    assert refused == [*kernels.ACTIVATIONS, "expert_mlp", "grouped_mm", "linear", "gather_rows",
+    assert refused == [*kernels.ACTIVATIONS, "swiglu_back", "expert_mlp", "grouped_mm", "linear", "gather_rows",
                        "combine_rows", "route", "z_loss", "gate", "shared", "router", "layer"]
     function = compiled(MoELayer(exact_config()))
     x = leaf(6, 6)
@@ -4025,10 +4026,12 @@ def is_native(dtype) -> bool:
 def syncs_of(step) -> int:
     """How often a step makes the host wait for the card."""
     torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step()
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
@@ -4094,13 +4097,14 @@ def test_card_layer_matches_loop(name, dtype, tol):
             x = torch.randn(S, 2, 32).to(DEVICE, dtype).requires_grad_()
             mask = (torch.rand(S, 2) < 0.2).to(DEVICE)
             want = exact_loop(layer, x, mask)
+            upstream = want[0].to(DEVICE, dtype)
 
             def step():
                 x.grad = None
                 layer.zero_grad()
                 layer.router.reset_global_aux_loss_tracker()
                 y = function(x, mask)
-                y.backward(want[0].to(y))
+                y.backward(upstream)
                 return [y, *[p.grad for p in (x, *layer.parameters())]]
             with about(name, type(function), S):
                 got = step()
@@ -4149,17 +4153,18 @@ def test_card_batches_launch_little(E, K):
     def ours(x, probs, indices, fc1, fc2):
         return expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2)
 
-    def run(function, device, indices):
-        leaves = [t.detach().to(device).requires_grad_() for t in (x, probs, *weights)]
-        out = function(*leaves[:2], indices.to(device), *leaves[2:])
+    def run(function, leaves, indices):
+        out = function(*leaves[:2], indices, *leaves[2:])
         return [out, *grads(out, leaves)]
+    on_cpu, on_the_card = [
+        [t.detach().to(device).requires_grad_() for t in (x, probs, *weights)]
+        for device in ("cpu", DEVICE)]
     function = compiled(ours, "inductor")
     for load, indices in loads(T, E, K).items():
         with about(load):
-            want = run(ours, "cpu", indices)
-            indices = indices.to(DEVICE)
+            want = run(ours, on_cpu, indices)
             for way in (ours, function):
-                step = functools.partial(run, way, DEVICE, indices)
+                step = functools.partial(run, way, on_the_card, indices.to(DEVICE))
                 got = step()
                 close([t.cpu() for t in got], want, 1e-4)
                 same(step(), got)
@@ -4178,9 +4183,11 @@ def test_card_peak_of_an_eager_step():
     x, fc1, fc2 = new(T, H), new(E, 2, F_, H), new(E, H, F_)
     probs = torch.rand(T, K, device=DEVICE, requires_grad=True)
     indices = torch.rand(T, E, device=DEVICE).topk(K).indices
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2).sum().backward()
+    for _ in range(2):                                   # the first step makes cuBLAS its memory
+        x.grad = fc1.grad = fc2.grad = probs.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2).sum().backward()
     assert torch.cuda.max_memory_allocated() - before <= 130 * 2 ** 20
 
 

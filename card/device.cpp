@@ -210,8 +210,8 @@ at::Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at:
   const DispatchKeySet keys(DispatchKey::CUDA);
   return at::detail::empty_strided_generic(size, stride, &allocator, keys, dtype_or_default(dtype));
 }
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
-  if (is_card(source) && !is_card(self)) count_sync("copy to the host");
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (is_card(source) != is_card(self) && !non_blocking) count_sync("copy between host and card");
   ++launches;
   on_host(self).copy_(on_host(source));
   return self;

@@ -7,12 +7,13 @@ The memory of the card is the host's. Ops run on the CPU (device.cpp), and the k
 Inductor generates run in Triton's interpreter.
 """
 import argparse
-import atexit
 import contextlib
 import functools
 import gc
+import hashlib
 import importlib.machinery
 import importlib.util
+import multiprocessing.util
 import os
 import re
 import runpy
@@ -50,7 +51,8 @@ def torch_folder() -> Path:
 def build(kind: str, *flags: str) -> Path:
     """The shared library of device.cpp, built once for each torch: "preloaded" or "device"."""
     torch = torch_folder()
-    key = f"{int(SOURCE.stat().st_mtime)}-{int(torch.stat().st_mtime)}"
+    sources = SOURCE.read_bytes() + bytes(torch) + (torch / "version.py").read_bytes()
+    key = hashlib.sha256(sources).hexdigest()[:16]
     target = Path(tempfile.gettempdir()) / f"card-{os.getuid()}" / f"{kind}-{key}.so"
     if target.exists():
         return target
@@ -116,7 +118,8 @@ def install_cuda(torch, device, properties):
         get_device_properties=properties, get_device_name=properties.name,
         get_device_capability=(properties.major, properties.minor), is_bf16_supported=True,
         is_current_stream_capturing=False, mem_get_info=(8 << 30, 8 << 30), _lazy_init=None,
-        _get_device_properties=properties, set_device=None, synchronize=None, manual_seed=None, manual_seed_all=None, seed_all=None,
+        _get_device_properties=properties, set_device=None, synchronize=None, manual_seed=None,
+        manual_seed_all=None, seed_all=None,
         empty_cache=None)
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)
@@ -182,7 +185,7 @@ def install_interpreter(torch, device):
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.runtime import triton_helpers
     folder = Path(tempfile.mkdtemp(prefix="card-kernels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    multiprocessing.util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
     AsyncCompile.triton = lambda self, name, source, device_str="cuda": Kernel(
         name, source, folder=folder, on_host=device.on_host)
     torch._inductor.config.shape_padding = False             # it would time products
