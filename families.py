@@ -1255,6 +1255,9 @@ ALWAYS_NORMED = {"norm_topk_prob": True}
 NEVER_NORMED = {"norm_topk_prob": False}
 SWIGLU = {"activation": "swiglu"}                            # another hidden_act is refused
 COHERE = {
+    "norm_topk_prob": lambda read: (
+        flag("norm_topk_prob", default=True)(read)           # read in any case
+        or read("expert_selection_fn", default="softmax") == "softmax"),
     "score_function": field("expert_selection_fn", default="softmax",
                             among={"softmax": "softmax", "sigmoid": "sigmoid"}),
     "shared_expert_intermediate_size": summed,
@@ -1551,7 +1554,7 @@ FAMILIES = {
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
         (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),
     "cohere2_moe": Family(
-        sizes("intermediate_size") | normed(default=True) | COHERE, layouts(GATE + SHARED)),
+        sizes("intermediate_size") | COHERE, layouts(GATE + SHARED)),
     "mistral4": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
         | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
@@ -1671,6 +1674,7 @@ NOTES = dict(columns("""
     inkling2_text               SwiGLU with both factors soft-capped is SiTU
     mistral_large4_text         a group's score is the sum of its two best
     axk1                        the norm behind the block is not part of the layer
+    step3p5                     layers with a limit behind the activation are refused
     kimi_k3                     a latent space with a norm, SiTU in all experts
 """, 2))
 
@@ -1697,9 +1701,15 @@ INEXPRESSIBLE = dict(columns("""
 """, 2))
 
 
+OUTER = {
+    "step3p7": "step3p5", "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
+    "inkling_mm_model": "inkling_text"}
+
+
 def with_outer_names(rows: dict) -> dict:
     """The rows, also under the names of outer configs: gemma4 as gemma4_text."""
-    return {name.removesuffix("_text"): row for name, row in rows.items()} | rows
+    outer = {name.removesuffix("_text"): row for name, row in rows.items()}
+    return outer | {name: rows[inner] for name, inner in OUTER.items() if inner in rows} | rows
 
 
 TYPES = with_outer_names(FAMILIES)

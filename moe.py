@@ -780,7 +780,7 @@ def _check_bounds(cu_seqlens, axes):
     if cu_seqlens is None:
         return
     integer = cu_seqlens.dtype in (torch.int32, torch.int64)
-    if cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or not integer:
+    if cu_seqlens.ndim != 1 or not cu_seqlens.numel() or not integer:
         raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}; "
                          f"needs [n + 1] torch.int32 or torch.int64, the bounds of n sequences")
     if len(axes) == 2 and 1 not in axes:
@@ -1272,9 +1272,9 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     """A context in which every router of the model takes `indices` as its choice.
 
     indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
-    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1
-    is routed by the router itself: so inference engines mark what they do not know. The
-    probs are computed anew. An activation checkpoint runs the routers again in the backward:
+    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1,
+    which needs a signed dtype, is routed by the router itself: inference engines write -1 for
+    what they do not know. The probs are computed anew. An activation checkpoint runs the routers again in the backward:
     run the backward inside the context too. A topk_indices argument is not used meanwhile.
     ValueError: no router, another number of layers, or nested on one model; in the forward,
     naming the router, a wrong shape or dtype, or None.

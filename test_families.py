@@ -623,6 +623,7 @@ def library_types() -> list[str]:
                  if (match := re.search(r'^    model_type = "(.+)"', part, re.M))}
         counted = [name for name in typed if re.search(r"^    \w*experts:", typed[name], re.M)]
         types += counted or typed
+        types += [name for name in typed if '"text_config":' in typed[name]]
     return types
 
 
@@ -849,7 +850,8 @@ qwen3_omni_moe_talker_text  -              norm_topk_prob=False
 aria_text            -                     shared_expert_intermediate_size=32
 cohere2_moe          -                     score_function='softmax' norm_topk_prob=True
 cohere2_moe          -                     shared_expert_intermediate_size=None
-cohere2_moe          norm_topk_prob=False  norm_topk_prob=False
+cohere2_moe          norm_topk_prob=False  norm_topk_prob=True
+cohere2_moe          expert_selection_fn='sigmoid',norm_topk_prob=False  norm_topk_prob=False
 mistral4             -                     scaling_factor=1.0 num_groups=None norm_topk_prob=True
 mistral4             norm_topk_prob=False  norm_topk_prob=False
 afmoe                -                     scaling_factor=1.0 shared_expert_intermediate_size=32

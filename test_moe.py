@@ -2455,9 +2455,9 @@ class WatchPrecision(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
 def test_router_fp32_products_are_in_fp32(how):
-    """prime-rl #2952: whatever the user sets, these are in fp32, eager and compiled: logits and their
-    gradients, P · fc2_bias, gradients of the experts' biases, sinkhorn. The setting stays as it is,
-    also where it is inherited."""
+    """prime-rl #2952: whatever the user sets, these are in fp32, eager and compiled: logits and
+    their gradients, P · fc2_bias, gradients of the experts' biases, sinkhorn. The setting stays as
+    it is, also where it is inherited."""
     try:
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
@@ -3402,7 +3402,8 @@ def test_parallel_layer_through_inductor(rank, ranks, name):
     own: see test_graph_through_inductor."""
     config = exact_config(
         sequence_parallel=True, init_std=0.5, **INDUCTOR_OVER_RANKS[name])
-    layer = MoELayer(config, ProcessGroups.from_mesh(mesh_of(**{name if name == "tp" else "ep": 2})))
+    dim = "tp" if name == "tp" else "ep"
+    layer = MoELayer(config, ProcessGroups.from_mesh(mesh_of(**{dim: ranks})))
     function = compiled(layer, "inductor", dynamic=True)
     even = name in ("padded", "tp")                          # these need one T on all ranks
     for Ts in ([18, 18], [56, 56], [74, 74]) if even else ([18, 57], [63, 44], [76, 80]):
@@ -3880,8 +3881,9 @@ def test_compile_second_derivatives_are_right_or_refused():
             up, down = [torch.autograd.grad(function(y).sin().sum(), y)[0].square().sum()
                         for y in (x + 1e-5 * v, x - 1e-5 * v)]
             close((got * v).sum(), (up - down) / 2e-5, 1e-5)
-    assert refused == [*kernels.ACTIVATIONS, "swiglu_back", "expert_mlp", "grouped_mm", "linear", "gather_rows",
-                       "combine_rows", "route", "z_loss", "gate", "shared", "router", "layer"]
+    assert refused == [
+        *kernels.ACTIVATIONS, "swiglu_back", "expert_mlp", "grouped_mm", "linear", "gather_rows",
+        "combine_rows", "route", "z_loss", "gate", "shared", "router", "layer"]
     function = compiled(MoELayer(exact_config()))
     x = leaf(6, 6)
     with pytest.raises(RuntimeError, match="double backward|create_graph"):
@@ -4194,8 +4196,8 @@ def test_card_peak_of_an_eager_step():
 @on_a_card
 @over_ranks(2)
 def test_card_over_ranks(rank, ranks):
-    """Experts over two ranks beside the shared expert, uneven T and T = 0, eager and compiled. (On a
-    real card the ranks are on CPUs.)"""
+    """Experts over two ranks beside the shared expert, uneven T and T = 0, eager and compiled. (On
+    a real card the ranks are on CPUs.)"""
     fp32 = dict(params_dtype=torch.float32, router_dtype=torch.float32)
     layer = overlapped_layer(fp32, ep=ranks).to(RANK_DEVICE)
     function = compiled(layer, "inductor")

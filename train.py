@@ -342,7 +342,7 @@ class MuonOrAdamW(torch.optim.AdamW):
 
 def orthogonal(x):
     """The matrices [.., out, in] with all singular values near 1: five rounds of Newton-Schulz
-    (arXiv 2502.16982), a polynomial that takes every value in (0, 1] there."""
+    (arXiv 2502.16982), a polynomial that takes a value from 0.003 to 1 to one from 0.68 to 1.21."""
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
