@@ -1723,6 +1723,8 @@ def experts_over_ranks(rank, ranks, folder):
 # family, layers, eager or compiled
 OVER_EP = [
     ("qwen3_moe", 1, compiled),
+    ("deepseek_v3", 2, compiled),
+    ("gpt_oss", 1, compiled),
     ("qwen3_moe", 2, lambda model: model),
     ("deepseek_v3", 2, lambda model: model),
     ("gpt_oss", 2, lambda model: model)]
