@@ -822,7 +822,7 @@ def test_docs_dispatcher(rank, ranks, backend):
 
 
 def test_docs_engine_record():
-    """Two sequences in a pack; a dense layer; rows of -1 and of zeros, and none for a last token."""
+    """Two sequences in a pack; a dense layer; rows of -1 and of zeros, none for a last token."""
     names = {}
     exec(example("engine"), names)
     model = TwoLayers(**BIASED)
@@ -1473,7 +1473,7 @@ main  wait_tensor x2, product_in x2, join_stream, behind 3 more""")
 
 
 def test_overlap_changes_no_input():
-    """pytorch #197416: what a graph writes to its input on a side stream may come after the join."""
+    """pytorch #197416: a graph's write to its input on a side stream may come after the join."""
     layer = MoELayer(exact_config(shared_expert_overlap=True, shared_expert_gate=True))
     x = leaf(5, 6)
     tensors = [x, *layer.shared_experts.parameters()]
