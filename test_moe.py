@@ -3734,6 +3734,8 @@ def test_compile_fp8_store_halves_what_bf16_keeps():
     x = torch.randn(256, 64).bfloat16().requires_grad_()
     kept = saved_bytes(lambda: layer(x), exclude=layer.parameters())
     small = 256 * 8 * (3 * 8 + 4)             # three int64 of size N, and probs
+    if DEVICE != "cpu":
+        small += 4 * (16 + 256 * 8 * 13 // 10)           # the index of batches
     assert kept <= 1.05 * (256 * 64 * 2 + 256 * 8 * 64) + small
     same(layer(x), plain(x))
     close(outcome(layer, x)[1], outcome(plain, x)[1], 0.05)
