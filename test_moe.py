@@ -330,7 +330,8 @@ def rank_server():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("LD_PRELOAD", os.environ.get("CARD_PRELOAD", ""))
+        if EMULATED:
+            patch.setenv("LD_PRELOAD", os.environ["CARD_PRELOAD"])
         forkserver.ensure_running()
 
 
