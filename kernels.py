@@ -1314,7 +1314,7 @@ def constants_of(kind: str) -> tuple[str, ...]:
     return ACTIVATIONS[kind].__match_args__
 
 
-def _activation_of(kind, constants):
+def make_activation(kind: str, **constants: float | None):
     check_known("kind", kind, ACTIVATIONS)
     known = constants_of(kind)
     for name, value in constants.items():
@@ -1453,7 +1453,7 @@ def activation(
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])
     """
-    function = _activation_of(kind, constants)
+    function = make_activation(kind, **constants)
     _check_activation(y, weights, function)
     return _Activation.apply(y, weights, function, fp8_input_store)
 
@@ -1480,7 +1480,7 @@ def activation_back(
     fp32 at least and has weights.dtype. At the bound of a clamp the gradient passes. The
     results have no derivative: that is a RuntimeError, in compiled code they are constants.
     """
-    function = _activation_of(kind, constants)
+    function = make_activation(kind, **constants)
     _check_activation(y, weights, function, g=g)
     if torch.compiler.is_compiling():                    # which traces a backward, not an error
         with torch.no_grad():
@@ -2154,7 +2154,7 @@ def expert_mlp(
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
-    function = _activation_of(kind, constants)
+    function = make_activation(kind, **constants)
     T, K = plan.inverse.shape
     E = len(plan.counts)
     check_shapes(

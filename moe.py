@@ -163,7 +163,7 @@ class MoEConfig:
         """The standard deviation that output projections are drawn with."""
         return self.init_std if self.output_init_std is None else self.output_init_std
 
-    @property
+    @functools.cached_property
     def balancing(self) -> dict[str, float]:
         """Balancing type -> its coefficient."""
         if isinstance(self.load_balancing_type, str):
@@ -174,6 +174,15 @@ class MoEConfig:
     def parts(self) -> int:
         """Parts P of fc1's output: gate and up, or one where the activation is not gated."""
         return kernels.ACTIVATIONS[self.activation].parts
+
+    @functools.cached_property
+    def activation_function(self) -> "kernels.Activation":
+        """The activation with its constants, for kernels.activation and kernels.expert_mlp."""
+        known = kernels.constants_of(self.activation)
+        constants = {
+            constant: getattr(self, name) for name, constant in _CONSTANTS.items()
+            if constant in known}
+        return kernels.make_activation(self.activation, **constants)
 
     @property
     def activation_options(self) -> dict:
@@ -190,6 +199,8 @@ class MoEConfig:
         self._check_balancing()
         self._check_router()
         self._check_experts()
+        # Made here, once: a compiled forward could not make a cached_property.
+        self.activation_function
 
     def _refuse(self, fields, why):
         got = ", ".join(f"{name} = {getattr(self, name)!r}" for name in fields.split())
@@ -437,193 +448,6 @@ class MoELayer(ParallelModule):
         return ExpertParallel(x, probs, plan=plan, group=group, capacity_factor=padded)
 
 
-# ---- Router: the loss scale, and a loss in the backward ----
-
-_CPU = torch.device("cpu")
-with torch.inference_mode(False):            # this file may be imported inside an inference_mode
-    _LOSS_SCALE = {_CPU: torch.ones((), dtype=torch.float32, device=_CPU)}
-
-
-def _loss_scale(device):
-    if device not in _LOSS_SCALE:
-        with torch.inference_mode(False):
-            _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
-    return _LOSS_SCALE[device]
-
-
-def set_aux_loss_scale(scale: float | Tensor) -> None:
-    """Sets the factor on the gradients of all balance losses and z-losses.
-
-    Give the factor by which you multiply the main loss before its backward: a loss
-    scaler's, or 1 / microbatches. It is a float or a 0-d tensor. It is one value for the
-    whole process. It holds for every backward from now on, also of forwards that have run
-    already, and in compiled code without a recompile.
-    """
-    if isinstance(scale, Tensor) and scale.ndim:
-        raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
-    with torch.no_grad():
-        for tensor in _LOSS_SCALE.values():
-            tensor.fill_(scale)
-
-
-class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """activation -> activation. In the backward `loss` gets the gradient `scale`, a 0-d
-    tensor, as if scale · loss had been added to the main loss.
-
-    Megatron's set_loss_scale is set_aux_loss_scale here.
-    """
-
-    @staticmethod
-    def forward(ctx, activation, loss, scale):
-        # Not through save_for_backward: the scale may change before the backward.
-        ctx.scale = scale
-        ctx.dtype = loss.dtype
-        return activation.view_as(activation)
-
-    @staticmethod
-    @kernels.once_differentiable
-    def backward(ctx, grad):
-        # activation, loss, scale
-        return grad, kernels.value_in_backward(ctx.scale, grad).to(ctx.dtype), None
-
-
-# ---- Router: counts that grow once per training forward ----
-# These are ops because the check for a recomputation has to happen at run time. Traced
-# into a graph, its answer would be fixed when the graph is made.
-
-def _recomputing():
-    """Whether a non-reentrant checkpoint is running its forward again.
-
-    In eager mode that happens inside a backward, in a graph as part of the compiled
-    backward. A reentrant checkpoint runs its first pass without grad, where nothing is
-    counted. Its second pass is not recognised here, so the second pass adds to the counts.
-    What this check needs of torch's private names is all here.
-    """
-    node = torch._C._current_autograd_node()
-    if node is None:
-        return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return node.name() == "CompiledFunctionBackward"
-    return "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
-
-
-@kernels.op(lambda buffer, value, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
-def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
-    """buffer += value, or buffer = value. Nothing if a checkpoint is _recomputing."""
-    if not _recomputing():
-        buffer.copy_(buffer + value if add else value)
-
-
-@kernels.op(
-    lambda sums, steps, counts: (torch.empty_like(sums), torch.empty_like(steps)),
-    mutates_args=("sums", "steps"), cudagraph_unsafe=True)
-def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds counts [E] to sums [E] and 1 to steps [], and returns copies of both.
-
-    Nothing is added if a checkpoint is _recomputing.
-    """
-    if not _recomputing():
-        sums.add_(counts)
-        steps.add_(1)
-    return sums.clone(), steps.clamp(min=1)
-
-
-def _fixed(tensor):
-    """The tensor, which keeps its shape and, since it is updated in place, its address.
-
-    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
-    shape for a variable, and for the same variable as an equal length of the first input.
-    """
-    torch._dynamo.mark_static_address(tensor, guard=False)
-    torch._dynamo.mark_static(tensor)
-    return tensor
-
-
-class RouterCounts:
-    """What a router counts, beside its state dict. It follows the router from device to device.
-
-    These are plain tensors, not buffers: DistributedDataParallel would overwrite buffers with
-    those of rank 0. They are updated in place, and once per training forward. None stands for
-    what the config does not ask for.
-
-    local_tokens_per_expert [E]      since the last update_expert_bias
-    bias_histogram [E, 1000]         of needed biases, since that too
-    global_tokens_per_expert [E]     the running sum of the global loss
-    ga_steps []                      forwards in that sum
-    last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
-    last_losses [losses]             of it too, in the order of METRICS
-    """
-
-    def __init__(self, config: MoEConfig, tp_cp_size: int):
-        E = config.num_experts
-
-        def counter(*shape, wanted=True, dtype=torch.float32):
-            return _fixed(torch.empty(shape, dtype=dtype)) if wanted else None
-
-        quantile = config.bias_update == "quantile"
-        with_global = "global_aux_loss" in config.balancing
-        self.local_tokens_per_expert = counter(E, wanted=config.enable_expert_bias)
-        self.bias_histogram = counter(E, 1000, wanted=quantile, dtype=torch.int32)
-        self.global_tokens_per_expert = counter(E, wanted=with_global)
-        self.ga_steps = counter(wanted=with_global)
-        self.last_tokens_per_expert = counter(E, dtype=torch.int64)
-        self.last_losses = counter(len(METRICS))
-        # Loss -> the number of ranks that hold parts of it; 0: all, the data-parallel ones too.
-        self.sharers = dict.fromkeys(METRICS, tp_cp_size)
-        self.sharers["global_load_balancing_loss"] = 0
-        self.reset()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-
-    def count(self, counts_E: Tensor) -> None:
-        _update_once(self.last_tokens_per_expert, counts_E, add=False)
-        if self.local_tokens_per_expert is not None:
-            _update_once(self.local_tokens_per_expert, counts_E, add=True)
-
-    def add_to_global(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-        """The running sums with these counts, and the forwards in them."""
-        return _running_sums(self.global_tokens_per_expert, self.ga_steps, counts_E.float())
-
-    def log(self, name: str, loss: Tensor, sharers: int) -> None:
-        _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
-        # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
-        if self.sharers[name] != sharers:
-            self.sharers[name] = sharers
-
-    def zero(self, *names: str) -> None:
-        for name, tensor in self.tensors().items():
-            if name in names:
-                tensor.zero_()
-
-    def reset(self) -> None:
-        self.zero(*self.tensors())
-        self.last_losses.fill_(math.nan)
-
-    def move(self, fn: Callable) -> None:
-        """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
-        grows by 1.
-        """
-        for name, tensor in self.tensors().items():
-            moved = fn(tensor)
-            if moved.dtype != tensor.dtype:
-                moved = tensor.to(moved.device)
-            setattr(self, name, _fixed(moved))
-
-    def follow(self, device: torch.device) -> None:
-        """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
-        device, move parameters and buffers without `_apply`.
-        """
-        if self.last_losses.device == device:
-            return
-        if self.last_losses.is_meta:
-            self.move(lambda tensor: torch.empty_like(tensor, device=device))
-            self.reset()
-        else:
-            self.move(lambda tensor: tensor.to(device))
-
-
 # ---- Router ----
 
 class Router(ParallelModule, ABC):
@@ -756,36 +580,6 @@ class Router(ParallelModule, ABC):
     def _save_to_state_dict(self, *args, **kwargs):
         self._maintain_float32_expert_bias()
         super()._save_to_state_dict(*args, **kwargs)
-
-
-def _check_mask(padding_mask, shape):
-    if padding_mask is None:
-        return
-    if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
-        raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
-                         f"needs {list(shape)} torch.bool, True = padding")
-
-
-def _check_indices(name, indices, axes, K):
-    """[T, K] int64."""
-    T = math.prod(axes)
-    fits = indices.shape == (*axes, K) or indices.shape == (T, K)
-    if not fits or not kernels.is_integer(indices):
-        raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
-                         f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
-    return indices.flatten(0, -2).long()
-
-
-def _check_bounds(cu_seqlens, axes):
-    if cu_seqlens is None:
-        return
-    integer = cu_seqlens.dtype in (torch.int32, torch.int64)
-    if cu_seqlens.ndim != 1 or not cu_seqlens.numel() or not integer:
-        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}; "
-                         f"needs [n + 1] torch.int32 or torch.int64, the bounds of n sequences")
-    if len(axes) == 2 and 1 not in axes:
-        raise ValueError(f"cu_seqlens is for packed sequences, and input has {list(axes)} tokens; "
-                         f"needs [T], or one axis of length 1")
 
 
 class _RandomLogits(torch.autograd.Function):
@@ -1158,183 +952,6 @@ class TopKRouter(Router):
                 valid_token_count = activation.shape[0] * group_size(self.pg_collection.tp_cp)
             aux_loss = aux_loss * valid_token_count
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
-
-# ---- Routers of a whole model ----
-
-def _routers(model):
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    if not routers:
-        raise ValueError(f"model ({type(model).__name__}) has no Router")
-    return routers
-
-
-def finish_step(model: nn.Module) -> None:
-    """Ends a training step. Call it after the optimizer's step.
-
-    It updates the expert biases (update_expert_bias) and starts the averages of the global
-    loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
-    Under torch.distributed.pipelining give the stage its shapes, PipelineStage(..,
-    input_args=.., output_args=..): else it may find them by a training forward on empty
-    tensors, whose tokens are counted. This is collective.
-    """
-    update_expert_bias(model)
-    for router in _routers(model):
-        router.reset_global_aux_loss_tracker()
-
-
-def _check_ranks_are_known(router):
-    """Without process groups each rank would balance its own tokens, and the models would
-    drift apart.
-    """
-    if router.pg_collection.tp_dp_cp is not None or not dist.is_initialized():
-        return
-    if dist.get_world_size() > 1:
-        raise ValueError(
-            f"tp_dp_cp is None and {dist.get_world_size()} ranks run: the ranks' expert biases "
-            f"would drift apart. For one model on all ranks give the layer their group, "
-            f"MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for independent models "
-            f"ProcessGroups(tp_dp_cp=group) with a group of one rank")
-
-
-def update_expert_bias(model: nn.Module) -> None:
-    """Updates the expert bias of every router. finish_step calls it.
-
-    It uses the tokens of all ranks since the last update. With bias_update="sign" the bias
-    moves by bias_update_rate towards an even load (arXiv 2408.15664). With "quantile" it
-    becomes that of kernels.quantile_expert_bias. This is collective. ValueError: several
-    ranks run, and the router does not know over which to pool the counts.
-    """
-    routers = [router for router in _routers(model) if router.expert_bias is not None]
-    for router in routers:
-        _check_ranks_are_known(router)
-    for router in routers:
-        router._maintain_float32_expert_bias()
-        config = router.config
-        group = router.pg_collection.tp_dp_cp
-        if config.bias_update == "quantile":
-            histogram = all_sum(router.bias_histogram, group)
-            bias = kernels.quantile_expert_bias(histogram, router.expert_bias, config.topk)
-        else:
-            bias = kernels.get_updated_expert_bias(
-                router.local_tokens_per_expert.long(), router.expert_bias,
-                expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
-        router.expert_bias.copy_(bias)
-        router.counts.zero("local_tokens_per_expert", "bias_histogram")
-
-
-class RoutingRecord:
-    """What the routers chose: see record_routing."""
-
-    def __init__(self, routers: list[Router]):
-        self._routers = routers
-        self._kept = None
-
-    @property
-    def indices(self) -> list[Tensor | None]:
-        """Each router's latest choice [T, K] int64 before dropping, in module order. Index
-        E is unrouted. None for a router that has not run.
-        """
-        return self._kept or [router._recorded for router in self._routers]
-
-
-@contextlib.contextmanager
-def record_routing(model: nn.Module):
-    """A context that gives a RoutingRecord of what the model's routers choose inside it.
-
-    It works in training and in eval, and in compiled code. ValueError: no router, or
-    nested on one model.
-
-    >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
-    >>> x = torch.randn(6, 1, 8)
-    >>> with record_routing(layer) as record:
-    ...     y = layer(x)
-    >>> with replay_routing(layer, record.indices):
-    ...     torch.equal(layer(x), y)
-    True
-    """
-    routers = _routers(model)
-    if any(router._recording for router in routers):
-        raise ValueError("model is being recorded already; leave record_routing first")
-    record = RoutingRecord(routers)
-    try:
-        for router in routers:
-            router._recording = True
-        yield record
-    finally:
-        record._kept = record.indices
-        for router in routers:
-            router._recording = False
-            router._recorded = None
-
-
-@contextlib.contextmanager
-def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
-    """A context in which every router of the model takes `indices` as its choice.
-
-    indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
-    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1,
-    which needs a signed dtype, is routed by the router itself: inference engines write -1 for
-    what they do not know. The probs are computed anew. An activation checkpoint runs the routers
-    again in the backward: run the backward inside the context too. A topk_indices argument is
-    not used meanwhile.
-    ValueError: no router, another number of layers, or nested on one model; in the forward,
-    naming the router, a wrong shape or dtype, or None.
-    """
-    _routers(model)
-    modules = model.named_modules()
-    routers = {name: module for name, module in modules if isinstance(module, Router)}
-    if len(indices) != len(routers):
-        raise ValueError(f"indices is for {len(indices)} layers; "
-                         f"the model has {len(routers)} routers: {', '.join(routers)}")
-    if any(router._replayed is not None for router in routers.values()):
-        raise ValueError("model is replaying already; leave replay_routing first")
-    try:
-        for (name, router), choice in zip(routers.items(), indices):
-            router._replayed = f"indices of {name}", choice
-        yield
-    finally:
-        for router in routers.values():
-            router._replayed = None
-
-
-def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
-    """Metrics of each router's latest training forward. Layers are in module order.
-
-    "tokens_per_expert" [layers, max E] int64: before dropping, without padding; -1 where a
-    layer has no such expert.
-    "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664), NaN where nothing
-    was counted. And each loss that is on in any layer, [layers], divided by its
-    coefficient, NaN for a layer without it. The metrics are for logging only: the losses
-    are in the gradient already, do not add them.
-
-    reduce: over all ranks. Counts are summed; losses are summed over the ranks that share
-    them and averaged over the others. This is collective.
-    """
-    routers = _routers(model)
-    counts = [router.counts.last_tokens_per_expert for router in routers]
-    losses = [router.counts.last_losses for router in routers]
-    if reduce:
-        for i, router in enumerate(routers):
-            group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
-            ranks = group_size(group)
-            shares = [ranks / (router.counts.sharers[name] or ranks) for name in METRICS]
-            counts[i] = all_sum(counts[i], group)
-            losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
-    losses = torch.stack(losses)
-    most = max(len(counts_E) for counts_E in counts)
-    padded = [F.pad(counts_E, (0, most - len(counts_E)), value=-1) for counts_E in counts]
-    # 0 / 0 before any forward.
-    violations = [(c.amax() * len(c)).float() / c.sum() - 1 for c in counts]
-
-    on = set()
-    for router in routers:
-        on |= {LOSS_NAMES[kind] for kind in router.config.balancing if kind in LOSS_NAMES}
-        if router.config.z_loss_coeff:
-            on.add("z_loss")
-    metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
-    metrics["max_violation"] = torch.stack(violations)
-    metrics["tokens_per_expert"] = torch.stack(padded)
-    return metrics
 
 
 # ---- Experts ----
@@ -1870,3 +1487,400 @@ class SharedExpertMLP(ParallelModule):
         groups = self.pg_collection
         partial = group_size(groups.tp) == 1 or self.config.sequence_parallel
         return groups.tp_dp_cp if name == "gate_weight" and partial else groups.dp_cp
+
+
+# ---- Kept: the loss scale, and a loss in the backward ----
+
+_CPU = torch.device("cpu")
+with torch.inference_mode(False):            # this file may be imported inside an inference_mode
+    _LOSS_SCALE = {_CPU: torch.ones((), dtype=torch.float32, device=_CPU)}
+
+
+def _loss_scale(device):
+    if device not in _LOSS_SCALE:
+        with torch.inference_mode(False):
+            _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
+    return _LOSS_SCALE[device]
+
+
+def set_aux_loss_scale(scale: float | Tensor) -> None:
+    """Sets the factor on the gradients of all balance losses and z-losses.
+
+    Give the factor by which you multiply the main loss before its backward: a loss
+    scaler's, or 1 / microbatches. It is a float or a 0-d tensor. It is one value for the
+    whole process. It holds for every backward from now on, also of forwards that have run
+    already, and in compiled code without a recompile.
+    """
+    if isinstance(scale, Tensor) and scale.ndim:
+        raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
+    with torch.no_grad():
+        for tensor in _LOSS_SCALE.values():
+            tensor.fill_(scale)
+
+
+class MoEAuxLossAutoScaler(torch.autograd.Function):
+    """activation -> activation. In the backward `loss` gets the gradient `scale`, a 0-d
+    tensor, as if scale · loss had been added to the main loss.
+
+    Megatron's set_loss_scale is set_aux_loss_scale here.
+    """
+
+    @staticmethod
+    def forward(ctx, activation, loss, scale):
+        # Not through save_for_backward: the scale may change before the backward.
+        ctx.scale = scale
+        ctx.dtype = loss.dtype
+        return activation.view_as(activation)
+
+    @staticmethod
+    @kernels.once_differentiable
+    def backward(ctx, grad):
+        # activation, loss, scale
+        return grad, kernels.value_in_backward(ctx.scale, grad).to(ctx.dtype), None
+
+
+# ---- Kept: counts that grow once per training forward ----
+# These are ops because the check for a recomputation has to happen at run time. Traced
+# into a graph, its answer would be fixed when the graph is made.
+
+def _recomputing():
+    """Whether a non-reentrant checkpoint is running its forward again.
+
+    In eager mode that happens inside a backward, in a graph as part of the compiled
+    backward. A reentrant checkpoint runs its first pass without grad, where nothing is
+    counted. Its second pass is not recognised here, so the second pass adds to the counts.
+    What this check needs of torch's private names is all here.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return node.name() == "CompiledFunctionBackward"
+    return "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+@kernels.op(lambda buffer, value, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
+def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
+    """buffer += value, or buffer = value. Nothing if a checkpoint is _recomputing."""
+    if not _recomputing():
+        buffer.copy_(buffer + value if add else value)
+
+
+@kernels.op(
+    lambda sums, steps, counts: (torch.empty_like(sums), torch.empty_like(steps)),
+    mutates_args=("sums", "steps"), cudagraph_unsafe=True)
+def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds counts [E] to sums [E] and 1 to steps [], and returns copies of both.
+
+    Nothing is added if a checkpoint is _recomputing.
+    """
+    if not _recomputing():
+        sums.add_(counts)
+        steps.add_(1)
+    return sums.clone(), steps.clamp(min=1)
+
+
+def _fixed(tensor):
+    """The tensor, which keeps its shape and, since it is updated in place, its address.
+
+    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
+    shape for a variable, and for the same variable as an equal length of the first input.
+    """
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    torch._dynamo.mark_static(tensor)
+    return tensor
+
+
+class RouterCounts:
+    """What a router counts, beside its state dict. It follows the router from device to device.
+
+    These are plain tensors, not buffers: DistributedDataParallel would overwrite buffers with
+    those of rank 0. They are updated in place, and once per training forward. None stands for
+    what the config does not ask for.
+
+    local_tokens_per_expert [E]      since the last update_expert_bias
+    bias_histogram [E, 1000]         of needed biases, since that too
+    global_tokens_per_expert [E]     the running sum of the global loss
+    ga_steps []                      forwards in that sum
+    last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
+    last_losses [losses]             of it too, in the order of METRICS
+    """
+
+    def __init__(self, config: MoEConfig, tp_cp_size: int):
+        E = config.num_experts
+
+        def counter(*shape, wanted=True, dtype=torch.float32):
+            return _fixed(torch.empty(shape, dtype=dtype)) if wanted else None
+
+        quantile = config.bias_update == "quantile"
+        with_global = "global_aux_loss" in config.balancing
+        self.local_tokens_per_expert = counter(E, wanted=config.enable_expert_bias)
+        self.bias_histogram = counter(E, 1000, wanted=quantile, dtype=torch.int32)
+        self.global_tokens_per_expert = counter(E, wanted=with_global)
+        self.ga_steps = counter(wanted=with_global)
+        self.last_tokens_per_expert = counter(E, dtype=torch.int64)
+        self.last_losses = counter(len(METRICS))
+        # Loss -> the number of ranks that hold parts of it; 0: all, the data-parallel ones too.
+        self.sharers = dict.fromkeys(METRICS, tp_cp_size)
+        self.sharers["global_load_balancing_loss"] = 0
+        self.reset()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    def count(self, counts_E: Tensor) -> None:
+        _update_once(self.last_tokens_per_expert, counts_E, add=False)
+        if self.local_tokens_per_expert is not None:
+            _update_once(self.local_tokens_per_expert, counts_E, add=True)
+
+    def add_to_global(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+        """The running sums with these counts, and the forwards in them."""
+        return _running_sums(self.global_tokens_per_expert, self.ga_steps, counts_E.float())
+
+    def log(self, name: str, loss: Tensor, sharers: int) -> None:
+        _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
+        # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
+        if self.sharers[name] != sharers:
+            self.sharers[name] = sharers
+
+    def zero(self, *names: str) -> None:
+        for name, tensor in self.tensors().items():
+            if name in names:
+                tensor.zero_()
+
+    def reset(self) -> None:
+        self.zero(*self.tensors())
+        self.last_losses.fill_(math.nan)
+
+    def move(self, fn: Callable) -> None:
+        """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
+        grows by 1.
+        """
+        for name, tensor in self.tensors().items():
+            moved = fn(tensor)
+            if moved.dtype != tensor.dtype:
+                moved = tensor.to(moved.device)
+            setattr(self, name, _fixed(moved))
+
+    def follow(self, device: torch.device) -> None:
+        """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
+        device, move parameters and buffers without `_apply`.
+        """
+        if self.last_losses.device == device:
+            return
+        if self.last_losses.is_meta:
+            self.move(lambda tensor: torch.empty_like(tensor, device=device))
+            self.reset()
+        else:
+            self.move(lambda tensor: tensor.to(device))
+
+
+# ---- Routers of a whole model ----
+
+def _routers(model):
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        raise ValueError(f"model ({type(model).__name__}) has no Router")
+    return routers
+
+
+def finish_step(model: nn.Module) -> None:
+    """Ends a training step. Call it after the optimizer's step.
+
+    It updates the expert biases (update_expert_bias) and starts the averages of the global
+    loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
+    Under torch.distributed.pipelining give the stage its shapes, PipelineStage(..,
+    input_args=.., output_args=..): else it may find them by a training forward on empty
+    tensors, whose tokens are counted. This is collective.
+    """
+    update_expert_bias(model)
+    for router in _routers(model):
+        router.reset_global_aux_loss_tracker()
+
+
+def _check_ranks_are_known(router):
+    """Without process groups each rank would balance its own tokens, and the models would
+    drift apart.
+    """
+    if router.pg_collection.tp_dp_cp is not None or not dist.is_initialized():
+        return
+    if dist.get_world_size() > 1:
+        raise ValueError(
+            f"tp_dp_cp is None and {dist.get_world_size()} ranks run: the ranks' expert biases "
+            f"would drift apart. For one model on all ranks give the layer their group, "
+            f"MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for independent models "
+            f"ProcessGroups(tp_dp_cp=group) with a group of one rank")
+
+
+def update_expert_bias(model: nn.Module) -> None:
+    """Updates the expert bias of every router. finish_step calls it.
+
+    It uses the tokens of all ranks since the last update. With bias_update="sign" the bias
+    moves by bias_update_rate towards an even load (arXiv 2408.15664). With "quantile" it
+    becomes that of kernels.quantile_expert_bias. This is collective. ValueError: several
+    ranks run, and the router does not know over which to pool the counts.
+    """
+    routers = [router for router in _routers(model) if router.expert_bias is not None]
+    for router in routers:
+        _check_ranks_are_known(router)
+    for router in routers:
+        router._maintain_float32_expert_bias()
+        config = router.config
+        group = router.pg_collection.tp_dp_cp
+        if config.bias_update == "quantile":
+            histogram = all_sum(router.bias_histogram, group)
+            bias = kernels.quantile_expert_bias(histogram, router.expert_bias, config.topk)
+        else:
+            bias = kernels.get_updated_expert_bias(
+                router.local_tokens_per_expert.long(), router.expert_bias,
+                expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
+        router.expert_bias.copy_(bias)
+        router.counts.zero("local_tokens_per_expert", "bias_histogram")
+
+
+class RoutingRecord:
+    """What the routers chose: see record_routing."""
+
+    def __init__(self, routers: list[Router]):
+        self._routers = routers
+        self._kept = None
+
+    @property
+    def indices(self) -> list[Tensor | None]:
+        """Each router's latest choice [T, K] int64 before dropping, in module order. Index
+        E is unrouted. None for a router that has not run.
+        """
+        return self._kept or [router._recorded for router in self._routers]
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module):
+    """A context that gives a RoutingRecord of what the model's routers choose inside it.
+
+    It works in training and in eval, and in compiled code. ValueError: no router, or
+    nested on one model.
+
+    >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
+    >>> x = torch.randn(6, 1, 8)
+    >>> with record_routing(layer) as record:
+    ...     y = layer(x)
+    >>> with replay_routing(layer, record.indices):
+    ...     torch.equal(layer(x), y)
+    True
+    """
+    routers = _routers(model)
+    if any(router._recording for router in routers):
+        raise ValueError("model is being recorded already; leave record_routing first")
+    record = RoutingRecord(routers)
+    try:
+        for router in routers:
+            router._recording = True
+        yield record
+    finally:
+        record._kept = record.indices
+        for router in routers:
+            router._recording = False
+            router._recorded = None
+
+
+@contextlib.contextmanager
+def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
+    """A context in which every router of the model takes `indices` as its choice.
+
+    indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
+    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1,
+    which needs a signed dtype, is routed by the router itself: inference engines write -1 for
+    what they do not know. The probs are computed anew. An activation checkpoint runs the routers
+    again in the backward: run the backward inside the context too. A topk_indices argument is
+    not used meanwhile.
+    ValueError: no router, another number of layers, or nested on one model; in the forward,
+    naming the router, a wrong shape or dtype, or None.
+    """
+    _routers(model)
+    modules = model.named_modules()
+    routers = {name: module for name, module in modules if isinstance(module, Router)}
+    if len(indices) != len(routers):
+        raise ValueError(f"indices is for {len(indices)} layers; "
+                         f"the model has {len(routers)} routers: {', '.join(routers)}")
+    if any(router._replayed is not None for router in routers.values()):
+        raise ValueError("model is replaying already; leave replay_routing first")
+    try:
+        for (name, router), choice in zip(routers.items(), indices):
+            router._replayed = f"indices of {name}", choice
+        yield
+    finally:
+        for router in routers.values():
+            router._replayed = None
+
+
+def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
+    """Metrics of each router's latest training forward. Layers are in module order.
+
+    "tokens_per_expert" [layers, max E] int64: before dropping, without padding; -1 where a
+    layer has no such expert.
+    "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664), NaN where nothing
+    was counted. And each loss that is on in any layer, [layers], divided by its
+    coefficient, NaN for a layer without it. The metrics are for logging only: the losses
+    are in the gradient already, do not add them.
+
+    reduce: over all ranks. Counts are summed; losses are summed over the ranks that share
+    them and averaged over the others. This is collective.
+    """
+    routers = _routers(model)
+    counts = [router.counts.last_tokens_per_expert for router in routers]
+    losses = [router.counts.last_losses for router in routers]
+    if reduce:
+        for i, router in enumerate(routers):
+            group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
+            ranks = group_size(group)
+            shares = [ranks / (router.counts.sharers[name] or ranks) for name in METRICS]
+            counts[i] = all_sum(counts[i], group)
+            losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
+    losses = torch.stack(losses)
+    most = max(len(counts_E) for counts_E in counts)
+    padded = [F.pad(counts_E, (0, most - len(counts_E)), value=-1) for counts_E in counts]
+    # 0 / 0 before any forward.
+    violations = [(c.amax() * len(c)).float() / c.sum() - 1 for c in counts]
+
+    on = set()
+    for router in routers:
+        on |= {LOSS_NAMES[kind] for kind in router.config.balancing if kind in LOSS_NAMES}
+        if router.config.z_loss_coeff:
+            on.add("z_loss")
+    metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
+    metrics["max_violation"] = torch.stack(violations)
+    metrics["tokens_per_expert"] = torch.stack(padded)
+    return metrics
+
+
+# ---- Checks of a router's arguments ----
+
+def _check_mask(padding_mask, shape):
+    if padding_mask is None:
+        return
+    if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
+        raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
+                         f"needs {list(shape)} torch.bool, True = padding")
+
+
+def _check_indices(name, indices, axes, K):
+    """[T, K] int64."""
+    T = math.prod(axes)
+    fits = indices.shape == (*axes, K) or indices.shape == (T, K)
+    if not fits or not kernels.is_integer(indices):
+        raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
+                         f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
+    return indices.flatten(0, -2).long()
+
+
+def _check_bounds(cu_seqlens, axes):
+    if cu_seqlens is None:
+        return
+    integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.ndim != 1 or not cu_seqlens.numel() or not integer:
+        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}; "
+                         f"needs [n + 1] torch.int32 or torch.int64, the bounds of n sequences")
+    if len(axes) == 2 and 1 not in axes:
+        raise ValueError(f"cu_seqlens is for packed sequences, and input has {list(axes)} tokens; "
+                         f"needs [T], or one axis of length 1")
