@@ -28,7 +28,7 @@ import enum
 import functools
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Callable, Sequence
 
 import torch
@@ -73,25 +73,6 @@ _CONSTANTS = {
     "situ_beta": "beta",
     "situ_linear_beta": "linear_beta",
 }
-_CHOICES = {
-    "activation": kernels.ACTIVATIONS,
-    "score_function": kernels.SCORE_FUNCTIONS,
-    "apply_probs_on": ("activation", "input"),
-    "bias_update": ("sign", "quantile"),
-    "token_drop_policy": ("probs", "position"),
-}
-# (field, the field that it needs): a non-default value has no effect without the other
-_NEEDS = (
-    ("num_groups", "group_topk"),
-    ("group_topk", "num_groups"),
-    ("group_score_topk", "num_groups"),
-    ("bias_update", "enable_expert_bias"),
-    ("latent_norm", "latent_size"),
-    ("pad_to_capacity", "capacity_factor"),
-    ("token_drop_policy", "capacity_factor"),
-    ("shared_expert_gate", "shared_expert_intermediate_size"),
-    ("shared_expert_overlap", "shared_expert_intermediate_size"),
-)
 
 
 @dataclass(frozen=True)
@@ -166,23 +147,24 @@ class MoEConfig:
     @functools.cached_property
     def balancing(self) -> dict[str, float]:
         """Balancing type -> its coefficient."""
-        if isinstance(self.load_balancing_type, str):
-            return {self.load_balancing_type: self.aux_loss_coeff}
-        return dict(zip(self.load_balancing_type, self.aux_loss_coeff))
+        if isinstance(self.load_balancing_type, (tuple, list)):
+            return dict(zip(self.load_balancing_type, self.aux_loss_coeff))
+        return {self.load_balancing_type: self.aux_loss_coeff}
 
-    @property
-    def parts(self) -> int:
-        """Parts P of fc1's output: gate and up, or one where the activation is not gated."""
-        return kernels.ACTIVATIONS[self.activation].parts
+    @functools.cached_property
+    def balance_losses(self) -> dict[str, float]:
+        """Balance loss -> its coefficient, for those that are on, in the order of LOSS_NAMES."""
+        return {kind: self.balancing[kind] for kind in LOSS_NAMES if kind in self.balancing}
 
     @functools.cached_property
     def activation_function(self) -> "kernels.Activation":
         """The activation with its constants, for kernels.activation and kernels.expert_mlp."""
-        known = kernels.constants_of(self.activation)
+        kind = kernels.ACTIVATIONS[self.activation]
+        known = [field.name for field in fields(kind)]
         constants = {
             constant: getattr(self, name) for name, constant in _CONSTANTS.items()
             if constant in known}
-        return kernels.make_activation(self.activation, **constants)
+        return kind(**constants)
 
     @property
     def activation_options(self) -> dict:
@@ -194,128 +176,15 @@ class MoEConfig:
         fp8 = self.activation_fp8_input_store
         return {"kind": self.activation, "fp8_input_store": fp8, **constants}
 
+    @property
+    def parts(self) -> int:
+        """Parts P of fc1's output: gate and up, or one where the activation is not gated."""
+        return self.activation_function.parts
+
     def __post_init__(self):
-        self._check_values()
-        self._check_balancing()
-        self._check_router()
-        self._check_experts()
+        check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
-        self.activation_function
-
-    def _refuse(self, fields, why):
-        got = ", ".join(f"{name} = {getattr(self, name)!r}" for name in fields.split())
-        raise ValueError(f"{got}: {why}")
-
-    def _check_values(self):
-        """Each field by itself."""
-        def positive_int(x):
-            return isinstance(x, int) and x >= 1
-
-        def floating_dtype(x):
-            return isinstance(x, torch.dtype) and x.is_floating_point
-
-        def optional(fits):
-            return lambda x: x is None or fits(x)
-
-        def positive(x):
-            return x is not None and x > 0
-
-        rules = (
-            ("hidden_size ffn_hidden_size num_experts topk", positive_int, "a positive int"),
-            ("shared_expert_intermediate_size latent_size", optional(positive_int),
-             "a positive int, or None"),
-            ("router_dtype params_dtype", floating_dtype, "a floating torch.dtype"),
-            ("situ_beta latent_norm_eps", positive, "a positive number"),
-            ("activation_clamp_value situ_linear_beta capacity_factor", optional(positive),
-             "a positive number, or None"),
-            ("z_loss_coeff input_jitter_eps output_init_std", optional(lambda x: x >= 0),
-             "0 or more, or None"),
-        )
-        for names, fits, need in rules:
-            for name in names.split():
-                if not fits(getattr(self, name)):
-                    self._refuse(name, f"needs {need}")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                self._refuse(name, f"needs one of {', '.join(known)}")
-        for name, needed in _NEEDS:
-            missing = getattr(self, needed) in (None, False)
-            if missing and getattr(self, name) != getattr(MoEConfig, name):
-                self._refuse(f"{name} {needed}", f"{name} is nothing without {needed}; set it too")
-
-    def _check_router(self):
-        if self.topk > self.num_experts:
-            self._refuse("topk num_experts", "a token cannot have more experts than there are; "
-                         "lower topk")
-        normalised = self.norm_topk_prob
-        if normalised is None:
-            normalised = self.score_function == "softmax" and not self.pre_softmax
-        if self.topk == 1 and normalised and "sinkhorn" not in self.balancing:
-            self._refuse("topk norm_topk_prob pre_softmax", "the one prob is always 1, so the "
-                         "router gets no gradient; set pre_softmax=True or norm_topk_prob=False")
-        if self.pre_softmax and self.score_function != "softmax":
-            self._refuse("pre_softmax score_function", "only softmax has a before and an after; "
-                         "leave pre_softmax out")
-
-        if self.num_groups is not None:
-            kernels.check_groups(
-                self.topk, self.num_experts, num_groups=self.num_groups,
-                group_topk=self.group_topk, group_score_topk=self.group_score_topk)
-
-        if self.bias_update == "quantile":
-            if self.bias_update_rate != 1e-3:
-                self._refuse("bias_update bias_update_rate", "quantile has no rate; "
-                             "leave bias_update_rate out")
-            no_quantile = self.topk == self.num_experts or self.num_groups is not None
-            if no_quantile or self.score_function not in ("softmax", "sigmoid"):
-                self._refuse("bias_update topk num_experts num_groups score_function",
-                             "quantile needs topk < num_experts, no groups, and scores in [0, 1], "
-                             "of softmax or sigmoid")
-
-    def _check_balancing(self):
-        types = self.load_balancing_type
-        coeffs = self.aux_loss_coeff
-        one_type = isinstance(types, str)
-        one_coeff = not isinstance(coeffs, (tuple, list))
-        if one_type != one_coeff or not one_type and len(types) != len(coeffs):
-            self._refuse("load_balancing_type aux_loss_coeff", "one type takes a float, several a "
-                         "tuple of the same length")
-        balancing = self.balancing
-        if not set(balancing) <= set(LOAD_BALANCING_TYPES):
-            known = ", ".join(LOAD_BALANCING_TYPES)
-            self._refuse("load_balancing_type", f"needs {known}, or a tuple of them")
-        repeated = not one_type and len(types) != len(balancing)
-        if repeated or len(balancing) > 1 and "none" in balancing:
-            self._refuse("load_balancing_type", "each type at most once, and \"none\" beside no "
-                         "other")
-        for kind in LOSS_NAMES:
-            if kind in balancing and not 0 < balancing[kind] < math.inf:
-                self._refuse("load_balancing_type aux_loss_coeff", f"{kind} needs a positive "
-                             f"coefficient; give one, or leave the type out")
-        if balancing.get("none"):
-            self._refuse("load_balancing_type aux_loss_coeff", "a coefficient of no loss; "
-                         "name the type, or leave it out")
-
-        if "sinkhorn" in balancing:
-            for name in ("num_groups", "scaling_factor", "enable_expert_bias", "norm_topk_prob",
-                         "pre_softmax"):
-                if getattr(self, name):
-                    self._refuse(f"load_balancing_type {name}", f"sinkhorn has its own choice and "
-                                 f"probs; leave {name} out")
-            alone = balancing == {"sinkhorn": 0.0}
-            if not alone or self.score_function != "softmax":
-                self._refuse("load_balancing_type aux_loss_coeff score_function", "sinkhorn goes "
-                             "alone, without a coefficient, and with softmax")
-
-    def _check_experts(self):
-        known = kernels.constants_of(self.activation)
-        for name, constant in _CONSTANTS.items():
-            if constant not in known and getattr(self, name) != getattr(MoEConfig, name):
-                self._refuse(f"activation {name}", f"{self.activation} has no such constant; "
-                             f"leave {name} out")
-        if self.apply_probs_on == "input" and self.topk > 1:
-            self._refuse("apply_probs_on topk", "\"input\" is for topk = 1: it makes another input "
-                         "for every expert of a token; leave apply_probs_on out")
+        self.balance_losses, self.activation_function
 
 
 def _normal(shape, std, like):
@@ -1884,3 +1753,133 @@ def _check_bounds(cu_seqlens, axes):
     if len(axes) == 2 and 1 not in axes:
         raise ValueError(f"cu_seqlens is for packed sequences, and input has {list(axes)} tokens; "
                          f"needs [T], or one axis of length 1")
+
+
+# ---- What a config refuses ----
+
+_CHOICES = {
+    "activation": kernels.ACTIVATIONS,
+    "score_function": kernels.SCORE_FUNCTIONS,
+    "apply_probs_on": ("activation", "input"),
+    "bias_update": ("sign", "quantile"),
+    "token_drop_policy": ("probs", "position"),
+}
+# field -> those that have no effect without it
+_NEEDED_BY = {
+    "num_groups": "group_topk group_score_topk",
+    "group_topk": "num_groups",
+    "enable_expert_bias": "bias_update",
+    "latent_size": "latent_norm",
+    "capacity_factor": "pad_to_capacity token_drop_policy",
+    "shared_expert_intermediate_size": "shared_expert_gate shared_expert_overlap",
+}
+
+
+def check_config(config: MoEConfig) -> None:
+    """ValueError for the first thing that is refused.
+
+    The functions below give what is refused, in order: (the fields, why). Each relies on the
+    checks before it.
+    """
+    for refused in (_refused_values, _refused_balancing, _refused_routing, _refused_experts):
+        for names, why in refused(config):
+            got = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
+            raise ValueError(f"{got}: {why}")
+
+
+def _changed(config, name):
+    return getattr(config, name) != getattr(MoEConfig, name)
+
+
+def _refused_values(c):
+    """Each field by itself, then those that have no effect."""
+    rules = (
+        ("hidden_size ffn_hidden_size num_experts topk latent_size shared_expert_intermediate_size",
+         lambda x: isinstance(x, int) and x > 0, "a positive int"),
+        ("router_dtype params_dtype",
+         lambda x: isinstance(x, torch.dtype) and x.is_floating_point, "a floating torch.dtype"),
+        ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta capacity_factor",
+         lambda x: x is not None and x > 0, "a positive number"),
+        ("z_loss_coeff input_jitter_eps output_init_std", lambda x: x >= 0, "0 or more"),
+    )
+    for names, fits, need in rules:
+        for name in names.split():
+            value = getattr(c, name)
+            optional = getattr(MoEConfig, name, 0) is None         # its default
+            if not (optional and value is None) and not fits(value):
+                yield name, f"needs {need}, or None" if optional else f"needs {need}"
+    for name, known in _CHOICES.items():
+        if getattr(c, name) not in known:
+            yield name, f"needs one of {', '.join(known)}"
+    for needed, names in _NEEDED_BY.items():
+        for name in names.split():
+            if getattr(c, needed) in (None, False) and _changed(c, name):
+                yield f"{name} {needed}", f"{name} is nothing without {needed}; set it too"
+
+
+def _refused_balancing(c):
+    both = "load_balancing_type aux_loss_coeff"
+    sizes = [len(x) if isinstance(x, (tuple, list)) else None
+             for x in (c.load_balancing_type, c.aux_loss_coeff)]
+    if sizes[0] != sizes[1]:
+        yield both, "one type takes a float, several a tuple of the same length"
+    kinds = set(c.balancing)
+    if not kinds <= set(LOAD_BALANCING_TYPES):
+        known = ", ".join(LOAD_BALANCING_TYPES)
+        yield "load_balancing_type", f"needs {known}, or a tuple of them"
+    repeated = sizes[0] not in (None, len(kinds))
+    if repeated or len(kinds) > 1 and "none" in kinds:
+        yield "load_balancing_type", 'each type at most once, and "none" beside no other'
+    for kind, coeff in c.balance_losses.items():
+        if not 0 < coeff < math.inf:
+            yield both, f"{kind} needs a positive coefficient; give one, or leave the type out"
+    if c.balancing.get("none"):
+        yield both, "a coefficient of no loss; name the type, or leave it out"
+    if "sinkhorn" in kinds:
+        others = "num_groups scaling_factor enable_expert_bias norm_topk_prob pre_softmax"
+        for name in others.split():
+            if getattr(c, name):
+                yield (f"load_balancing_type {name}",
+                       f"sinkhorn has its own choice and probs; leave {name} out")
+        if c.balancing != {"sinkhorn": 0.0} or c.score_function != "softmax":
+            yield (f"{both} score_function",
+                   "sinkhorn goes alone, without a coefficient, and with softmax")
+
+
+def _refused_routing(c):
+    if c.topk > c.num_experts:
+        yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
+    normalised = c.norm_topk_prob
+    if normalised is None:
+        normalised = c.score_function == "softmax" and not c.pre_softmax
+    if c.topk == 1 and normalised and "sinkhorn" not in c.balancing:
+        yield ("topk norm_topk_prob pre_softmax",
+               "the one prob is always 1, so the router gets no gradient; set pre_softmax=True or "
+               "norm_topk_prob=False")
+    if c.pre_softmax and c.score_function != "softmax":
+        yield ("pre_softmax score_function",
+               "only softmax has a before and an after; leave pre_softmax out")
+    if c.num_groups is not None:
+        kernels.check_groups(
+            c.topk, c.num_experts, num_groups=c.num_groups, group_topk=c.group_topk,
+            group_score_topk=c.group_score_topk)
+    if c.bias_update == "quantile":
+        if _changed(c, "bias_update_rate"):
+            yield ("bias_update bias_update_rate",
+                   "quantile has no rate; leave bias_update_rate out")
+        in_one = c.score_function in ("softmax", "sigmoid")
+        if not in_one or c.topk == c.num_experts or c.num_groups is not None:
+            yield ("bias_update topk num_experts num_groups score_function",
+                   "quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax "
+                   "or sigmoid")
+
+
+def _refused_experts(c):
+    for name, constant in _CONSTANTS.items():
+        if not hasattr(c.activation_function, constant) and _changed(c, name):
+            yield (f"activation {name}",
+                   f"{c.activation} has no such constant; leave {name} out")
+    if c.apply_probs_on == "input" and c.topk > 1:
+        yield ("apply_probs_on topk",
+               '"input" is for topk = 1: it makes another input for every expert of a token; leave '
+               "apply_probs_on out")
