@@ -301,7 +301,7 @@ def _gather_columns(values, indices):
     return F.pad(values, (0, 1)).gather(1, indices)
 
 
-class _Adjoint(torch.autograd.Function):
+class Adjoint(torch.autograd.Function):
     """functions = (f, g): f(x, *tensors), whose gradient is g(grad, *tensors)."""
 
     @staticmethod
@@ -321,7 +321,7 @@ class _Adjoint(torch.autograd.Function):
 def pick(scores: Tensor, indices: Tensor) -> Tensor:
     """[T, K]: scores[t, indices[t, k]] of scores [T, E]; 0 for index E."""
     back = functools.partial(_scatter_columns, columns=scores.shape[1])
-    return _Adjoint.apply(scores, (_gather_columns, back), indices)
+    return Adjoint.apply(scores, (_gather_columns, back), indices)
 
 
 def _map_of(indices, num_experts):
@@ -339,7 +339,7 @@ def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Te
     """
     check_shapes(probs=(probs, "T K"), indices=(indices, "T K"))
     to_map = functools.partial(_scatter_columns, columns=num_experts)
-    probs_TE = _Adjoint.apply(probs, (to_map, _gather_columns), indices)
+    probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), indices)
     return probs_TE, _map_of(indices, num_experts)
 
 
@@ -950,7 +950,7 @@ def gather_rows(tokens: Tensor, plan: Permutation) -> Tensor:
     tensor([2., 1., 0.])
     """
     check_shapes({"T": plan.inverse.shape[0]}, tokens=(tokens, "T H"))
-    return _Adjoint.apply(
+    return Adjoint.apply(
         tokens, (_spread_rows, _collect_rows), plan.order, plan.inverse, plan.offsets)
 
 
@@ -972,7 +972,7 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     weighted = rows
     if probs is not None:
         weighted = upcast(rows) * gather_probs(probs, plan)[:, None]
-    out = _Adjoint.apply(
+    out = Adjoint.apply(
         weighted, (_collect_rows, _spread_rows), plan.order, plan.inverse, plan.offsets)
     return out.to(rows.dtype)
 

@@ -43,14 +43,14 @@ if __package__:
     from . import kernels, parallel
     from .parallel import (
         AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
-        copy_rows, enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
+        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
         reduce_gradients, sharded, wait)
 else:
     import kernels
     import parallel
     from parallel import (
         AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
-        copy_rows, enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
+        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
         reduce_gradients, sharded, wait)
 
 
@@ -185,11 +185,6 @@ class MoEConfig:
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
         self.balance_losses, self.activation_function
-
-
-def _normal(shape, std, like):
-    """Drawn in fp32 whatever the dtype, so that a seed gives the same model in every dtype."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
 
 
 # Dynamo refuses to keep a tensor on a module inside a checkpointed region of a graph. This
@@ -347,7 +342,7 @@ class Router(ParallelModule, ABC):
         self._recording = False
         self._recorded = None
         self._replayed = None
-        Router.reset_parameters(self)
+        self.reset_parameters()
 
     @abstractmethod
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,12 +363,10 @@ class Router(ParallelModule, ABC):
         self.layer_number = layer_number
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew (normal, init_std). Biases, counts and sums become zero."""
-        with torch.no_grad():
-            copy_rows(self.weight, _normal(self.weight.shape, self.config.init_std, self.weight))
-            for bias in (self.bias, self.expert_bias):
-                if bias is not None:
-                    bias.zero_()
+        """Also empties the expert bias, counts and sums."""
+        super().reset_parameters()
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
         self.counts.reset()
         _loss_scale(self.weight.device)              # made here, not by the first compiled forward
 
@@ -869,22 +862,6 @@ class Experts(ParallelModule):
             **self.config.activation_options)
         return out.to(tokens.dtype)
 
-    def reset_parameters(self) -> None:
-        """Draws the weights of all E experts (normal, fc1 with init_std, fc2 with
-        output_init_std) on every rank and keeps its own, so that the model is the same at
-        every ep. Biases become zero.
-        """
-        config = self.config
-        first = group_rank(self.pg_collection.ep) * len(self.fc1)
-        with torch.no_grad():
-            for e in range(config.num_experts):
-                for weight, std in ((self.fc1, config.init_std), (self.fc2, config.output_std)):
-                    drawn = _normal((1, *weight.shape[1:]), std, weight)
-                    copy_rows(weight, drawn, e - first)      # an expert of another rank: nothing
-            for bias in (self.fc1_bias, self.fc2_bias):
-                if bias is not None:
-                    bias.zero_()
-
     def shard(self, name: str) -> tuple:
         return self.pg_collection.ep, 0
 
@@ -908,16 +885,12 @@ class LatentDown(ParallelModule):
         x, weight = _as_autocast(x_TH, self.weight)
         return kernels.linear(x, weight).to(x_TH.dtype)
 
-    def reset_parameters(self) -> None:
-        """Draws the weight anew (normal, init_std)."""
-        with torch.no_grad():
-            copy_rows(self.weight, _normal(self.weight.shape, self.config.init_std, self.weight))
-
 
 class LatentUp(ParallelModule):
     """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. With latent_norm the norm is
     an RMSNorm, else there is none.
     """
+    drawn = {"weight": "output_std"}
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
@@ -934,14 +907,6 @@ class LatentUp(ParallelModule):
         eps = self.config.latent_norm_eps
         y_TH = kernels.linear(rows, weight, norm=self.norm, eps=eps)
         return y_TH.to(dtype)
-
-    def reset_parameters(self) -> None:
-        """Draws the weight anew (normal, output_init_std). The norm becomes ones."""
-        with torch.no_grad():
-            std = self.config.output_std
-            copy_rows(self.weight, _normal(self.weight.shape, std, self.weight))
-            if self.norm is not None:
-                self.norm.fill_(1.0)
 
 
 # ---- Shared expert: the order of its five steps ----
@@ -1328,23 +1293,6 @@ class SharedExpertMLP(ParallelModule):
         _make_side_stream(self.fc1.device)
 
     # -- over ranks --
-
-    def reset_parameters(self) -> None:
-        """Draws the unsharded weights (normal, init_std, fc2 with output_init_std) on every
-        rank and keeps its part, so that the model is the same at every tp.
-        """
-        config = self.config
-        with torch.no_grad():
-            for name, weight in self.named_parameters():
-                group, axis = self.shard(name)
-                std = config.output_std if name == "fc2" else config.init_std
-                if axis is None:
-                    copy_rows(weight, _normal(weight.shape, std, weight))
-                    continue
-                shape = list(weight.shape)
-                shape[axis] *= group_size(group)
-                drawn = _normal(shape, std, weight)
-                copy_rows(weight, drawn.chunk(group_size(group), axis)[group_rank(group)])
 
     def shard(self, name: str) -> tuple:
         axis = None if name == "gate_weight" else 1

@@ -7,6 +7,7 @@ communicates.
 """
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -284,6 +285,9 @@ class ExpertParallel:
 
 # ---- Over tp: into the sharded product and out of it ----
 
+# In a graph of torch 2.11 a collective's output as it is would lose its gradient. So both return
+# views.
+
 def _gather(x, group, sequence_parallel):
     """With sequence_parallel the x of all ranks, one after the other along the first axis;
     else x.
@@ -292,35 +296,17 @@ def _gather(x, group, sequence_parallel):
         return x.view_as(x)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
+    return out.view_as(out)
 
 
 def _sum(x, group, sequence_parallel):
     """The sum of x over the group; with sequence_parallel this rank's part of it, along axis 0.
     """
     if not sequence_parallel:
-        return all_sum(x, group)
+        return all_sum(x, group).view_as(x)
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
-    return out
-
-
-class _CrossTP(torch.autograd.Function):
-    """functions = (f, g): f(x, *args), whose gradient is g(grad, *args)."""
-
-    @staticmethod
-    def forward(ctx, x, functions, args):
-        function, ctx.back = functions
-        ctx.args = args
-        out = function(x, *args)
-        # In a graph of torch 2.11 a collective's output as it is would lose its gradient.
-        return out.view_as(out)
-
-    @staticmethod
-    @kernels.once_differentiable
-    def backward(ctx, grad):
-        # x, functions, args
-        return ctx.back(grad, *ctx.args), None, None
+    return out.view_as(out)
 
 
 def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
@@ -329,7 +315,8 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    return _CrossTP.apply(x, (_gather, _sum), (group, sequence_parallel))
+    over = {"group": group, "sequence_parallel": sequence_parallel}
+    return kernels.Adjoint.apply(x, (partial(_gather, **over), partial(_sum, **over)))
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
@@ -338,28 +325,11 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    return _CrossTP.apply(x, (_sum, _gather), (group, sequence_parallel))
+    over = {"group": group, "sequence_parallel": sequence_parallel}
+    return kernels.Adjoint.apply(x, (partial(_sum, **over), partial(_gather, **over)))
 
 
 # ---- Modules over ranks: weights, sharded state dicts, gradients ----
-
-def copy_rows(parameter: Tensor, rows: Tensor, first: int = 0) -> None:
-    """parameter[first : first + len(rows)] = rows, without the rows that lie outside of it.
-    If the parameter is a DTensor, this rank's part of it is written.
-    """
-    local = parameter
-    starts = [0] * parameter.ndim
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        _, starts = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements)
-    begin = max(first, starts[0])
-    end = min(first + len(rows), starts[0] + len(local))
-    if begin < end:
-        inner = [slice(start, start + size) for start, size in zip(starts[1:], local.shape[1:])]
-        source = rows[(slice(begin - first, end - first), *inner)]
-        local[begin - starts[0]:end - starts[0]].copy_(source)
-
 
 def gathered(parameter: Tensor | None) -> Tensor | None:
     """The whole parameter.
@@ -374,12 +344,38 @@ def gathered(parameter: Tensor | None) -> Tensor | None:
     return parameter.full_tensor(grad_placements=average)
 
 
+# Parameters that are not drawn, and their values at the start.
+_CONSTANT = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
+
+
+def _own_part(parameter, group, axis):
+    """(this rank's part, the shape of the unsharded parameter, the indices where the part begins).
+
+    Without an axis of experts the parameter gets one of length 1 in front.
+    """
+    own, starts = parameter, [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        own = parameter.to_local()
+        _, starts = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, starts = list(parameter.shape), list(starts)
+    if axis is not None:
+        starts[axis] += group_rank(group) * shape[axis]
+        shape[axis] *= group_size(group)
+    if axis == 0:
+        return own, shape, starts
+    return own[None], [1, *shape], [0, *starts]
+
+
 class ParallelModule(nn.Module):
     """A module of the layer.
 
     It knows which of its parameters are sharded, over which group, and over which ranks
     their gradients are summed.
     """
+    # parameter -> the standard deviation that it is drawn with, a field of the config
+    drawn = {
+        "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
 
     def __init__(self, config, pg_collection: ProcessGroups | None):
         super().__init__()
@@ -388,6 +384,30 @@ class ParallelModule(nn.Module):
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws this module's own weights anew (normal). Biases become zero, norms one.
+
+        Every rank draws the unsharded weights, in fp32, and keeps its part. So a seed gives the
+        same model at every ep and tp and in every dtype. What is sharded along axis 0, the
+        experts, is drawn one by one, so that a rank need not hold all of them.
+        """
+        parts = []
+        experts = 0
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in _CONSTANT:
+                parameter.fill_(_CONSTANT[name])
+            elif name in self.drawn:
+                own, (experts, *shape), starts = _own_part(parameter, *self.shard(name))
+                parts.append((own, shape, starts, getattr(self.config, self.drawn[name])))
+        for e in range(experts):
+            for own, shape, (first, *starts), std in parts:
+                drawn = torch.empty(shape, dtype=torch.float32, device=own.device)
+                drawn.normal_(0.0, std)
+                if first <= e < first + len(own):
+                    part = [slice(at, at + size) for at, size in zip(starts, own.shape[1:])]
+                    own[e - first].copy_(drawn[tuple(part)])
 
     def shard(self, name: str) -> tuple:
         """(group, axis): parameter `name` is sharded over group along axis. Axis None: it
