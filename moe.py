@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 # Some of these are here for those who import them from moe.
 if __package__:
@@ -314,6 +315,11 @@ class MoELayer(ParallelModule):
 
 # ---- Router ----
 
+def _counted(name):
+    """A property of the router: the tensor of this name in its counts."""
+    return property(lambda router: getattr(router.counts, name))
+
+
 class Router(ParallelModule, ABC):
     """The base of a router: weight [E, H], the logits, the expert bias and what is counted. A
     subclass turns the logits into a choice.
@@ -383,10 +389,10 @@ class Router(ParallelModule, ABC):
 
     # -- what is counted, in training with grad --
 
-    local_tokens_per_expert = property(lambda self: self.counts.local_tokens_per_expert)
-    bias_histogram = property(lambda self: self.counts.bias_histogram)
-    global_tokens_per_expert = property(lambda self: self.counts.global_tokens_per_expert)
-    ga_steps = property(lambda self: self.counts.ga_steps)
+    local_tokens_per_expert = _counted("local_tokens_per_expert")
+    bias_histogram = _counted("bias_histogram")
+    global_tokens_per_expert = _counted("global_tokens_per_expert")
+    ga_steps = _counted("ga_steps")
 
     def _in_training_forward(self):
         return self.training and torch.is_grad_enabled()
@@ -807,7 +813,7 @@ class TopKRouter(Router):
         """
         if aux_loss_name not in METRICS:
             raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
-        sharers = 0 if reduce_group_has_dp else group_size(reduce_group)
+        sharers = None if reduce_group_has_dp else group_size(reduce_group)
         self.counts.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
         if self.config.calculate_per_token_loss:
             if valid_token_count is None:
@@ -1413,8 +1419,8 @@ class RouterCounts:
     """What a router counts, beside its state dict. It follows the router from device to device.
 
     These are plain tensors, not buffers: DistributedDataParallel would overwrite buffers with
-    those of rank 0. They are updated in place, and once per training forward. None stands for
-    what the config does not ask for.
+    those of rank 0. They are in fp32, the histogram in int32. They are updated in place, and
+    once per training forward. None stands for what the config does not ask for.
 
     local_tokens_per_expert [E]      since the last update_expert_bias
     bias_histogram [E, 1000]         of needed biases, since that too
@@ -1431,16 +1437,15 @@ class RouterCounts:
             return _fixed(torch.empty(shape, dtype=dtype)) if wanted else None
 
         quantile = config.bias_update == "quantile"
-        with_global = "global_aux_loss" in config.balancing
+        with_global = "global_aux_loss" in config.balance_losses
         self.local_tokens_per_expert = counter(E, wanted=config.enable_expert_bias)
         self.bias_histogram = counter(E, 1000, wanted=quantile, dtype=torch.int32)
         self.global_tokens_per_expert = counter(E, wanted=with_global)
         self.ga_steps = counter(wanted=with_global)
-        self.last_tokens_per_expert = counter(E, dtype=torch.int64)
+        self.last_tokens_per_expert = counter(E)
         self.last_losses = counter(len(METRICS))
-        # Loss -> the number of ranks that hold parts of it; 0: all, the data-parallel ones too.
-        self.sharers = dict.fromkeys(METRICS, tp_cp_size)
-        self.sharers["global_load_balancing_loss"] = 0
+        # Loss -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
+        self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None}
         self.reset()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -1455,7 +1460,7 @@ class RouterCounts:
         """The running sums with these counts, and the forwards in them."""
         return _running_sums(self.global_tokens_per_expert, self.ga_steps, counts_E.float())
 
-    def log(self, name: str, loss: Tensor, sharers: int) -> None:
+    def log(self, name: str, loss: Tensor, sharers: int | None) -> None:
         _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
         # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
         if self.sharers[name] != sharers:
@@ -1644,31 +1649,30 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     reduce: over all ranks. Counts are summed; losses are summed over the ranks that share
     them and averaged over the others. This is collective.
     """
-    routers = _routers(model)
-    counts = [router.counts.last_tokens_per_expert for router in routers]
-    losses = [router.counts.last_losses for router in routers]
-    if reduce:
-        for i, router in enumerate(routers):
+    counts, losses, violations = [], [], []
+    on = set()
+    for router in _routers(model):
+        counts_E = router.counts.last_tokens_per_expert.long()
+        last_losses = router.counts.last_losses
+        if reduce:
             group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
             ranks = group_size(group)
             shares = [ranks / (router.counts.sharers[name] or ranks) for name in METRICS]
-            counts[i] = all_sum(counts[i], group)
-            losses[i] = all_sum(losses[i], group) / losses[i].new_tensor(shares)
-    losses = torch.stack(losses)
-    most = max(len(counts_E) for counts_E in counts)
-    padded = [F.pad(counts_E, (0, most - len(counts_E)), value=-1) for counts_E in counts]
-    # 0 / 0 before any forward.
-    violations = [(c.amax() * len(c)).float() / c.sum() - 1 for c in counts]
-
-    on = set()
-    for router in routers:
-        on |= {LOSS_NAMES[kind] for kind in router.config.balancing if kind in LOSS_NAMES}
+            counts_E = all_sum(counts_E, group)
+            last_losses = all_sum(last_losses, group) / last_losses.new_tensor(shares)
+        counts.append(counts_E)
+        losses.append(last_losses)
+        # 0 / 0 before any forward.
+        violations.append((counts_E.amax() * len(counts_E)).float() / counts_E.sum() - 1)
+        on |= {LOSS_NAMES[kind] for kind in router.config.balance_losses}
         if router.config.z_loss_coeff:
             on.add("z_loss")
-    metrics = {name: losses[:, i] for i, name in enumerate(METRICS) if name in on}
-    metrics["max_violation"] = torch.stack(violations)
-    metrics["tokens_per_expert"] = torch.stack(padded)
-    return metrics
+    by_name = zip(METRICS, torch.stack(losses, 1))
+    return {
+        **{name: values for name, values in by_name if name in on},
+        "max_violation": torch.stack(violations),
+        "tokens_per_expert": pad_sequence(counts, batch_first=True, padding_value=-1),
+    }
 
 
 # ---- Checks of a router's arguments ----

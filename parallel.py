@@ -5,6 +5,7 @@ of which each rank holds a part.
 To understand the layer in one process, read moe.py: without process groups nothing here
 communicates.
 """
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -129,6 +130,11 @@ def wait(buffer: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(buffer)
 
 
+def _back(splits):
+    """The splits of the opposite exchange."""
+    return {"send": splits["receive"], "receive": splits["send"], "group": splits["group"]}
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, splits):
@@ -154,9 +160,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @kernels.once_differentiable
     def backward(ctx, grad):
-        splits = ctx.splits
-        in_flight = exchange(
-            grad, send=splits["receive"], receive=splits["send"], group=splits["group"])
+        in_flight = exchange(grad, **_back(ctx.splits))
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             wait(in_flight)                                  # detect_anomaly reads it at once
         # buffer, shadow, splits
@@ -264,7 +268,6 @@ class ExpertParallel:
         expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
         self.plan = plan
         self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
-        self.splits_back = {"send": receive, "receive": send, "group": group}
         splits = {"send": send, "receive": receive, "group": group}
         self.rows_in_flight = AllToAll(rows[:sum(send)], **splits)
         self.probs_in_flight = AllToAll(probs[:sum(send)], **splits)
@@ -275,7 +278,7 @@ class ExpertParallel:
         return rows_MH, probs_M[:, None], self.local_plan
 
     def send_back(self, output: Tensor) -> AllToAll:
-        return AllToAll(output, **self.splits_back)
+        return AllToAll(output, **_back(self.rows_in_flight.splits))
 
     def wait_and_combine(self, handle: AllToAll) -> Tensor:
         rows = handle.wait()
@@ -351,7 +354,7 @@ _CONSTANT = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 def _own_part(parameter, group, axis):
     """(this rank's part, the shape of the unsharded parameter, the indices where the part begins).
 
-    Without an axis of experts the parameter gets one of length 1 in front.
+    The first axis is that of the experts. What has none gets one of length 1.
     """
     own, starts = parameter, [0] * parameter.ndim
     if isinstance(parameter, DTensor):
@@ -387,11 +390,12 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws this module's own weights anew (normal). Biases become zero, norms one.
+        """Draws the weights anew (normal). Biases become zero, norms one. The parts of a layer
+        are drawn by their own reset_parameters.
 
         Every rank draws the unsharded weights, in fp32, and keeps its part. So a seed gives the
-        same model at every ep and tp and in every dtype. What is sharded along axis 0, the
-        experts, is drawn one by one, so that a rank need not hold all of them.
+        same model at every ep and tp and in every dtype. Experts, which are sharded along
+        axis 0, are drawn one after the other: the memory holds one at a time.
         """
         parts = []
         experts = 0
@@ -459,19 +463,17 @@ def _place(module, path, tensor):
     its size on the sharded one. (So with one expert a rank an adapter that is meant for all
     experts cannot be told from one of its own.)
     """
-    owner, parametrized, made = f".{path}".partition(".parametrizations.")
-    name = made.split(".")[0]
-    if not parametrized:
-        owner, _, name = owner.rpartition(".")
-    owner = module.get_submodule(owner.removeprefix("."))
+    made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
+    owner, _, name = made.rpartition(".")
+    owner = module.get_submodule(owner)
     if not isinstance(owner, ParallelModule):
         return None, None, None
     group, axis = owner.shard(name)
-    if parametrized and axis is not None and group_size(group) > 1:
-        made_of = owner.parametrizations[name]
+    if made != path and axis is not None and group_size(group) > 1:
         with torch.no_grad():
-            whole = getattr(made_of, "original", None)
-            whole = getattr(owner, name) if whole is None else whole
+            whole = getattr(owner.parametrizations[name], "original", None)
+            if whole is None:
+                whole = getattr(owner, name)
         if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
             raise ValueError(
                 f"{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is sharded "
@@ -498,19 +500,15 @@ def reduce_gradients(module: nn.Module) -> None:
             dist.all_reduce(parameter.grad, group=group)
 
 
-def _shards_of_module(module, pg_collection):
+def _shards_of_module(module, groups):
     """(parameter, the groups over which the layer shards it) of all parameters."""
-    found = []
     for path, parameter in module.named_parameters():
         group, axis, _ = _place(module, path, parameter)
-        if axis is None or group_size(group) == 1:
-            found.append((parameter, []))
-            continue
-        if group not in (pg_collection.ep, pg_collection.tp):
+        is_sharded = axis is not None and group_size(group) > 1
+        if is_sharded and group not in (groups.ep, groups.tp):
             raise ValueError(f"{path} is sharded over a group that groups lacks; "
                              f"needs the layer's own, layer.pg_collection")
-        found.append((parameter, [group]))
-    return found
+        yield parameter, [group] if is_sharded else []
 
 
 @torch.no_grad()
@@ -537,22 +535,21 @@ def gradient_norm(
         shards = [(parameter, []) for parameter in module_or_parameters]
 
     squares: dict[tuple, Tensor] = {}            # groups -> the sum over the parameters sharded so
-    for parameter, shard_groups in shards:
+    for parameter, over in shards:
         grad = parameter.grad
         if grad is None:
             grad = torch.zeros_like(parameter)
         if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
             grad = grad.redistribute(placements=parameter.placements).to_local()
-            placements = enumerate(parameter.placements)
-            sharded = [mesh.get_group(dim) for dim, at in placements if not at.is_replicate()]
-            shard_groups = shard_groups + sharded
+            for dim, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    over.append(parameter.device_mesh.get_group(dim))
         dtype = torch.promote_types(grad.dtype, torch.float32)
         square = torch.linalg.vector_norm(grad, dtype=dtype).square()
-        key = tuple(shard_groups)
-        squares[key] = squares.get(key, 0.0) + square
-    for shard_groups, square in squares.items():
-        for group in shard_groups:
-            if group_size(group) > 1:
-                dist.all_reduce(square, group=group)
-    return torch.stack(list(squares.values())).sum().sqrt()
+        squares[tuple(over)] = squares.get(tuple(over), 0.0) + square
+    sums = []
+    for over, square in squares.items():
+        for group in over:
+            square = all_sum(square, group)
+        sums.append(square)
+    return torch.stack(sums).sum().sqrt()

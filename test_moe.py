@@ -1240,8 +1240,7 @@ def test_permute_integer_routing_maps(dtype):
 def test_activation_matches_autograd(fields, weighted):
     """Values, and both ways to the gradient, against autograd through the plain formula in fp64."""
     c = MoEConfig(4, 4, 4, topk=2, **fields)
-    options = c.activation_options
-    del options["fp8_input_store"]
+    options = dict(kind=c.activation, **dataclasses.asdict(c.activation_function))
     y = leaf(5, 3, 8)
     inputs = [y]
     w = None
@@ -1884,6 +1883,20 @@ def test_config_errors():
         """, **locals())
 
 
+def test_config_makes_what_forwards_ask_for():
+    """It is there before the first forward: Dynamo cannot make a cached_property."""
+    config = MoEConfig(
+        4, 4, 4, topk=2, activation="situ", situ_beta=1.5, situ_linear_beta=0.5,
+        load_balancing_type=("global_aux_loss", "aux_loss"), aux_loss_coeff=(0.2, 0.1))
+    for copied in (config, copy.deepcopy(config), dataclasses.replace(config, topk=3)):
+        made = vars(copied)
+        assert made["balancing"] == {"global_aux_loss": 0.2, "aux_loss": 0.1}
+        assert list(made["balance_losses"].items()) == [("aux_loss", 0.1), ("global_aux_loss", 0.2)]
+        assert made["activation_function"] == kernels.SiTU(beta=1.5, linear_beta=0.5)
+    sinkhorn = dataclasses.replace(config, load_balancing_type="sinkhorn", aux_loss_coeff=0.0)
+    assert not sinkhorn.balance_losses and sinkhorn.balancing == {"sinkhorn": 0.0}
+
+
 def test_config_and_state_dict():
     """The names and shapes; what does not fit changes nothing."""
     layer = MoELayer(MoEConfig(
@@ -2310,6 +2323,13 @@ def test_router_base_class_is_ready_to_use():
     assert mine(torch.randn(5, 3, 8))[1].sum() == 15
     with pytest.raises(TypeError):
         moe.Router(config)
+
+    drawn = mine.weight.clone()
+    mine.scale = torch.nn.Parameter(torch.full((), 3.0))     # not the base's to draw
+    torch.manual_seed(1)
+    mine.reset_parameters()
+    same(mine.weight, drawn)
+    assert mine.scale == 3
 
 
 def test_router_errors():
@@ -2868,7 +2888,7 @@ def test_shared_matches_loop(kind):
     values = dict(glu_linear_offset=0.5, activation_clamp_value=0.6, situ_beta=1.5,
                   situ_linear_beta=0.7, glu_alpha=1.3)
     options = {name: value for name, value in values.items()
-               if moe._CONSTANTS[name] in kernels.constants_of(kind)}
+               if hasattr(kernels.ACTIVATIONS[kind], moe._CONSTANTS[name])}
     config = exact_config(activation=kind, init_std=0.5, shared_expert_overlap=True, **options)
     x = leaf(5, 3, 6)
     for gate in (False, True):
