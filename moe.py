@@ -896,7 +896,7 @@ class LatentUp(ParallelModule):
     """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. With latent_norm the norm is
     an RMSNorm, else there is none.
     """
-    drawn = {"weight": "output_std"}
+    std_fields = {"weight": "output_std"}
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)

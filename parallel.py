@@ -347,8 +347,8 @@ def gathered(parameter: Tensor | None) -> Tensor | None:
     return parameter.full_tensor(grad_placements=average)
 
 
-# Parameters that are not drawn, and their values at the start.
-_CONSTANT = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
+# parameter -> the value with which all of it begins; the others are drawn
+_FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 
 
 def _own_part(parameter, group, axis):
@@ -376,8 +376,8 @@ class ParallelModule(nn.Module):
     It knows which of its parameters are sharded, over which group, and over which ranks
     their gradients are summed.
     """
-    # parameter -> the standard deviation that it is drawn with, a field of the config
-    drawn = {
+    # parameter -> the field of the config with the standard deviation that it is drawn with
+    std_fields = {
         "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
 
     def __init__(self, config, pg_collection: ProcessGroups | None):
@@ -400,11 +400,11 @@ class ParallelModule(nn.Module):
         parts = []
         experts = 0
         for name, parameter in self.named_parameters(recurse=False):
-            if name in _CONSTANT:
-                parameter.fill_(_CONSTANT[name])
-            elif name in self.drawn:
+            if name in _FILLED_WITH:
+                parameter.fill_(_FILLED_WITH[name])
+            elif name in self.std_fields:
                 own, (experts, *shape), starts = _own_part(parameter, *self.shard(name))
-                parts.append((own, shape, starts, getattr(self.config, self.drawn[name])))
+                parts.append((own, shape, starts, getattr(self.config, self.std_fields[name])))
         for e in range(experts):
             for own, shape, (first, *starts), std in parts:
                 drawn = torch.empty(shape, dtype=torch.float32, device=own.device)
