@@ -312,14 +312,20 @@ def _sum(x, group, sequence_parallel):
     return out.view_as(out)
 
 
+def _gather_and_sum(group, sequence_parallel):
+    """The two as functions of x alone. Each is the other's gradient."""
+    over = {"group": group, "sequence_parallel": sequence_parallel}
+    return partial(_gather, **over), partial(_sum, **over)
+
+
 def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """The tokens of all ranks. With sequence_parallel x is this rank's part and is gathered,
     else x is all of them already. The backward sums over the ranks.
     """
     if group_size(group) == 1:
         return x
-    over = {"group": group, "sequence_parallel": sequence_parallel}
-    return kernels.Adjoint.apply(x, (partial(_gather, **over), partial(_sum, **over)))
+    gather, add = _gather_and_sum(group, sequence_parallel)
+    return kernels.Adjoint.apply(x, (gather, add))
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
@@ -328,8 +334,8 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    over = {"group": group, "sequence_parallel": sequence_parallel}
-    return kernels.Adjoint.apply(x, (partial(_sum, **over), partial(_gather, **over)))
+    gather, add = _gather_and_sum(group, sequence_parallel)
+    return kernels.Adjoint.apply(x, (add, gather))
 
 
 # ---- Modules over ranks: weights, sharded state dicts, gradients ----
