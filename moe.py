@@ -43,14 +43,14 @@ from torch.nn.utils.rnn import pad_sequence
 if __package__:
     from . import kernels, parallel
     from .parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
+        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
         enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
         reduce_gradients, sharded, wait)
 else:
     import kernels
     import parallel
     from parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, all_sum,
+        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
         enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
         reduce_gradients, sharded, wait)
 

@@ -116,23 +116,28 @@ def all_sum(x: Tensor, group) -> Tensor:
 # scalar, which has the shape of the rows sent and needs no memory. The second half returns the
 # gradient in flight as the shadow's gradient, so autograd hands it to the first half.
 
-def exchange(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
-    """Issues an all-to-all of rows: `send[r]` rows to rank r, `receive[r]` from it.
+class Splits(NamedTuple):
+    """Of an all-to-all: `send[r]` rows to rank r, `receive[r]` from it."""
+    send: list[int]
+    receive: list[int]
+    group: dist.ProcessGroup
 
-    The result is valid once `wait` has returned it. There is no gradient.
+    def back(self) -> "Splits":
+        """Those of the opposite exchange."""
+        return Splits(self.receive, self.send, self.group)
+
+
+def exchange(rows: Tensor, splits: Splits) -> Tensor:
+    """Issues an all-to-all of rows. The result is valid once `wait` has returned it. There
+    is no gradient.
     """
     return torch.ops._c10d_functional.all_to_all_single(
-        rows.contiguous(), output_split_sizes=receive, input_split_sizes=send,
-        group_name=group.group_name)
+        rows.contiguous(), output_split_sizes=splits.receive, input_split_sizes=splits.send,
+        group_name=splits.group.group_name)
 
 
 def wait(buffer: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(buffer)
-
-
-def _back(splits):
-    """The splits of the opposite exchange."""
-    return {"send": splits["receive"], "receive": splits["send"], "group": splits["group"]}
 
 
 class _Start(torch.autograd.Function):
@@ -142,7 +147,7 @@ class _Start(torch.autograd.Function):
         # It has the shape of the rows that are sent: their gradient is returned as the shadow's
         # gradient, and autograd compares the two shapes.
         shadow = rows.new_zeros(()).expand(rows.shape)
-        return exchange(rows, **splits), shadow
+        return exchange(rows, splits), shadow
 
     @staticmethod
     @kernels.once_differentiable
@@ -160,7 +165,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @kernels.once_differentiable
     def backward(ctx, grad):
-        in_flight = exchange(grad, **_back(ctx.splits))
+        in_flight = exchange(grad, ctx.splits.back())
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             wait(in_flight)                                  # detect_anomaly reads it at once
         # buffer, shadow, splits
@@ -168,14 +173,13 @@ class _Finish(torch.autograd.Function):
 
 
 class AllToAll:
-    """Rows [sum(send), ..] in flight: `send[r]` of them to rank r, `receive[r]` from it.
-
-    `wait` returns the rows [sum(receive), ..] that arrive. It is differentiable.
+    """Rows [sum(send), ..] in flight. `wait` returns the rows [sum(receive), ..] that arrive.
+    It is differentiable.
     """
 
-    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group):
-        self.splits = {"send": send, "receive": receive, "group": group}
-        self.buffer, self.shadow = _Start.apply(rows, self.splits)
+    def __init__(self, rows: Tensor, splits: Splits):
+        self.splits = splits
+        self.buffer, self.shadow = _Start.apply(rows, splits)
 
     def wait(self) -> Tensor:
         return _Finish.apply(self.buffer, self.shadow, self.splits)
@@ -249,8 +253,8 @@ class ExpertParallel:
             received = plan.counts                           # the same from every rank: C rows
         else:
             # Issued before the rows are gathered, so that it runs beside that.
-            counts_in_flight = exchange(
-                plan.counts, send=[local] * ranks, receive=[local] * ranks, group=group)
+            each = [local] * ranks
+            counts_in_flight = exchange(plan.counts, Splits(each, each, group))
             # Add one unrouted row. Then the slices below are always shorter than the
             # tensor, so that the compiler needs only one graph.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
@@ -268,9 +272,9 @@ class ExpertParallel:
         expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
         self.plan = plan
         self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
-        splits = {"send": send, "receive": receive, "group": group}
-        self.rows_in_flight = AllToAll(rows[:sum(send)], **splits)
-        self.probs_in_flight = AllToAll(probs[:sum(send)], **splits)
+        self.splits = Splits(send, receive, group)
+        self.rows_in_flight = AllToAll(rows[:sum(send)], self.splits)
+        self.probs_in_flight = AllToAll(probs[:sum(send)], self.splits)
 
     def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
         rows_MH = self.rows_in_flight.wait()
@@ -278,7 +282,7 @@ class ExpertParallel:
         return rows_MH, probs_M[:, None], self.local_plan
 
     def send_back(self, output: Tensor) -> AllToAll:
-        return AllToAll(output, **_back(self.rows_in_flight.splits))
+        return AllToAll(output, self.splits.back())
 
     def wait_and_combine(self, handle: AllToAll) -> Tensor:
         rows = handle.wait()
