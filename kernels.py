@@ -119,8 +119,8 @@ def upcast(x):
     return x if x.dtype == torch.float64 else _cast(x, torch.float32)
 
 
-# This is an op because Inductor's code for a CPU is made either for up to 4096 rows or for
-# more: crossing that would recompile. And Inductor adds row after row; torch's sum adds blocks
+# Sums over tokens are ops because Inductor's code for a CPU is made either for up to 4096 rows or
+# for more: crossing that would recompile. And Inductor adds row after row; torch's sum adds blocks
 # and rounds less.
 @op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
@@ -583,14 +583,18 @@ def compute_routing_scores_for_aux_loss(
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
 
+@op(lambda scores, factors: scores.new_empty(()))
+def _sum_weighted(scores: Tensor, factors: Tensor) -> Tensor:
+    return (scores.sum(0) * factors).sum()               # an op, see _sum_tokens
+
+
 class _WeightedTokenSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores, factors):
         # Not through save_for_backward: a checkpoint would replace them by its recomputed ones.
         ctx.factors = factors
         ctx.shape = scores.shape
-        weighted_E = _sum_tokens(scores) * factors
-        return _sum_tokens(weighted_E[:, None])[0]           # weighted_E.sum(), see _sum_tokens
+        return _sum_weighted(scores, factors)
 
     @staticmethod
     @once_differentiable
@@ -634,6 +638,9 @@ def switch_load_balancing_loss_func(
     check_shapes({"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(counts, "B E"))
     probs = upcast(probs)
     B, E = counts.shape
+    if B > 1 and probs.shape[0] % B:
+        raise ValueError(f"tokens_per_expert is for {B} sequences, and probs has {probs.shape[0]} "
+                         f"tokens; needs a multiple: token t belongs to sequence t % {B}")
     # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
     probs_SC = probs.reshape(probs.shape[0] // max(B, 1), B * E)
     if isinstance(total_num_tokens, Tensor):

@@ -715,7 +715,7 @@ class TopKRouter(Router):
             probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
 
         # Balance and count
-        if self._in_training_forward():
+        if self.training and torch.is_grad_enabled():
             if config.losses:
                 probs_TK = self._apply_losses(probs_TK, logits, padding_T, cu_seqlens=cu_seqlens)
             self.counts.count(kernels.count_experts(chosen_TK, E))
