@@ -755,7 +755,7 @@ def test_balance_switch_loss_of_sequences():
         probs[b::3], counts_BE[b], int(total_B[b]), topk=2, num_experts=4, moe_aux_loss_coeff=0.3)
         for b in range(3)]
     want = sum(losses) / 3
-    got = switch_load_balancing_loss_func(probs, counts_BE, total_B, 2, 4, torch.tensor(0.3))
+    got = switch_load_balancing_loss_func(probs, counts_BE, total_B, 2, 4, 0.3)
     close([got, *grads(got, [probs])], [want, *grads(want, [probs])])
 
 
