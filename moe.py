@@ -332,12 +332,23 @@ def _normal(shape, std, like):
     return torch.empty(shape, dtype=torch.float32, device=like.device).normal_(0.0, std)
 
 
-# Dynamo refuses to keep a tensor on a module inside a checkpointed region of a graph. This
-# switch allows it. It is safe here: a recomputation keeps the same tensor, or a later step
-# drops it. The switch is a private name of torch. Where torch lacks it, the step just runs.
-_allowing_side_effects = getattr(
-    torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer",
-    lambda step, *args, **kwargs: step(*args, **kwargs))
+def _writes_to_module(method):
+    """Decorator of a method that writes to its module.
+
+    Dynamo refuses this inside a checkpointed region of a graph. A switch of torch, a private name,
+    allows it; where torch lacks it the method just runs. It is safe here: a recomputation writes
+    the same, or a later step drops it.
+    """
+    allowing = getattr(
+        torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer", None)
+    if allowing is None:
+        return method
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        return allowing(method, self, *args, **kwargs)
+
+    return run
 
 
 def _no_view(x, shape):
@@ -780,10 +791,11 @@ class TopKRouter(Router):
             _, own_TK = self.choose(logits_TE, padding_T)
         return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
 
+    @_writes_to_module
     def _record(self, indices_TK, padding_T):
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], self.config.num_experts)
-        _allowing_side_effects(setattr, self, "_recorded", indices_TK)
+        self._recorded = indices_TK
 
     # -- drop --
 
@@ -1123,6 +1135,7 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
     of the step before is missing. An exception inside the step drops all caches.
     """
     def decorate(step):
+        @_writes_to_module
         def run(self, *args, **kwargs):
             result = step(self, *args, **kwargs)
             self._overlap_state = next_state
@@ -1132,7 +1145,7 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
         def checked(self, *args, **kwargs):
             _check_step(self, step.__name__, required_state)
             try:
-                return _allowing_side_effects(run, self, *args, **kwargs)
+                return run(self, *args, **kwargs)
             except BaseException:
                 self.reset_overlap()
                 raise
@@ -1458,6 +1471,7 @@ class SharedExpertMLP(ParallelModule):
         if self.stream is not None:
             self.stream.wait_stream(_current_stream(self.fc1.device))
 
+    @_writes_to_module
     def reset_overlap(self) -> None:
         """Goes back to IDLE and drops the caches. Call it after an exception outside of
         the steps.
