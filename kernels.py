@@ -407,24 +407,28 @@ def probs_of_chosen(
     normalise is a `normalisation`. Given indices come with their `copies` (see merge_repeats):
     only they may be unrouted or name an expert twice. Nothing is checked here.
     """
-    if normalise == "softmax":
-        probs_TK = pick(logits, indices)
-        if copies is not None:                           # n · exp(x) = exp(x + log n)
-            probs_TK = probs_TK + copies.to(logits.dtype).log()
-            unrouted_TK = indices == logits.shape[1]
-            probs_TK = probs_TK.masked_fill(unrouted_TK, torch.finfo(logits.dtype).min)
+    over_chosen = normalise == "softmax"
+    scores_TE = logits if over_chosen else SCORE_FUNCTIONS[score_function](logits)
+    probs_TK = pick(scores_TE, indices)
+    if copies is not None:
+        probs_TK = _with_copies(probs_TK, indices == logits.shape[1], copies, over_chosen)
+    if over_chosen:
         probs_TK = probs_TK.softmax(-1)
-    else:
-        probs_TK = pick(SCORE_FUNCTIONS[score_function](logits), indices)
-        if copies is not None:
-            probs_TK = probs_TK * copies
-    if normalise == "sum":
+    elif normalise == "sum":
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
     if scaling_factor is not None:
         probs_TK = probs_TK * scaling_factor
     if copies is not None:
         probs_TK = probs_TK.masked_fill(indices == logits.shape[1], 0.0)
     return probs_TK
+
+
+def _with_copies(chosen, unrouted, copies, as_logits):
+    """The chosen scores, or logits, with n copies of an expert as one."""
+    if not as_logits:
+        return chosen * copies
+    chosen = chosen + copies.to(chosen.dtype).log()      # n · exp(x) = exp(x + log n)
+    return chosen.masked_fill(unrouted, torch.finfo(chosen.dtype).min)
 
 
 def topk_routing_with_score_function(
