@@ -3,6 +3,7 @@
     python bench.py [layer | overlap | ranks | families | models | card] [--quick] [--json FILE]
     python bench.py ranks --against FOLDER           # beside another copy of these files
     python bench.py curves --run FOLDER              # draws the runs of train.py --out FOLDER
+    python bench.py order                            # draws docs/overlap.svg from docs/overlap.md
 
 Before anything is timed, the output and the gradients of every candidate are compared with those
 of a plain loop over the experts in fp64, or of eager mode where the loop cannot compute the same.
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -436,6 +438,10 @@ def bench_case(report: Report, case: Case) -> None:
     for name in (OURS, "layer, eager"):
         ratio = (bytes_kept(candidates[name]) - plan) / needed
         report.figure(case, f"bytes kept / (T·H + N·2F), {name}", value=ratio)
+    for name, candidate in candidates.items():
+        if name.startswith(("layer", "Hugging Face")):
+            kept = bytes_kept(candidate) / case.T / 1e3
+            report.figure(case, f"kB kept a token, {name}", value=kept)
 
 
 def bench_eager(report: Report, case: Case) -> None:
@@ -870,6 +876,92 @@ def draw_curves(folder: Path) -> None:
     print(f"curves: {folder / 'curves.png'}")
 
 
+# ---- The order of launches with overlap ----
+
+COLORS = {"main": "#9ec5e8", "side": "#f5b971", "ep": "#cfd8cf"}
+LANES = {"main": "main stream", "side": "side stream", "ep": "all-to-all"}
+HEIGHT, GAP, LEFT = 20, 14, 96                       # of a box, between lanes, of the first box
+LETTER = 6.4                                         # width of a letter
+
+
+class Picture:
+    """Boxes in lanes, from left to right in the order of their launches, as SVG. A width is that of
+    the words in a box, not a time."""
+
+    def __init__(self):
+        self.shapes = []
+        self.top, self.right = 8, 0
+
+    def text(self, x: float, y: float, words: str, size: int = 11) -> None:
+        self.shapes.append(f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}">{words}</text>')
+
+    def box(self, lane: str, x: float, width: float, y: float, words: str) -> None:
+        self.shapes.append(
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{HEIGHT}" rx="3" '
+            f'fill="{COLORS[lane]}"/>')
+        self.text(x + 5, y + 14, words)
+
+    def direction(self, title: str, lines: list[str]) -> None:
+        """One panel. A line is `where  what, what x2, ..`; where: main, side, ep or backward."""
+        self.text(8, self.top + 12, title, size=13)
+        rows = dict(main=self.top + 22)
+        rows["side"] = rows["main"] + HEIGHT + GAP
+        rows["ep"] = rows["side"] + HEIGHT + GAP
+        for lane, y in rows.items():
+            self.text(8, y + 14, LANES[lane])
+        x = LEFT
+        flying = []                                  # (what, where it begins, y) of the exchanges
+        for line in lines:
+            where, _, steps = line.partition("  ")
+            for step in re.sub(r"(\w+) x2", r"\1, \1", steps).split(", "):
+                if step.startswith("waits for"):
+                    start, end = rows[step.split()[-1]] + HEIGHT, rows[where]
+                    if start > end:
+                        start, end = start - HEIGHT, end + HEIGHT
+                    self.shapes.append(
+                        f'<path d="M{x:.0f} {start:.0f}V{end:.0f}" stroke="#444" stroke-width="2" '
+                        f'marker-end="url(#tip)"/>')
+                    x += 10
+                elif step.endswith(" issued"):
+                    used = [y for *_, y in flying]
+                    y = rows["ep"] if rows["ep"] not in used else rows["ep"] + HEIGHT + 2
+                    flying.append((step.removesuffix(" issued"), x, y))
+                elif step == "waited":
+                    what, begin, y = flying.pop(0)
+                    x = max(x, begin + LETTER * len(what) + 10)
+                    self.box("ep", begin, x - begin, y, what)
+                else:
+                    lane = "side" if step.startswith("shared") else "main"
+                    words = step.removeprefix("shared_").replace("_and_", ", ")
+                    width = LETTER * len(words) + 10
+                    self.box(lane, x, width, rows[lane], words)
+                    x += width + 2
+        self.right = max(self.right, x + 10)
+        self.top = rows["ep"] + 2 * HEIGHT + 16
+
+    def __str__(self) -> str:
+        width, height = round(self.right), round(self.top)
+        shapes = "\n".join(self.shapes)
+        return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"
+ font-family="sans-serif">
+<marker id="tip" markerWidth="5" markerHeight="5" refX="4" refY="2.5" orient="auto">
+<path d="M0 0L5 2.5L0 5z" fill="#444"/></marker>
+<rect width="100%" height="100%" fill="white"/>
+{shapes}
+</svg>
+"""
+
+
+def draw_order(page: Path) -> str:
+    """The SVG of the order that stands in the page: a forward, an empty line, its backward."""
+    _, after = page.read_text().split("<!-- order -->\n```\n")
+    forward, backward = after.split("\n```")[0].split("\n\n")
+    picture = Picture()
+    picture.direction("forward", forward.splitlines())
+    picture.direction("backward", backward.splitlines())
+    return str(picture)
+
+
 # ---- Command line ----
 
 COMMANDS = dict(
@@ -884,7 +976,7 @@ COMMANDS = dict(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "command", nargs="?", default="layer", choices=[*COMMANDS, "curves"])
+        "command", nargs="?", default="layer", choices=[*COMMANDS, "curves", "order"])
     parser.add_argument("--quick", action="store_true", help="small shapes, few rounds")
     parser.add_argument("--against", metavar="FOLDER", help="ranks: another copy of these files")
     parser.add_argument("--run", metavar="FOLDER", default="out", help="curves: --out of train.py")
@@ -892,6 +984,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "curves":
         draw_curves(Path(args.run))
+        return
+    if args.command == "order":
+        docs = Path(__file__).resolve().parent / "docs"
+        (docs / "overlap.svg").write_text(draw_order(docs / "overlap.md"))
         return
     if args.against and args.command != "ranks":
         parser.error("--against goes with ranks")

@@ -49,14 +49,6 @@ def has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
-def without_autocast(x: Tensor):
-    """A context in which products of tensors on x's device are computed in their own dtype."""
-    device_type = x.device.type
-    if not has_autocast(device_type):
-        device_type = "cpu"
-    return torch.autocast(device_type, enabled=False)
-
-
 def op(fake, mutates_args=(), cudagraph_unsafe=False):
     """Decorator: registers a function as a custom op. Its first argument is a tensor, and its
     annotations are the op's schema.
@@ -71,7 +63,10 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
     def register(function):
         @functools.wraps(function)
         def body(*args, **kwargs):
-            with without_autocast(args[0]):
+            device_type = args[0].device.type
+            if not has_autocast(device_type):
+                device_type = "cpu"
+            with torch.autocast(device_type, enabled=False):
                 return function(*args, **kwargs)
 
         name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
@@ -124,8 +119,8 @@ def upcast(x):
     return x if x.dtype == torch.float64 else _cast(x, torch.float32)
 
 
-# This is an op because Inductor's code for a CPU is made either for up to 4096 rows or for
-# more: crossing that would recompile. And Inductor adds row after row; torch's sum adds blocks
+# Sums over tokens are ops because Inductor's code for a CPU is made either for up to 4096 rows or
+# for more: crossing that would recompile. And Inductor adds row after row; torch's sum adds blocks
 # and rounds less.
 @op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
@@ -213,17 +208,12 @@ def _exact_fp32():
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
 @_exact_fp32()
 def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """a · b, computed in dtype and returned in out_dtype."""
+    on_cuda = a.is_cuda and torch.version.hip is None
+    bf16_into_fp32 = a.dtype == b.dtype == torch.bfloat16 and dtype == out_dtype == torch.float32
+    if on_cuda and bf16_into_fp32:
+        return torch.mm(a, b, out_dtype=dtype)           # exact products, without copies in fp32
     return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
-
-
-def _multiplies_into_fp32(tokens, weight, dtype):
-    """Whether one product takes both as they are, in bf16, and gives fp32.
-
-    It does on CUDA: exact products, summed in fp32, without copies in fp32.
-    """
-    on_cuda = tokens.is_cuda and torch.version.hip is None
-    bf16 = tokens.dtype == weight.dtype == torch.bfloat16
-    return on_cuda and bf16 and dtype == torch.float32
 
 
 class _Gating(torch.autograd.Function):
@@ -232,11 +222,7 @@ class _Gating(torch.autograd.Function):
         ctx.save_for_backward(tokens, weight, bias)
         ctx.dtype = dtype
         tokens_TH = tokens.reshape(-1, tokens.shape[-1])
-        if _multiplies_into_fp32(tokens, weight, dtype):
-            with without_autocast(tokens):
-                logits_TE = torch.mm(tokens_TH, weight.t(), out_dtype=dtype)
-        else:
-            logits_TE = _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
+        logits_TE = _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
         if bias is not None:
             logits_TE = logits_TE + bias.to(dtype)
         return logits_TE.view(*tokens.shape[:-1], weight.shape[0])
@@ -376,6 +362,75 @@ SCORE_FUNCTIONS = {
 }
 
 
+def top_experts(
+    logits: Tensor, topk: int, score_function: str = "softmax", expert_bias: Tensor | None = None,
+    num_groups: int | None = None, group_topk: int | None = None,
+    group_score_topk: int | None = None,
+) -> Tensor:
+    """The choice, indices [T, K], best first, from logits [T, E] in fp32 at least.
+
+    It is the top K of the logits, which have the order of the scores, without the ties of
+    saturated scores. With expert_bias or groups it is the top K of scores + bias, in the best
+    groups: see topk_routing_with_score_function. Nothing is checked here.
+    """
+    if expert_bias is None and num_groups is None:
+        return logits.topk(topk, dim=1).indices
+    with torch.no_grad():
+        scores_TE = SCORE_FUNCTIONS[score_function](logits)
+        if expert_bias is not None:
+            scores_TE = scores_TE + expert_bias
+        if num_groups is not None:
+            scores_TE = _only_best_groups(
+                scores_TE, num_groups, group_topk, group_score_topk or topk // group_topk)
+        return scores_TE.topk(topk, dim=1).indices
+
+
+def normalisation(
+    score_function: str, topk: int, use_pre_softmax: bool, norm_topk_prob: bool | None,
+) -> str | None:
+    """How the probs of the chosen experts get the sum 1: "softmax" over the chosen logits, by
+    their "sum", or None, not at all. norm_topk_prob None is Megatron's convention.
+    """
+    if norm_topk_prob is None and score_function == "softmax":
+        return None if use_pre_softmax else "softmax"
+    if norm_topk_prob is None:
+        norm_topk_prob = topk > 1
+    return "sum" if norm_topk_prob else None
+
+
+def probs_of_chosen(
+    logits: Tensor, indices: Tensor, score_function: str, normalise: str | None,
+    norm_eps: float = 1e-20, scaling_factor: float | None = None, copies: Tensor | None = None,
+) -> Tensor:
+    """The probs [T, K] of indices [T, K], from logits [T, E] in fp32 at least.
+
+    normalise is a `normalisation`. Given indices come with their `copies` (see merge_repeats):
+    only they may be unrouted or name an expert twice. Nothing is checked here.
+    """
+    over_chosen = normalise == "softmax"
+    scores_TE = logits if over_chosen else SCORE_FUNCTIONS[score_function](logits)
+    probs_TK = pick(scores_TE, indices)
+    if copies is not None:
+        probs_TK = _with_copies(probs_TK, indices == logits.shape[1], copies, over_chosen)
+    if over_chosen:
+        probs_TK = probs_TK.softmax(-1)
+    elif normalise == "sum":
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
+    if scaling_factor is not None:
+        probs_TK = probs_TK * scaling_factor
+    if copies is not None:
+        probs_TK = probs_TK.masked_fill(indices == logits.shape[1], 0.0)
+    return probs_TK
+
+
+def _with_copies(chosen, unrouted, copies, as_logits):
+    """The chosen scores, or logits, with n copies of an expert as one."""
+    if not as_logits:
+        return chosen * copies
+    chosen = chosen + copies.to(chosen.dtype).log()      # n · exp(x) = exp(x + log n)
+    return chosen.masked_fill(unrouted, torch.finfo(chosen.dtype).min)
+
+
 def topk_routing_with_score_function(
     logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None,
     group_topk: int | None = None, scaling_factor: float | None = None,
@@ -418,67 +473,45 @@ def topk_routing_with_score_function(
     check_shapes(
         {"K": topk}, logits=(logits, "T E"), expert_bias=(expert_bias, "E"),
         precomputed_indices=(precomputed_indices, "T K"))
-    T, E = logits.shape
+    E = logits.shape[1]
     if not 1 <= topk <= E:
         raise ValueError(f"topk is {topk}; needs 1 <= topk <= num_experts = {E}")
     if (num_groups is None) != (group_topk is None):
         raise ValueError(f"num_groups = {num_groups} and group_topk = {group_topk} go together: "
                          f"give both or neither")
-    if precomputed_indices is not None and not is_integer(precomputed_indices):
-        raise TypeError(f"precomputed_indices is {precomputed_indices.dtype}; "
-                        f"needs an integer dtype")
+    given = precomputed_indices
+    if given is not None and not is_integer(given):
+        raise TypeError(f"precomputed_indices is {given.dtype}; needs an integer dtype")
+    if given is None and num_groups is not None:
+        check_groups(
+            topk, E, num_groups=num_groups, group_topk=group_topk,
+            group_score_topk=group_score_topk)
 
     logits_TE = upcast(logits)
-    score = SCORE_FUNCTIONS[score_function]
-    softmax_over_chosen = False
-    if norm_topk_prob is None:
-        softmax_over_chosen = score_function == "softmax" and not use_pre_softmax
-        norm_topk_prob = score_function != "softmax" and topk > 1
-
-    # The choice.
-    if precomputed_indices is not None:
-        indices_TK, copies_TK = merge_repeats(precomputed_indices, E)
-    elif num_groups is None and expert_bias is None:
-        # The logits have the order of the scores, without the ties of saturated scores.
-        indices_TK = logits_TE.topk(topk, dim=1).indices
+    if given is not None:
+        indices_TK, copies_TK = merge_repeats(given, E)
     else:
-        with torch.no_grad():
-            scores_TE = score(logits_TE)
-            if expert_bias is not None:
-                scores_TE = scores_TE + expert_bias
-            if num_groups is None:
-                indices_TK = scores_TE.topk(topk, dim=1).indices
-            else:
-                _, indices_TK = group_limited_topk(
-                    scores_TE, topk, num_tokens=T, num_experts=E, num_groups=num_groups,
-                    group_topk=group_topk, group_score_topk=group_score_topk)
-
-    # The probs. Only given indices may be unrouted or have copies.
-    unrouted_TK = None
-    if precomputed_indices is not None:
-        unrouted_TK = indices_TK >= E
-        copies_TK = copies_TK.to(logits_TE.dtype)
-    if softmax_over_chosen:
-        chosen_TK = pick(logits_TE, indices_TK)
-        if unrouted_TK is not None:
-            chosen_TK = chosen_TK + copies_TK.log()      # n · exp(x) = exp(x + log n)
-            chosen_TK = chosen_TK.masked_fill(unrouted_TK, torch.finfo(chosen_TK.dtype).min)
-        probs_TK = chosen_TK.softmax(-1)
-    else:
-        probs_TK = pick(score(logits_TE), indices_TK)
-        if unrouted_TK is not None:
-            probs_TK = probs_TK * copies_TK
-    if norm_topk_prob:
-        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
-    if scaling_factor is not None:
-        probs_TK = probs_TK * scaling_factor
-    if unrouted_TK is not None:
-        probs_TK = probs_TK.masked_fill(unrouted_TK, 0.0)
-
-    probs_TK = probs_TK.to(logits.dtype)
+        copies_TK = None
+        indices_TK = top_experts(
+            logits_TE, topk, score_function=score_function, expert_bias=expert_bias,
+            num_groups=num_groups, group_topk=group_topk, group_score_topk=group_score_topk)
+    normalise = normalisation(
+        score_function, topk, use_pre_softmax=use_pre_softmax, norm_topk_prob=norm_topk_prob)
+    probs_TK = probs_of_chosen(
+        logits_TE, indices_TK, score_function, normalise=normalise, norm_eps=norm_eps,
+        scaling_factor=scaling_factor, copies=copies_TK).to(logits.dtype)
     if dense_output:
         return probs_TK, indices_TK
     return routing_to_map(probs_TK, indices_TK, E)
+
+
+def _only_best_groups(scores, num_groups, group_topk, group_score_topk):
+    """scores [T, E] with -inf outside of each token's best groups."""
+    grouped = rearrange(scores, "t (g e) -> t g e", g=num_groups)
+    score_TG = grouped.topk(group_score_topk, dim=-1).values.sum(-1)
+    best_groups = score_TG.topk(group_topk, dim=-1).indices
+    kept_TG = _map_of(best_groups, num_groups)
+    return grouped.masked_fill(~kept_TG[..., None], -math.inf).flatten(1)
 
 
 def group_limited_topk(
@@ -501,13 +534,8 @@ def group_limited_topk(
     group_score_topk = check_groups(
         topk, num_experts, num_groups=num_groups, group_topk=group_topk,
         group_score_topk=group_score_topk)
-
-    grouped = rearrange(scores, "t (g e) -> t g e", g=num_groups)
-    score_TG = grouped.topk(group_score_topk, dim=-1).values.sum(-1)
-    best_groups = score_TG.topk(group_topk, dim=-1).indices
-    kept_TG = _map_of(best_groups, num_groups)
-    masked = grouped.masked_fill(~kept_TG[..., None], -math.inf)
-    indices_TK = masked.flatten(1).topk(topk, dim=-1).indices
+    masked_TE = _only_best_groups(scores, num_groups, group_topk, group_score_topk)
+    indices_TK = masked_TE.topk(topk, dim=-1).indices
     return pick(scores, indices_TK), indices_TK
 
 
@@ -559,14 +587,18 @@ def compute_routing_scores_for_aux_loss(
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
 
+@op(lambda scores, factors: scores.new_empty(()))
+def _sum_weighted(scores: Tensor, factors: Tensor) -> Tensor:
+    return (scores.sum(0) * factors).sum()               # an op, see _sum_tokens
+
+
 class _WeightedTokenSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores, factors):
         # Not through save_for_backward: a checkpoint would replace them by its recomputed ones.
         ctx.factors = factors
         ctx.shape = scores.shape
-        weighted_E = _sum_tokens(scores) * factors
-        return _sum_tokens(weighted_E[:, None])[0]           # weighted_E.sum(), see _sum_tokens
+        return _sum_weighted(scores, factors)
 
     @staticmethod
     @once_differentiable
@@ -588,31 +620,40 @@ def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
 
 def switch_load_balancing_loss_func(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int,
-    num_experts: int, moe_aux_loss_coeff: float,
+    num_experts: int, moe_aux_loss_coeff: float | Tensor,
 ) -> Tensor:
     """coeff · E / (K·T²) · Σ_e n_e · Σ_t probs[t, e], a 0-d tensor (arXiv 2101.03961; its
-    global form is arXiv 2501.11873). The layer computes the same for several sequences at
-    once, in TopKRouter._apply_switch_loss.
+    global form is arXiv 2501.11873).
 
     probs [T, E] are the scores, which sum to 1 per token. tokens_per_expert n [E] and
     total_num_tokens T, an int or a 0-d tensor, are counted over the same tokens: one
     batch, or the batches of all ranks. T is taken as at least 1. With an even load the
     value is coeff.
 
+    With n [B, E] and T [B] it is the mean of the losses of B sequences; token t belongs to
+    sequence t % B.
+
     >>> even = torch.full((6, 3), 1 / 3)
     >>> switch_load_balancing_loss_func(even, torch.tensor([4, 4, 4]), total_num_tokens=6, topk=2,
     ...                                 num_experts=3, moe_aux_loss_coeff=0.5)
     tensor(0.5000)
     """
-    check_shapes(
-        {"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(tokens_per_expert, "E"))
-    if isinstance(total_num_tokens, Tensor):
-        total = total_num_tokens.clamp(min=1)
-    else:
-        total = max(total_num_tokens, 1)
-    scale = moe_aux_loss_coeff * num_experts / topk
+    counts = tokens_per_expert if tokens_per_expert.ndim == 2 else tokens_per_expert[None]
+    check_shapes({"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(counts, "B E"))
     probs = upcast(probs)
-    return weighted_token_sum(probs, tokens_per_expert.to(probs.dtype) / total / total * scale)
+    B, E = counts.shape
+    if B > 1 and probs.shape[0] % B:
+        raise ValueError(f"tokens_per_expert is for {B} sequences, and probs has {probs.shape[0]} "
+                         f"tokens; needs a multiple: token t belongs to sequence t % {B}")
+    # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
+    probs_SC = probs.reshape(probs.shape[0] // max(B, 1), B * E)
+    if isinstance(total_num_tokens, Tensor):
+        total_B1 = total_num_tokens.clamp(min=1).view(-1, 1)
+    else:
+        total_B1 = max(total_num_tokens, 1)
+    scale = moe_aux_loss_coeff * E / topk / max(B, 1)
+    factors_BE = counts.to(probs.dtype) / total_B1 / total_B1 * scale
+    return weighted_token_sum(probs_SC, factors_BE.flatten())
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
@@ -993,21 +1034,17 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
     has E·C + 1 entries. No expert may have more than C rows. This is not checked: checking
     would sync the device.
     """
-    (E,), (N,) = plan.counts.shape, plan.order.shape
+    E = len(plan.counts)
     device = plan.order.device
     start_E = plan.offsets.long() - plan.counts
-
-    # The old row of each new one, N for a filler.
-    slot_EC = torch.arange(capacity, device=device).expand(E, capacity)
-    used_EC = slot_EC < plan.counts[:, None]
-    row_EC = torch.where(used_EC, start_E[:, None] + slot_EC, N)
-    order_or_filler = torch.cat((plan.order, plan.order.new_full((1,), N)))
-    order = order_or_filler[F.pad(row_EC.flatten(), (0, 1))]          # the last: any, it is masked
-
-    # The new row of each assignment.
     expert_TK = _expert_of(plan.inverse, plan.offsets)
     slot_TK = plan.inverse - start_E[expert_TK.clamp(max=E - 1)]
     inverse = (expert_TK * capacity + slot_TK).masked_fill(expert_TK == E, E * capacity)
+
+    N = plan.order.shape[0]
+    assignment_1N = torch.arange(N, device=device)[None]
+    order = _scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
+    order = F.pad(order.flatten(), (0, 1))               # the last: any, it is masked
 
     counts = torch.full_like(plan.counts, capacity)
     # Not a cumsum of the counts: Inductor of torch 2.13 fails on that where C is symbolic.
@@ -2216,7 +2253,7 @@ class _Linear(torch.autograd.Function):
             normed, unit, inverse_rms = _rms_norm(rows, norm, ctx.eps)
         grad_rows = grad_weight = grad_norm = None
         # grad_weight = gradᵀ · normed, grad_normed = grad · weight
-        with without_autocast(grad):
+        with torch.autocast(grad.device.type, enabled=False):
             if need_weight:
                 grad_weight = grad.t() @ normed
             if need_rows or need_norm:
@@ -2246,5 +2283,5 @@ def linear(
     """
     check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
     _check_one_dtype(rows=rows, weight=weight)
-    with without_autocast(rows):
+    with torch.autocast(rows.device.type, enabled=False):
         return _Linear.apply(guard_scalar(eps), rows, weight, norm)

@@ -29,7 +29,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Callable, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -153,9 +153,16 @@ class MoEConfig:
         return {self.load_balancing_type: self.aux_loss_coeff}
 
     @functools.cached_property
-    def balance_losses(self) -> dict[str, float]:
-        """Balance loss -> its coefficient, for those that are on, in the order of LOSS_NAMES."""
-        return {kind: self.balancing[kind] for kind in LOSS_NAMES if kind in self.balancing}
+    def losses(self) -> dict[str, float]:
+        """Balance loss that is on -> its coefficient."""
+        return {kind: coeff for kind, coeff in self.balancing.items() if kind in LOSS_NAMES}
+
+    @functools.cached_property
+    def normalisation(self) -> str | None:
+        """How the probs are normalised: see kernels.normalisation."""
+        return kernels.normalisation(
+            self.score_function, self.topk, use_pre_softmax=self.pre_softmax,
+            norm_topk_prob=self.norm_topk_prob)
 
     @functools.cached_property
     def activation_function(self) -> "kernels.Activation":
@@ -185,15 +192,33 @@ class MoEConfig:
     def __post_init__(self):
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
-        self.balance_losses, self.activation_function
+        self.losses, self.normalisation, self.activation_function
 
 
-# Dynamo refuses to keep a tensor on a module inside a checkpointed region of a graph. This
-# switch allows it. It is safe here: a recomputation keeps the same tensor, or a later step
-# drops it. The switch is a private name of torch. Where torch lacks it, the step just runs.
-_allowing_side_effects = getattr(
-    torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer",
-    lambda step, *args, **kwargs: step(*args, **kwargs))
+def _writes_to_module(method):
+    """Decorator of a method that writes to its module.
+
+    Dynamo refuses this inside a checkpointed region of a graph. A switch of torch, a private name,
+    allows it; where torch lacks it the method just runs. It is safe here: a recomputation writes
+    the same, or a later step drops it.
+    """
+    allowing = getattr(
+        torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer", None)
+    if allowing is None:
+        return method
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        return allowing(method, self, *args, **kwargs)
+
+    return run
+
+
+def _no_view(x, shape):
+    """x in this shape, which autograd does not take for a view: FSDP2 warns of a module that
+    returns views.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 # ---- Layer ----
@@ -249,52 +274,38 @@ class MoELayer(ParallelModule):
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(forward's result, the router's probs [T, K])."""
-        try:
-            return self._forward(hidden_states, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
-        except BaseException:
-            if self.config.shared_expert_overlap:
-                self.shared_experts.reset_overlap()
-            raise
-
-    def _forward(self, hidden_states, padding_mask, topk_indices, cu_seqlens):
+        config = self.config
         shared = self.shared_experts
-        overlap = self.config.shared_expert_overlap
-        if overlap:
+        if config.shared_expert_overlap:
+            shared.reset_overlap()                       # a forward may have ended in an exception
             hidden_states = shared.pre_forward_comm(hidden_states)
         x_TH = hidden_states.flatten(0, -2)
         probs_TK, indices_TK = self.router.route(
             hidden_states, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
-        plan = kernels.plan_permutation(indices_TK, self.config.num_experts)
+        plan = kernels.plan_permutation(indices_TK, config.num_experts)
 
         if self.latent_down is not None:
             x_TH = self.latent_down(x_TH).to(x_TH.dtype)
         expert_probs_TK = probs_TK
-        if self.config.apply_probs_on == "input":                # K = 1
+        if config.apply_probs_on == "input":                     # K = 1
             x_TH = (x_TH * probs_TK).to(x_TH.dtype)
             expert_probs_TK = torch.ones_like(probs_TK)
 
-        # Rows go to their experts and come back. With overlap the shared expert computes
-        # while they are on their way. (The casts are for FSDP2: its output_dtype may change
-        # what a part returns.)
+        # Rows go to their experts and come back. (The casts are for FSDP2: its output_dtype may
+        # change what a part returns.)
         dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
-        if overlap:
-            shared.linear_fc1_forward_and_act()
+        if config.shared_expert_overlap:
+            dispatched = OverlappedDispatch(dispatched, shared)
         rows, probs, local_plan = dispatched.wait_for_rows()
         output = self.experts(rows, probs, local_plan).to(rows.dtype)
-        handle = dispatched.send_back(output)
-        if overlap:
-            shared.linear_fc2_forward()
-            shared.post_forward_comm()
-        y_TH = dispatched.wait_and_combine(handle)
+        y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
 
         if self.latent_up is not None:
             y_TH = self.latent_up(y_TH).to(y_TH.dtype)
-        # A view that autograd does not take for one: FSDP2 warns of a module that returns views.
-        y = torch.ops.aten._unsafe_view(y_TH, hidden_states.shape)
-        if overlap:
-            y = y + shared.get_output().to(y.dtype)
-        elif shared is not None:
-            y = y + shared(hidden_states).to(y.dtype)
+        y = _no_view(y_TH, hidden_states.shape)
+        if shared is not None:
+            beside = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
+            y = y + beside.to(y.dtype)
         return y, probs_TK
 
     def dispatch(
@@ -360,8 +371,9 @@ class Router(ParallelModule, ABC):
 
     def gating(self, input: Tensor) -> Tensor:
         """input [.., H] -> logits [.., E] in router_dtype. Autocast does not change it."""
-        weight = gathered(self.weight)
-        bias = gathered(self.bias)
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, DTensor):
+            weight, bias = gathered(weight), gathered(bias)
         dtype = self.config.router_dtype
         return kernels.router_gating_linear(input, weight, bias, router_dtype=dtype)
 
@@ -406,8 +418,6 @@ class Router(ParallelModule, ABC):
             self.counts.count(routing_map.sum(0))
 
     def _update_histogram(self, logits_TE, padding_T):
-        if self.bias_histogram is None:
-            return
         scores_TE = kernels.SCORE_FUNCTIONS[self.config.score_function](kernels.upcast(logits_TE))
         histogram = kernels.required_bias_histogram(
             scores_TE, self.expert_bias, self.config.topk, padding_mask=padding_T)
@@ -512,13 +522,22 @@ class TopKRouter(Router):
             axes = "B, S" if self.config.batch_first else "S, B"
             raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or "
                              f"[T, {H}]")
-        _check_mask(padding_mask, input.shape[:-1])
-        _check_bounds(cu_seqlens, input.shape[:-1])
-        topk_indices = self._given_indices(topk_indices, input.shape[:-1])
-        self.counts.follow(self.weight.device)
-        logits = self.gating(self.apply_input_jitter(input))
-        chosen = self._route_logits(logits, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
-        return chosen if dense_output else self._to_map(*chosen)
+        if padding_mask is not None:
+            _check_mask(padding_mask, input.shape[:-1])
+        if cu_seqlens is not None:
+            _check_bounds(cu_seqlens, input.shape[:-1])
+        if topk_indices is not None or self._replayed is not None:
+            topk_indices = self._given_indices(topk_indices, input.shape[:-1])
+        if self.counts.last_losses.device != self.weight.device:
+            self.counts.follow(self.weight.device)
+
+        if self.config.input_jitter_eps:
+            input = self.apply_input_jitter(input)
+        probs_TK, indices_TK = self._route_logits(
+            self.gating(input), padding_mask, topk_indices, cu_seqlens=cu_seqlens)
+        if dense_output:
+            return probs_TK, indices_TK
+        return self._to_map(probs_TK, indices_TK)
 
     def route(
         self, input: Tensor, padding_mask: Tensor | None = None,
@@ -529,7 +548,8 @@ class TopKRouter(Router):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
-        _check_mask(padding_mask, logits.shape[:-1])
+        if padding_mask is not None:
+            _check_mask(padding_mask, logits.shape[:-1])
         return self._to_map(*self._route_logits(logits, padding_mask))
 
     # -- the choice --
@@ -539,41 +559,45 @@ class TopKRouter(Router):
         see the input without it.
         """
         eps = self.config.input_jitter_eps
-        if not self.training or not eps:
+        if not self.training:
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
     def _route_logits(self, logits, padding_mask=None, topk_indices=None, cu_seqlens=None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
-        E = self.config.num_experts
-        self._maintain_float32_expert_bias()
-        if self.config.force_load_balancing:
+        config = self.config
+        E = config.num_experts
+        if config.force_load_balancing:
             logits = _RandomLogits.apply(logits)
-        logits = self.apply_z_loss(logits, padding_mask)
+        if config.z_loss_coeff:
+            logits = self.apply_z_loss(logits, padding_mask)
         logits_TE = logits.flatten(0, -2)
         padding_T = None if padding_mask is None else padding_mask.flatten()
 
-        if topk_indices is not None and self._replayed is not None:
+        # Choose. The tokens of padding are unrouted.
+        if config.enable_expert_bias:
+            self._maintain_float32_expert_bias()
+        if self._replayed is not None:
             topk_indices = self._fill_unknown(topk_indices, logits_TE, padding_T)
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
             probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
             indices_TK = indices_TK.masked_fill(padding_T[:, None], E)
-        if self._recording:
-            # Given indices with their repeats, which count in the probs.
-            recorded_TK = indices_TK if topk_indices is None else topk_indices
-            if padding_T is not None:
-                recorded_TK = recorded_TK.masked_fill(padding_T[:, None], E)
-            _allowing_side_effects(setattr, self, "_recorded", recorded_TK)
+        if self._recording:                          # given indices with their repeats
+            self._record(indices_TK if topk_indices is None else topk_indices, padding_T)
+
+        # Drop
         chosen_TK = indices_TK                       # what is counted: the choice before dropping
-        if self.config.capacity_factor is not None:
+        if config.capacity_factor is not None:
             probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
 
-        if self._in_training_forward():
-            if self.is_aux_loss_enabled():
+        # Balance and count
+        if self.training and torch.is_grad_enabled():
+            if config.losses:
                 probs_TK = self._apply_losses(probs_TK, logits, padding_T, cu_seqlens=cu_seqlens)
             self.counts.count(kernels.count_experts(chosen_TK, E))
-            self._update_histogram(logits_TE.detach(), padding_T)
+            if self.bias_histogram is not None:
+                self._update_histogram(logits_TE.detach(), padding_T)
         return probs_TK, indices_TK
 
     def choose(
@@ -591,28 +615,32 @@ class TopKRouter(Router):
         config = self.config
         if "sinkhorn" in config.balancing:
             return self._choose_by_sinkhorn(logits, padding_mask, topk_indices)
-        return kernels.topk_routing_with_score_function(
-            logits, config.topk, use_pre_softmax=config.pre_softmax, num_groups=config.num_groups,
-            group_topk=config.group_topk, scaling_factor=config.scaling_factor,
-            score_function=config.score_function, expert_bias=self.expert_bias, dense_output=True,
-            precomputed_indices=topk_indices, norm_topk_prob=config.norm_topk_prob,
-            norm_eps=config.norm_eps, group_score_topk=config.group_score_topk)
-
-    def _choose_by_sinkhorn(self, logits, padding_mask=None, topk_indices=None):
-        E, K = self.config.num_experts, self.config.topk
         logits_TE = kernels.upcast(logits)
-        scores_TE = logits_TE.sigmoid() if K == 1 else logits_TE.softmax(-1)
+        copies_TK = None
         if topk_indices is not None:
-            indices_TK, copies_TK = kernels.merge_repeats(topk_indices, E)
-            probs_TK = kernels.pick(scores_TE, indices_TK) * copies_TK
+            indices_TK, copies_TK = kernels.merge_repeats(topk_indices, config.num_experts)
         else:
-            with torch.no_grad():
-                balanced_TE = logits_TE
-                if self.training:
-                    balanced_TE = kernels.sinkhorn(logits_TE, padding_mask=padding_mask)
-                indices_TK = balanced_TE.topk(K, dim=1).indices
-            probs_TK = kernels.pick(scores_TE, indices_TK)
+            indices_TK = kernels.top_experts(
+                logits_TE, config.topk, score_function=config.score_function,
+                expert_bias=self.expert_bias, num_groups=config.num_groups,
+                group_topk=config.group_topk, group_score_topk=config.group_score_topk)
+        probs_TK = kernels.probs_of_chosen(
+            logits_TE, indices_TK, config.score_function, normalise=config.normalisation,
+            norm_eps=config.norm_eps, scaling_factor=config.scaling_factor, copies=copies_TK)
         return probs_TK.to(logits.dtype), indices_TK
+
+    def _choose_by_sinkhorn(
+        self, logits, padding_mask=None, topk_indices=None, dense_output=True,
+    ):
+        K = self.config.topk
+        if topk_indices is None:
+            balanced_TE = kernels.upcast(logits.detach())
+            if self.training:
+                balanced_TE = kernels.sinkhorn(balanced_TE, padding_mask=padding_mask)
+            topk_indices = balanced_TE.topk(K, dim=1).indices
+        return kernels.topk_routing_with_score_function(
+            logits, K, score_function="sigmoid" if K == 1 else "softmax", norm_topk_prob=False,
+            precomputed_indices=topk_indices, dense_output=dense_output)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [.., E] -> (probs [T, E], routing_map [T, E]).
@@ -621,14 +649,19 @@ class TopKRouter(Router):
         probs are, at the chosen, the sigmoid (K = 1) or the softmax over all E, not
         normalised again.
         """
-        probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
-        return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
+        return self._choose_by_sinkhorn(logits.flatten(0, -2), dense_output=False)
 
     def _fill_unknown(self, indices_TK, logits_TE, padding_T):
         """Replayed indices, with the router's own choice for the tokens that have a -1."""
         with torch.no_grad():
             _, own_TK = self.choose(logits_TE, padding_T)
         return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
+
+    @_writes_to_module
+    def _record(self, indices_TK, padding_T):
+        if padding_T is not None:
+            indices_TK = indices_TK.masked_fill(padding_T[:, None], self.config.num_experts)
+        self._recorded = indices_TK
 
     # -- drop --
 
@@ -666,7 +699,7 @@ class TopKRouter(Router):
 
     def is_aux_loss_enabled(self) -> bool:
         """Whether any balance loss has a coefficient other than 0."""
-        return any(self.get_aux_loss_coeff(kind) for kind in LOSS_NAMES)
+        return bool(self.config.losses)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits [S, B, E] with the z-loss attached, in training with grad (arXiv 2202.08906).
@@ -676,7 +709,7 @@ class TopKRouter(Router):
         """
         coeff = self.config.z_loss_coeff
         group = self.pg_collection.tp_cp
-        if not coeff or not self._in_training_forward():
+        if not self._in_training_forward():
             return logits
         loss = kernels.z_loss_func(logits, coeff, padding_mask)
         if padding_mask is None:
@@ -697,11 +730,12 @@ class TopKRouter(Router):
         map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
             logits.flatten(0, -2), self.config.topk, score_function=self.config.score_function,
             padding_mask=padding_T)
-        if self.get_aux_loss_coeff("aux_loss"):
+        losses = self.config.losses
+        if "aux_loss" in losses:
             probs = self._apply_aux_loss(probs, scores_TE, map_TE)
-        if self.get_aux_loss_coeff("seq_aux_loss") and cu_seqlens is not None:
+        if "seq_aux_loss" in losses and cu_seqlens is not None:
             probs = self._apply_packed_aux_loss(probs, scores_TE, map_TE, cu_seqlens=cu_seqlens)
-        elif self.get_aux_loss_coeff("seq_aux_loss"):
+        elif "seq_aux_loss" in losses:
             S, *batch = logits.shape[:-1]
             B = math.prod(batch)
             by_sequence = scores_TE, map_TE
@@ -709,9 +743,9 @@ class TopKRouter(Router):
                 B, S = S, B
                 by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B, s=S) for x in by_sequence]
             probs = self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
-        if self.get_aux_loss_coeff("global_aux_loss"):
+        if "global_aux_loss" in losses:
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
-        return probs.clone()             # the losses made views, and FSDP2 warns of a returned one
+        return _no_view(probs, probs.shape)              # the losses have made views
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
@@ -722,8 +756,7 @@ class TopKRouter(Router):
         is. Counts and T are those of tp_cp.
         """
         counts_E = all_sum(routing_map.sum(0), self.pg_collection.tp_cp)
-        return self._apply_switch_loss(
-            "aux_loss", probs, scores=scores_for_aux_loss, counts_BE=counts_E[None])
+        return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E)
 
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int,
@@ -736,8 +769,7 @@ class TopKRouter(Router):
         E = self.config.num_experts
         counts_BE = routing_map.view(seq_length, bsz * E).sum(0).view(bsz, E)
         counts_BE = all_sum(counts_BE, self.pg_collection.tp_cp)
-        return self._apply_switch_loss(
-            "seq_aux_loss", probs, scores=scores_for_aux_loss, counts_BE=counts_BE)
+        return self._attach_switch_loss("seq_aux_loss", probs, scores_for_aux_loss, counts_BE)
 
     def _apply_packed_aux_loss(self, probs, scores, routing_map, cu_seqlens):
         """As _apply_seq_aux_loss, for the sequences of a pack: the mean over those that have
@@ -752,13 +784,15 @@ class TopKRouter(Router):
         counts = all_sum(counts, self.pg_collection.tp_cp)
         sequences = (counts[:, -1] > 0).sum().clamp(min=1)
         counts_BE = counts[:, :-1]
-        tokens = torch.arange(scores.shape[0], device=scores.device)
+        T = scores.shape[0]
+        tokens = torch.arange(T, device=scores.device)
         sequence_T = torch.searchsorted(bounds, tokens, right=True)             # from 1 on
-        # The view [1, T·E]: each token stands for itself, with the counts of its sequence.
-        return self._apply_switch_loss(
-            "seq_aux_loss", probs, scores=scores, counts_BE=counts_BE[sequence_T],
+        # Each token stands for itself, with the counts of its sequence. The mean over T such
+        # "sequences" times T / sequences is the one over the sequences.
+        return self._attach_switch_loss(
+            "seq_aux_loss", probs, scores, counts_BE[sequence_T],
             valid=counts_BE.sum().to(scores.dtype) / self.config.topk,
-            sequences=sequences.to(scores.dtype))
+            share=T / sequences.to(scores.dtype))
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
@@ -770,33 +804,28 @@ class TopKRouter(Router):
         local_E = routing_map.sum(0)
         sums_E, steps = self.counts.add_to_global(all_sum(local_E, groups.tp_dp_cp))
         mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
-        return self._apply_switch_loss(
-            "global_aux_loss", probs, scores=scores_for_aux_loss, counts_BE=mean_E[None],
-            valid=all_sum(local_E.sum(), groups.tp_cp) / self.config.topk)
+        valid = all_sum(local_E.sum(), groups.tp_cp) / self.config.topk
+        return self._attach_switch_loss(
+            "global_aux_loss", probs, scores_for_aux_loss, mean_E, valid=valid)
 
-    def _apply_switch_loss(self, kind, probs, scores, counts_BE, valid=None, sequences=None):
-        """The mean over B sequences of coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e]. With
-        B = 1 all tokens are one sequence. `sequences` is the divisor of the mean if it is not B.
-
-        Token t is s·B + b. So in the view [S, B·E] column b·E + e is expert e of sequence b.
+    def _attach_switch_loss(self, kind, probs, scores, counts, valid=None, share=1.0):
+        """probs with the switch loss of the counts, [E] or [B, E], times `share`. `valid` is the
+        count of valid tokens, if the counts do not say it.
         """
-        B, E = counts_BE.shape
-        S = scores.shape[0] // max(B, 1)
-        K = self.config.topk
+        config = self.config
         coeff = self.get_aux_loss_coeff(kind)
-        if valid is None:
-            valid = counts_BE.sum().to(scores.dtype) / K
-        counts_BE = counts_BE.to(scores.dtype)
-        tokens_B1 = counts_BE.sum(1, keepdim=True) / K
-        per_sequence = coeff * E / K / (max(B, 1) if sequences is None else sequences)
-        factors_BE = counts_BE / tokens_B1.clamp(min=1).square() * per_sequence
-        loss = kernels.weighted_token_sum(scores.view(S, B * E), factors_BE.flatten())
+        counts = counts.to(scores.dtype)
+        tokens = counts.sum(-1) / config.topk
+        loss = kernels.switch_load_balancing_loss_func(
+            scores, counts, total_num_tokens=tokens, topk=config.topk,
+            num_experts=config.num_experts, moe_aux_loss_coeff=coeff * share)
         everywhere = kind == "global_aux_loss"
         groups = self.pg_collection
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind],
             reduce_group=groups.tp_dp_cp if everywhere else groups.tp_cp,
-            reduce_group_has_dp=everywhere, valid_token_count=valid)
+            reduce_group_has_dp=everywhere,
+            valid_token_count=tokens.sum() if valid is None else valid)
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str,
@@ -943,20 +972,8 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
     RuntimeError, and nothing changes, if overlap is off, the state is another, or a tensor
     of the step before is missing. An exception inside the step drops all caches.
     """
-    def check(self, step):
-        if not self.config.shared_expert_overlap:
-            raise RuntimeError(f"{step} needs shared_expert_overlap=True, found False: "
-                               f"call the module itself")
-        if self._overlap_state is not required_state:
-            raise RuntimeError(f"{step} needs the state {required_state.name}, found "
-                               f"{self._overlap_state.name}; reset_overlap() starts again")
-        for name in _CACHED_IN[required_state]:
-            without_gate = name == "gate_score" and self.gate_weight is None
-            if getattr(self, name) is None and not without_gate:
-                raise RuntimeError(f"{step} needs {name} from the step before, found None; "
-                                   f"reset_overlap() starts again")
-
     def decorate(step):
+        @_writes_to_module
         def run(self, *args, **kwargs):
             result = step(self, *args, **kwargs)
             self._overlap_state = next_state
@@ -964,9 +981,9 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
 
         @functools.wraps(step)
         def checked(self, *args, **kwargs):
-            check(self, step.__name__)
+            _check_step(self, step.__name__, required_state)
             try:
-                return _allowing_side_effects(run, self, *args, **kwargs)
+                return run(self, *args, **kwargs)
             except BaseException:
                 self.reset_overlap()
                 raise
@@ -974,6 +991,20 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
         return checked
 
     return decorate
+
+
+def _check_step(shared, step, required_state):
+    if not shared.config.shared_expert_overlap:
+        raise RuntimeError(f"{step} needs shared_expert_overlap=True, found False: "
+                           f"call the module itself")
+    if shared._overlap_state is not required_state:
+        raise RuntimeError(f"{step} needs the state {required_state.name}, found "
+                           f"{shared._overlap_state.name}; reset_overlap() starts again")
+    for name in _CACHED_IN[required_state]:
+        without_gate = name == "gate_score" and shared.gate_weight is None
+        if getattr(shared, name) is None and not without_gate:
+            raise RuntimeError(f"{step} needs {name} from the step before, found None; "
+                               f"reset_overlap() starts again")
 
 
 # ---- Shared expert: to the side stream and back ----
@@ -1248,7 +1279,8 @@ class SharedExpertMLP(ParallelModule):
         """Computes fc2. The backward of overlapped_comm_output goes before all else that
         is ready.
         """
-        set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
+        if overlapped_comm_output is not None:
+            set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
         with self._beside():
             self.cached_fc2_output = self._fc2(self.cached_fc2_input, self._weights[1])
         self.cached_fc2_input = None
@@ -1277,6 +1309,7 @@ class SharedExpertMLP(ParallelModule):
         if self.stream is not None:
             self.stream.wait_stream(_current_stream(self.fc1.device))
 
+    @_writes_to_module
     def reset_overlap(self) -> None:
         """Goes back to IDLE and drops the caches. Call it after an exception outside of
         the steps.
@@ -1310,6 +1343,24 @@ class SharedExpertMLP(ParallelModule):
         groups = self.pg_collection
         partial = group_size(groups.tp) == 1 or self.config.sequence_parallel
         return groups.tp_dp_cp if name == "gate_weight" and partial else groups.dp_cp
+
+
+class OverlappedDispatch(NamedTuple):
+    """A Dispatch, with the shared expert's steps beside its communication."""
+    dispatched: Dispatch
+    shared: SharedExpertMLP
+
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+        self.shared.linear_fc1_forward_and_act()
+        return self.dispatched.wait_for_rows()
+
+    def send_back(self, output: Tensor):
+        return self.dispatched.send_back(output)
+
+    def wait_and_combine(self, handle) -> Tensor:
+        self.shared.linear_fc2_forward()
+        self.shared.post_forward_comm()
+        return self.dispatched.wait_and_combine(handle)
 
 
 # ---- Kept: the loss scale, and a loss in the backward ----
@@ -1437,7 +1488,7 @@ class RouterCounts:
             return _fixed(torch.empty(shape, dtype=dtype)) if wanted else None
 
         quantile = config.bias_update == "quantile"
-        with_global = "global_aux_loss" in config.balance_losses
+        with_global = "global_aux_loss" in config.losses
         self.local_tokens_per_expert = counter(E, wanted=config.enable_expert_bias)
         self.bias_histogram = counter(E, 1000, wanted=quantile, dtype=torch.int32)
         self.global_tokens_per_expert = counter(E, wanted=with_global)
@@ -1664,7 +1715,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
         losses.append(last_losses)
         # 0 / 0 before any forward.
         violations.append((counts_E.amax() * len(counts_E)).float() / counts_E.sum() - 1)
-        on |= {LOSS_NAMES[kind] for kind in router.config.balance_losses}
+        on |= {LOSS_NAMES[kind] for kind in router.config.losses}
         if router.config.z_loss_coeff:
             on.add("z_loss")
     by_name = zip(METRICS, torch.stack(losses, 1))
@@ -1678,8 +1729,6 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
 # ---- Checks of a router's arguments ----
 
 def _check_mask(padding_mask, shape):
-    if padding_mask is None:
-        return
     if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
                          f"needs {list(shape)} torch.bool, True = padding")
@@ -1696,8 +1745,6 @@ def _check_indices(name, indices, axes, K):
 
 
 def _check_bounds(cu_seqlens, axes):
-    if cu_seqlens is None:
-        return
     integer = cu_seqlens.dtype in (torch.int32, torch.int64)
     if cu_seqlens.ndim != 1 or not cu_seqlens.numel() or not integer:
         raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}; "
@@ -1782,7 +1829,7 @@ def _refused_balancing(c):
     repeated = sizes[0] not in (None, len(kinds))
     if repeated or len(kinds) > 1 and "none" in kinds:
         yield "load_balancing_type", 'each type at most once, and "none" beside no other'
-    for kind, coeff in c.balance_losses.items():
+    for kind, coeff in c.losses.items():
         if not 0 < coeff < math.inf:
             yield both, f"{kind} needs a positive coefficient; give one, or leave the type out"
     if c.balancing.get("none"):
@@ -1801,10 +1848,7 @@ def _refused_balancing(c):
 def _refused_routing(c):
     if c.topk > c.num_experts:
         yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
-    normalised = c.norm_topk_prob
-    if normalised is None:
-        normalised = c.score_function == "softmax" and not c.pre_softmax
-    if c.topk == 1 and normalised and "sinkhorn" not in c.balancing:
+    if c.topk == 1 and c.normalisation and "sinkhorn" not in c.balancing:
         yield ("topk norm_topk_prob pre_softmax",
                "the one prob is always 1, so the router gets no gradient; set pre_softmax=True or "
                "norm_topk_prob=False")

@@ -2585,6 +2585,24 @@ def test_families_example():
     same(scope["back"], tensors)
 
 
+def test_families_sharded_example(tmp_path):
+    """A checkpoint in several files, with a dense layer: each MoE layer gives its block's output."""
+    pytest.importorskip("transformers", reason="writes a checkpoint of transformers")
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=3, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=8, intermediate_size=24, num_attention_heads=2, head_dim=8,
+        mlp_only_layers=[1]))
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 2
+    scope = {"folder": tmp_path}
+    exec(example("sharded"), scope)
+    assert list(scope["layers"]) == [0, 2]
+    x = torch.randn(2, 5, 16)
+    for i, layer in scope["layers"].items():
+        close(layer(x), model.model.layers[i].mlp(x), 1e-5)
+
+
 def test_live_example(tmp_path, monkeypatch, capsys):
     """What is saved gives the same logits again."""
     pytest.importorskip("transformers", reason="builds a model of transformers")

@@ -44,8 +44,8 @@ from moe import (
     finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
     set_aux_loss_scale, update_expert_bias)
 from test_moe import (
-    BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, TwoLayers, about, agree, best, close,
-    compiled, counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of,
+    BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, TwoLayers, about, about_the_cpu, agree, best,
+    close, compiled, counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of,
     outcome, over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but,
     small_config, switch_loss_loop)
 
@@ -744,8 +744,114 @@ def example(marker: str) -> str:
 
 def test_docs_readme_is_short():
     lines = (HERE / "README.md").read_text().splitlines()
-    assert len(lines) <= 220
+    assert len(lines) <= 230
     assert not [line for line in lines if len(line) > 120]
+
+
+def test_docs_sizes_of_the_files():
+    """README and the table of results.md say about how many lines the files have."""
+    readme = (HERE / "README.md").read_text()
+    said = dict(re.findall(r"^\| `(\w+\.py)` \| ([\d,]+) \|", readme, re.M))
+    lines = {name: len((HERE / name).read_text().splitlines()) for name in said}
+    assert len(said) == 4
+    for name in said:
+        assert int(said[name].replace(",", "")) == pytest.approx(lines[name], rel=0.1), name
+    three = lines["kernels.py"] + lines["moe.py"] + lines["parallel.py"]
+    [in_table] = re.findall(r"^\| this project \|.*\| ([\d,]+) \| torch, einops", readme, re.M)
+    results = (HERE / "docs/results.md").read_text()
+    [in_results] = re.findall(r"lines to copy \| about ([\d,]+):", results)
+    assert in_results == in_table
+    assert int(in_table.replace(",", "")) == pytest.approx(three, rel=0.1)
+
+
+def test_docs_top_k_layer():
+    """README's layer gives bitwise what MoELayer gives, and is one graph."""
+    names = {}
+    exec(example("layer"), names)
+    torch.manual_seed(0)
+    small = names["TopKLayer"](H=12, F=10, E=6, K=3)
+    layer = MoELayer(MoEConfig(hidden_size=12, ffn_hidden_size=10, num_experts=6, topk=3))
+    layer.load_state_dict({
+        "router.weight": small.router, "experts.fc1": small.fc1, "experts.fc2": small.fc2})
+    x = torch.randn(20, 12, requires_grad=True)
+    upstream = torch.randn(20, 12)
+    weights = [small.router, small.fc1, small.fc2]
+    y, want = small(x), layer(x)
+    same(y, want)
+    same(grads(y, [x, *weights], upstream), grads(want, [x, *layer.parameters()], upstream))
+    close(compiled(small)(x), y, 1e-6)
+
+
+def test_docs_score_function(monkeypatch):
+    """The example's scores choose, and are normalised over the chosen; the graph agrees."""
+    monkeypatch.setitem(kernels.SCORE_FUNCTIONS, "softsign", None)    # taken out at the end
+    names = {}
+    exec(example("score"), names)
+    layer = names["layer"]
+    x = torch.randn(30, 64)
+    logits = layer.router.gating(x)
+    scores = 0.5 + 0.5 * logits / (1 + logits.abs())
+    chosen, indices = scores.topk(4)
+    probs, got = layer.router.route(x)
+    same(got, indices)
+    close(probs, chosen / chosen.sum(1, keepdim=True), 1e-6)
+    close(compiled(layer)(x), layer(x), 1e-5)
+
+
+@about_the_cpu("a card keeps the index of batches too")
+def test_docs_bytes_kept():
+    """The formulas of results.md, and README's, are the bytes that eager mode keeps."""
+    T, H, F_, E, K, Fs, latent = 40, 24, 12, 10, 3, 20, 8
+    sizes = dict(T=T, H=H, F=F_, E=E, K=K, Fs=Fs, ℓ=latent)
+    page = (HERE / "docs/results.md").read_text()
+
+    def value(formula: str) -> int:
+        return eval(formula.replace("·", " * ").replace("−", "-"), sizes)
+
+    def said(row: str) -> int:
+        """The formula in the row that begins so; that of eager mode if it has its own."""
+        [cell] = re.findall(rf"^\| {row}[^|]*\| ([^|]+) \|$", page, re.M)
+        cell = re.sub(r".*in eager mode (up to )?", "", cell).removesuffix(" at most")
+        return value(cell.split(";")[0])
+
+    def kept(autocast=False, x_dtype=torch.bfloat16, **options) -> int:
+        options = dict(params_dtype=torch.bfloat16) | options
+        layer = MoELayer(MoEConfig(H, F_, E, topk=K, **options))
+        x = torch.randn(T, H, dtype=x_dtype, requires_grad=True)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            return saved_bytes(lambda: layer(x), exclude=layer.parameters())
+
+    base = said("the layer")
+    assert "2·T·H + 4·T·K·F + 28·T·K + 4·E" in (HERE / "README.md").read_text()
+    shared = dict(shared_expert_intermediate_size=Fs)
+    loss = dict(load_balancing_type="aux_loss", aux_loss_coeff=0.1)
+    wide = dict(params_dtype=torch.float32)
+    rows = {
+        "a shared expert": kept(**shared) - base,
+        "its gate": kept(**shared, shared_expert_gate=True) - kept(**shared),
+        "scores other": kept(score_function="sqrtsoftplus") - base,
+        "z-loss": kept(z_loss_coeff=0.1) - base,
+        "autocast": kept(autocast=True, **wide) - base,
+        "`latent_size`": kept(latent_size=latent) - kept(),
+        "an activation": kept(activation="relu2") - base,
+        "fp32": kept(x_dtype=torch.float32, **wide) - base,
+    }
+    assert kept() == base
+    assert rows == {row: said(row) for row in rows}
+    assert 4 * T * E <= kept(**loss) - base <= said("a balance loss")
+    assert rows["an activation"] == kept(activation_fp8_input_store=True) - base
+    both = kept(autocast=True, x_dtype=torch.float32, **wide) - base
+    assert both == rows["autocast"] + 4 * T * H
+
+
+def test_docs_pictures():
+    """`python bench.py order` draws what is there; the pictures are small."""
+    import bench
+    drawn = bench.draw_order(HERE / "docs/overlap.md")
+    assert drawn == (HERE / "docs/overlap.svg").read_text()
+    assert drawn.count("<rect") == 21 and drawn.count("marker-end") == 5
+    pictures = [*HERE.glob("docs/*.png"), *HERE.glob("docs/*.svg")]
+    assert sum(picture.stat().st_size for picture in pictures) < 150_000
 
 
 def test_docs_links_lead_somewhere():
@@ -1433,6 +1539,7 @@ backward  router, shared_enter
 main  waits for side""")
     without_counts = dropless.replace("counts issued, waited, host sync, ", "")
     assert padded == without_counts
+    assert f"<!-- order -->\n```\n{dropless}\n```\n" in (HERE / "docs/overlap.md").read_text()
 
 
 @slow
