@@ -373,16 +373,16 @@ def top_experts(
     saturated scores. With expert_bias or groups it is the top K of scores + bias, in the best
     groups: see topk_routing_with_score_function. Nothing is checked here.
     """
-    if expert_bias is None and num_groups is None:
-        return logits.topk(topk, dim=1).indices
-    with torch.no_grad():
-        scores_TE = SCORE_FUNCTIONS[score_function](logits)
-        if expert_bias is not None:
-            scores_TE = scores_TE + expert_bias
-        if num_groups is not None:
-            scores_TE = _only_best_groups(
-                scores_TE, num_groups, group_topk, group_score_topk or topk // group_topk)
-        return scores_TE.topk(topk, dim=1).indices
+    ranked_TE = logits
+    if expert_bias is not None or num_groups is not None:
+        with torch.no_grad():
+            ranked_TE = SCORE_FUNCTIONS[score_function](logits)
+    if expert_bias is not None:
+        ranked_TE = ranked_TE + expert_bias
+    if num_groups is not None:
+        ranked_TE = _only_best_groups(
+            ranked_TE, num_groups, group_topk, group_score_topk or topk // group_topk)
+    return ranked_TE.topk(topk, dim=1).indices
 
 
 def normalisation(

@@ -517,11 +517,8 @@ class TopKRouter(Router):
         over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
         own part, for the same n sequences. The values are not checked either.
         """
-        H = self.config.hidden_size
-        if input.ndim not in (2, 3) or input.shape[-1] != H:
-            axes = "B, S" if self.config.batch_first else "S, B"
-            raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or "
-                             f"[T, {H}]")
+        if input.ndim not in (2, 3) or input.shape[-1] != self.config.hidden_size:
+            _refuse_input(input, self.config)
         if padding_mask is not None:
             _check_mask(padding_mask, input.shape[:-1])
         if cu_seqlens is not None:
@@ -1727,6 +1724,12 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
 
 
 # ---- Checks of a router's arguments ----
+
+def _refuse_input(input, config):
+    H = config.hidden_size
+    axes = "B, S" if config.batch_first else "S, B"
+    raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or [T, {H}]")
+
 
 def _check_mask(padding_mask, shape):
     if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
