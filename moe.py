@@ -165,6 +165,19 @@ class MoEConfig:
             norm_topk_prob=self.norm_topk_prob)
 
     @functools.cached_property
+    def choice_options(self) -> dict:
+        """Keyword arguments of kernels.top_experts."""
+        names = "score_function", "num_groups", "group_topk", "group_score_topk"
+        return {name: getattr(self, name) for name in names}
+
+    @functools.cached_property
+    def prob_options(self) -> dict:
+        """Keyword arguments of kernels.probs_of_chosen."""
+        names = "score_function", "norm_eps", "scaling_factor"
+        options = {name: getattr(self, name) for name in names}
+        return {"normalise": self.normalisation, **options}
+
+    @functools.cached_property
     def activation_function(self) -> "kernels.Activation":
         """The activation with its constants, for kernels.activation and kernels.expert_mlp."""
         kind = kernels.ACTIVATIONS[self.activation]
@@ -192,7 +205,7 @@ class MoEConfig:
     def __post_init__(self):
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
-        self.losses, self.normalisation, self.activation_function
+        self.losses, self.choice_options, self.prob_options, self.activation_function
 
 
 def _writes_to_module(method):
@@ -618,12 +631,9 @@ class TopKRouter(Router):
             indices_TK, copies_TK = kernels.merge_repeats(topk_indices, config.num_experts)
         else:
             indices_TK = kernels.top_experts(
-                logits_TE, config.topk, score_function=config.score_function,
-                expert_bias=self.expert_bias, num_groups=config.num_groups,
-                group_topk=config.group_topk, group_score_topk=config.group_score_topk)
+                logits_TE, config.topk, expert_bias=self.expert_bias, **config.choice_options)
         probs_TK = kernels.probs_of_chosen(
-            logits_TE, indices_TK, config.score_function, normalise=config.normalisation,
-            norm_eps=config.norm_eps, scaling_factor=config.scaling_factor, copies=copies_TK)
+            logits_TE, indices_TK, copies=copies_TK, **config.prob_options)
         return probs_TK.to(logits.dtype), indices_TK
 
     def _choose_by_sinkhorn(
@@ -1537,8 +1547,6 @@ class RouterCounts:
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
         device, move parameters and buffers without `_apply`.
         """
-        if self.last_losses.device == device:
-            return
         if self.last_losses.is_meta:
             self.move(lambda tensor: torch.empty_like(tensor, device=device))
             self.reset()
