@@ -993,11 +993,11 @@ class Experts(ParallelModule):
         Under autocast the products are in its dtype. Gradients arrive in the dtypes of the
         parameters.
         """
-        weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
-        x, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(tokens, *weights)
+        x, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(
+            tokens, self.fc1, self.fc2, self.fc1_bias, self.fc2_bias)
         out = kernels.expert_mlp(
-            x, probs, plan, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias,
-            **self.config.activation_options)
+            x, probs, plan, fc1, fc2, fc1_bias, fc2_bias, kind=self.config.activation_function,
+            fp8_input_store=self.config.activation_fp8_input_store)
         return out.to(tokens.dtype)
 
     def reset_parameters(self) -> None:
@@ -1338,7 +1338,9 @@ class SharedExpertMLP(ParallelModule):
 
     def _fc1_and_act(self, x, fc1):
         hidden = F.linear(x, fc1.flatten(0, 1))
-        return kernels.activation(hidden, **self.config.activation_options)
+        return kernels.activation(
+            hidden, self.config.activation_function,
+            fp8_input_store=self.config.activation_fp8_input_store)
 
     def _fc2(self, x, fc2):
         return F.linear(x, fc2)
