@@ -1227,8 +1227,12 @@ class SwiGLU(Activation):
 @dataclass(frozen=True)
 class GeGLU(SwiGLU):
     """SwiGLU with the tanh form of GELU."""
-    act = staticmethod(functools.partial(F.gelu, approximate="tanh"))
-    act_back = staticmethod(functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+
+    def act(self, a):
+        return F.gelu(a, approximate="tanh")
+
+    def act_back(self, g, a):
+        return torch.ops.aten.gelu_backward(g, a, approximate="tanh")
 
 
 @dataclass(frozen=True)
@@ -1297,6 +1301,7 @@ ACTIVATIONS = {
     "swiglu": SwiGLU, "geglu": GeGLU, "quick_geglu": QuickGeGLU, "situ": SiTU, "relu2": ReLU2}
 
 
+@torch.compiler.assume_constant_result           # Dynamo cannot trace dataclasses.fields
 def constants_of(kind: str) -> tuple[str, ...]:
     """The names of an activation's constants: the fields of its dataclass."""
     return tuple(field.name for field in fields(ACTIVATIONS[kind]))
@@ -1309,7 +1314,7 @@ def make_activation(kind: str | Activation, **constants: float | None) -> Activa
             raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)} too")
         return kind
     check_known("kind", kind, ACTIVATIONS)
-    known = [field.name for field in fields(ACTIVATIONS[kind])]
+    known = constants_of(kind)
     for name, value in constants.items():
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
