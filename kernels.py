@@ -1609,13 +1609,13 @@ class _Batch(NamedTuple):
     first: int               # the number of experts in the batches before
     slot: int                # the number of slots in the batches before
 
-    def slots(self, x):
-        """The batch's part of x, which has an entry for each slot."""
-        return x[self.slot:self.slot + len(self.experts) * self.rows]
+    def end(self):
+        return self.slot + len(self.experts) * self.rows
 
-    def rows_of(self, x, source_L):
-        """[experts, rows, ..]: of each slot its row of x."""
-        return x.index_select(0, self.slots(source_L)).unflatten(0, (-1, self.rows))
+    def slots(self, x, part):
+        """[experts, rows, ..]: the slots of this batch in x, which has those of a part."""
+        start = part[0].slot
+        return x[self.slot - start:self.end() - start].unflatten(0, (-1, self.rows))
 
     def ids(self, expert_E):
         return expert_E[self.first:self.first + len(self.experts)]
@@ -1625,28 +1625,29 @@ class _Batch(NamedTuple):
         first, last = self.experts[0], self.experts[-1]
         return slice(first, last + 1) if last - first < len(self.experts) else None
 
-    def select(self, x, expert_E):
-        """x[experts] of x [E, ..], a copy only if they are no neighbours."""
+    def select(self, weights, expert_E):
+        """weights[experts], a copy only if they are no neighbours."""
         neighbours = self.neighbours()
         if neighbours is not None:
-            return x[neighbours]
+            return weights[neighbours]
         ids = self.ids(expert_E)
-        if x.ndim == 3 and x.stride(2) != 1:
-            return x.mT.index_select(0, ids).mT          # copied as it lies in memory
-        return x.index_select(0, ids)
+        if weights.stride(2) != 1:
+            return weights.mT.index_select(0, ids).mT    # copied as it lies in memory
+        return weights.index_select(0, ids)
 
 
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
 def _plan_batches(ends):
-    """(blocks, batches) of the offsets `ends`: every expert with rows is in one of them, once.
+    """(blocks, parts) of the offsets `ends`: every expert with rows is in one of them, once.
 
     An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
     others form classes of similar size. A class takes experts in descending order, each with as
     many slots as its first has rows, while all slots so far are at most 1.3 times the rows.
 
-    A class is cut into batches, so that the memory of a product is bounded: a batch ends with the
-    expert that completes a quarter of all slots (these count as four an expert at least). And it
-    has at most a third of the experts, unless they are neighbours, whose weights are not copied.
+    To bound the memory of a product, the slots are cut into parts, lists of batches. A part ends
+    with the expert that completes a quarter of all slots (these count as four an expert at
+    least). A batch is of one class and one part. It has at most a third of the experts, unless
+    they are neighbours, whose weights are not copied.
     """
     blocks = []
     rows_E = {}
@@ -1668,20 +1669,24 @@ def _plan_batches(ends):
 
     quarter = max(slots / 4, 4 * len(rows_E))
     most_copied = math.ceil(len(rows_E) / 3)
-    batches = []
-    first = slot = 0
+    parts = []
+    left = first = slot = 0                      # left: of the quarter of this part
     for size, experts in classes.items():
         experts.sort()
         while experts:
-            batch = _Batch(experts[:math.ceil(quarter / size)], size, first=first, slot=slot)
+            if left <= 0:
+                parts.append([])
+                left = quarter
+            batch = _Batch(experts[:math.ceil(left / size)], size, first=first, slot=slot)
             if batch.neighbours() is None:
                 batch = batch._replace(experts=batch.experts[:most_copied])
-            batches.append(batch)
+            parts[-1].append(batch)
             taken = len(batch.experts)
             experts = experts[taken:]
             first += taken
-            slot += taken * size
-    return blocks, batches
+            left -= batch.end() - slot
+            slot = batch.end()
+    return blocks, parts
 
 
 def _empty_read(offsets, num_rows):
@@ -1701,13 +1706,14 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     ends = tuple(on_host.tolist())
     E = len(ends)
     starts = 0, *ends
-    _, batches = _plan_batches(ends)
+    _, parts = _plan_batches(ends)
     table = []
     slot = 0
-    for batch in batches:
-        for e in batch.experts:
-            table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
-            slot += batch.rows
+    for part in parts:
+        for batch in part:
+            for e in batch.experts:
+                table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
+                slot += batch.rows
     # Slots beyond the last batch are those of an expert without rows.
     table += [(0, slot, 0, 0)] * (E + 1 - len(table))
     # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
@@ -1723,25 +1729,32 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _work(offsets, index):
-    """(blocks, batches): what is multiplied alone, and what as a batch. Without an index, which is
+    """(blocks, parts): what is multiplied alone, and what in batches. Without an index, which is
     on a CPU, nothing is a batch.
     """
     ends = offsets.tolist()
     return (_blocks(ends), []) if index is None else _plan_batches(tuple(ends))
 
 
-def _multiply_batches(rows, weights, bias, batches, index, out):
+def _multiply_batches(rows, weights, bias, parts, index, out):
     """Writes the products of the batches to out [N + 1, O]. Spare slots write to row N."""
     expert_E, row_L = index.long().tensor_split([len(weights)])
     x, source_L = rows.in_slots(row_L)
-    for batch in batches:
-        factors = batch.rows_of(x, source_L), batch.select(weights, expert_E)
-        if bias is None:
-            product = torch.bmm(*factors)
-        else:
-            product = torch.baddbmm(batch.select(bias, expert_E)[:, None], *factors)
-        out.index_copy_(0, batch.slots(row_L), product.flatten(0, 1))
-        del factors, product                             # before the next batch needs memory
+    for part in parts:
+        span = slice(part[0].slot, part[-1].end())
+        block = x.index_select(0, source_L[span])
+        product = out.new_empty(len(block), out.shape[1])
+        for batch in part:
+            factors = batch.slots(block, part), batch.select(weights, expert_E)
+            product_b = batch.slots(product, part)
+            if bias is None:
+                torch.bmm(*factors, out=product_b)
+            else:
+                bias_b = bias.index_select(0, batch.ids(expert_E))
+                torch.baddbmm(bias_b[:, None], *factors, out=product_b)
+            del factors
+        out.index_copy_(0, row_L[span], product)
+        del block, product, product_b                    # before the next part needs memory
 
 
 def _empty_product(x, token_N, weights, bias, offsets, index=None):
@@ -1759,34 +1772,37 @@ def _rows_times_weights(
         out = F.grouped_mm(rows.block(), weights, offs=offsets)
         out[offsets[-1]:].zero_()
         return out
-    blocks, batches = _work(offsets, index)
-    out = x.new_empty(N + 1 if batches else N, weights.shape[2])
+    blocks, parts = _work(offsets, index)
+    out = x.new_empty(N + 1 if parts else N, weights.shape[2])
     for e, start, end in blocks:
         if start < end:
             bias_e = bias if bias is None else bias[e]
             _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
-    if batches:
-        _multiply_batches(rows, weights, bias, batches=batches, index=index, out=out)
+    if parts:
+        _multiply_batches(rows, weights, bias, parts=parts, index=index, out=out)
         out = out[:N]
     out[offsets[-1]:].zero_()
     return out
 
 
-def _multiply_batches_of_rows(a, b, batches, index, out):
+def _multiply_batches_of_rows(a, b, parts, index, out):
     """Writes aᵀ · b of each expert in the batches to out [E, I, O]. Spare slots hold zeros."""
     expert_E, row_L = index.long().tensor_split([len(out)])
     spare_L1 = (row_L == a.count())[:, None]
     sources = a.in_slots(row_L), b.in_slots(row_L)
-    for batch in batches:
-        spare = batch.slots(spare_L1).unflatten(0, (-1, batch.rows))
+    for part in parts:
+        span = slice(part[0].slot, part[-1].end())
         block_a, block_b = [
-            batch.rows_of(x, source_L).masked_fill_(spare, 0.0) for x, source_L in sources]
-        neighbours = batch.neighbours()
-        if neighbours is None:
-            out.index_copy_(0, batch.ids(expert_E), torch.bmm(block_a.mT, block_b))
-        else:
-            torch.bmm(block_a.mT, block_b, out=out[neighbours])
-        del block_a, block_b                             # before the next batch needs memory
+            x.index_select(0, source_L[span]).masked_fill_(spare_L1[span], 0.0)
+            for x, source_L in sources]
+        for batch in part:
+            factors = batch.slots(block_a, part).mT, batch.slots(block_b, part)
+            neighbours = batch.neighbours()
+            if neighbours is None:
+                out.index_copy_(0, batch.ids(expert_E), torch.bmm(*factors))
+            else:
+                torch.bmm(*factors, out=out[neighbours])
+        del block_a, block_b, factors                    # before the next part needs memory
 
 
 def _empty_weight_grad(a, token_a, b, token_b, offsets, index=None):
@@ -1802,15 +1818,15 @@ def _rows_times_rows(
     rows_a, rows_b = _Rows(a, token_a), _Rows(b, token_b)
     if index is None and _loops_in_torch(a, b, rows_a.count() / E):
         return F.grouped_mm(rows_a.block().t(), rows_b.block(), offs=offsets)
-    blocks, batches = _work(offsets, index)
+    blocks, parts = _work(offsets, index)
     out = a.new_empty(E, a.shape[1], b.shape[1])
     if index is not None and 0 in offsets.diff(prepend=offsets.new_zeros(1)):
         out.zero_()                                      # experts without rows are in no batch
     for e, start, end in blocks:
         block_a, block_b = rows_a.block(start, end), rows_b.block(start, end)
         _mm(block_a.t(), block_b, out=out[e])            # without rows: zeros
-    if batches:
-        _multiply_batches_of_rows(rows_a, rows_b, batches, index=index, out=out)
+    if parts:
+        _multiply_batches_of_rows(rows_a, rows_b, parts, index=index, out=out)
     return out
 
 
