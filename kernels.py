@@ -1366,24 +1366,23 @@ def _activate(y, probs, function, layout="(p f)"):
 
 
 def _activate_back(y, g, probs, function, layout="(p f)", output=False):
-    """(grad_y in y.dtype, grad_probs [.., 1] in fp32 at least or None, with `output` also what
-    _activate gives or else None).
+    """(grad_y in y.dtype, grad_probs [.., 1] in fp32 at least, with `output` also what _activate
+    gives). What there is not is None.
     """
     if _is_large(y):
         return _by_parts(
             lambda *rows: _activate_back(*rows, function, layout, output), y, g, probs)
-    g_wide = g_value = upcast(g)
-    if probs is not None:
-        g_value = g_wide * probs
-    y_parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
-    value, *grads = function.back(g_value, *y_parts)
+    g = upcast(g)
+    g_value = g if probs is None else g * probs
+    parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
+    value, *grads = function.back(g_value, *parts)
     grads = [grad.to(y.dtype) for grad in grads]
     grad_y = torch.cat(grads, -1) if layout == "(p f)" else torch.stack(grads, -1).flatten(-2)
     grad_probs = act = None
     if probs is not None:
-        grad_probs = (g_wide * value).sum(-1, keepdim=True)
+        grad_probs = (g * value).sum(-1, keepdim=True)
     if output:
-        act = _cast(value if probs is None else value * probs, y.dtype)
+        act = _cast(value * probs, y.dtype)
     return grad_y, grad_probs, act
 
 
@@ -1736,10 +1735,18 @@ def _work(offsets, index):
     return (_blocks(ends), []) if index is None else _plan_batches(tuple(ends))
 
 
-def _multiply_batches(rows, weights, bias, parts, index, out):
-    """Writes the products of the batches to out [N + 1, O]. Spare slots write to row N."""
-    expert_E, row_L = index.long().tensor_split([len(weights)])
-    x, source_L = rows.in_slots(row_L)
+def _multiply(rows, weights, bias, offsets, index):
+    """The products of _rows_times_weights, but for unrouted rows. Spare slots write to row N."""
+    blocks, parts = _work(offsets, index)
+    N = rows.count()
+    out = rows.x.new_empty(N + 1 if parts else N, weights.shape[2])
+    for e, start, end in blocks:
+        if start < end:
+            bias_e = bias if bias is None else bias[e]
+            _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
+    if parts:
+        expert_E, row_L = index.long().tensor_split([len(weights)])
+        x, source_L = rows.in_slots(row_L)
     for part in parts:
         span = slice(part[0].slot, part[-1].end())
         block = x.index_select(0, source_L[span])
@@ -1755,6 +1762,7 @@ def _multiply_batches(rows, weights, bias, parts, index, out):
             del factors
         out.index_copy_(0, row_L[span], product)
         del block, product, product_b                    # before the next part needs memory
+    return out[:N]
 
 
 def _empty_product(x, token_N, weights, bias, offsets, index=None):
@@ -1767,29 +1775,27 @@ def _rows_times_weights(
     index: Tensor | None = None,
 ) -> Tensor:
     rows = _Rows(x, token_N)
-    N = rows.count()
-    if index is None and bias is None and _loops_in_torch(x, weights, N / len(weights)):
+    on_cpu = index is None
+    if on_cpu and bias is None and _loops_in_torch(x, weights, rows.count() / len(weights)):
         out = F.grouped_mm(rows.block(), weights, offs=offsets)
-        out[offsets[-1]:].zero_()
-        return out
-    blocks, parts = _work(offsets, index)
-    out = x.new_empty(N + 1 if parts else N, weights.shape[2])
-    for e, start, end in blocks:
-        if start < end:
-            bias_e = bias if bias is None else bias[e]
-            _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
-    if parts:
-        _multiply_batches(rows, weights, bias, parts=parts, index=index, out=out)
-        out = out[:N]
+    else:
+        out = _multiply(rows, weights, bias, offsets, index)
     out[offsets[-1]:].zero_()
     return out
 
 
-def _multiply_batches_of_rows(a, b, parts, index, out):
-    """Writes aᵀ · b of each expert in the batches to out [E, I, O]. Spare slots hold zeros."""
-    expert_E, row_L = index.long().tensor_split([len(out)])
-    spare_L1 = (row_L == a.count())[:, None]
-    sources = a.in_slots(row_L), b.in_slots(row_L)
+def _multiply_rows(a, b, offsets, index):
+    """The products of _rows_times_rows. Spare slots hold zeros."""
+    blocks, parts = _work(offsets, index)
+    out = a.x.new_empty(len(offsets), a.x.shape[1], b.x.shape[1])
+    if index is not None and 0 in offsets.diff(prepend=offsets.new_zeros(1)):
+        out.zero_()                                      # experts without rows are in no batch
+    for e, start, end in blocks:
+        _mm(a.block(start, end).t(), b.block(start, end), out=out[e])      # without rows: zeros
+    if parts:
+        expert_E, row_L = index.long().tensor_split([len(out)])
+        spare_L1 = (row_L == a.count())[:, None]
+        sources = a.in_slots(row_L), b.in_slots(row_L)
     for part in parts:
         span = slice(part[0].slot, part[-1].end())
         block_a, block_b = [
@@ -1803,6 +1809,7 @@ def _multiply_batches_of_rows(a, b, parts, index, out):
             else:
                 torch.bmm(*factors, out=out[neighbours])
         del block_a, block_b, factors                    # before the next part needs memory
+    return out
 
 
 def _empty_weight_grad(a, token_a, b, token_b, offsets, index=None):
@@ -1814,20 +1821,10 @@ def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
     index: Tensor | None = None,
 ) -> Tensor:
-    E = len(offsets)
     rows_a, rows_b = _Rows(a, token_a), _Rows(b, token_b)
-    if index is None and _loops_in_torch(a, b, rows_a.count() / E):
+    if index is None and _loops_in_torch(a, b, rows_a.count() / len(offsets)):
         return F.grouped_mm(rows_a.block().t(), rows_b.block(), offs=offsets)
-    blocks, parts = _work(offsets, index)
-    out = a.new_empty(E, a.shape[1], b.shape[1])
-    if index is not None and 0 in offsets.diff(prepend=offsets.new_zeros(1)):
-        out.zero_()                                      # experts without rows are in no batch
-    for e, start, end in blocks:
-        block_a, block_b = rows_a.block(start, end), rows_b.block(start, end)
-        _mm(block_a.t(), block_b, out=out[e])            # without rows: zeros
-    if parts:
-        _multiply_batches_of_rows(rows_a, rows_b, parts, index=index, out=out)
-    return out
+    return _multiply_rows(rows_a, rows_b, offsets, index)
 
 
 @torch.compiler.assume_constant_result
@@ -2124,16 +2121,14 @@ def expert_mlp(
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
-    layout = "(p f)"
-    if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
-        layout = "(f p)"
-        fc1 = fc1.transpose(1, 2)
-        fc1_bias = None if fc1_bias is None else fc1_bias.transpose(1, 2)
+    interleaved = fc1.stride(1) < fc1.stride(2)          # gate and up of a row are neighbours
+    layout = "(f p)" if interleaved else "(p f)"
+    fc1 = rearrange(fc1, f"e p f h -> e {layout} h")
     if fc1_bias is not None:
-        fc1_bias = fc1_bias.flatten(1)
+        fc1_bias = rearrange(fc1_bias, f"e p f -> e {layout}")
     y = _ExpertMLP.apply(
-        (function, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
-        plan.order, plan.inverse, plan.offsets)
+        (function, layout, fp8_input_store), tokens, probs, fc1, fc2, fc1_bias, plan.order,
+        plan.inverse, plan.offsets)
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
     return y
