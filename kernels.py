@@ -1311,7 +1311,7 @@ def make_activation(kind: str | Activation, **constants: float | None) -> Activa
     """The activation of this name with these constants. A made one has its constants already."""
     if isinstance(kind, Activation):
         if constants:
-            raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)} too")
+            raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)}")
         return kind
     check_known("kind", kind, ACTIVATIONS)
     known = constants_of(kind)
@@ -1366,7 +1366,7 @@ def _activate(y, probs, function, layout="(p f)"):
 
 
 def _activate_back(y, g, probs, function, layout="(p f)", output=False):
-    """(grad_y in y.dtype, grad_probs [.., 1] in fp32 at least, with `output` also what _activate
+    """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, with `output` also what _activate
     gives). What there is not is None.
     """
     if _is_large(y):
@@ -1380,7 +1380,7 @@ def _activate_back(y, g, probs, function, layout="(p f)", output=False):
     grad_y = torch.cat(grads, -1) if layout == "(p f)" else torch.stack(grads, -1).flatten(-2)
     grad_probs = act = None
     if probs is not None:
-        grad_probs = (g * value).sum(-1, keepdim=True)
+        grad_probs = _cast((g * value).sum(-1, keepdim=True), probs.dtype)
     if output:
         act = _cast(value * probs, y.dtype)
     return grad_y, grad_probs, act
@@ -1405,8 +1405,6 @@ class _Activation(torch.autograd.Function):
         kept, weights = ctx.saved_tensors
         y = kept.to(ctx.dtype)
         grad_y, grad_weights, _ = _activate_back(y, g, weights, ctx.function)
-        if weights is not None:
-            grad_weights = grad_weights.to(weights.dtype)
         # y, weights, function, fp8_input_store
         return grad_y, grad_weights, None, None
 
@@ -1476,9 +1474,7 @@ def activation_back(
             grad_y, grad_weights, _ = _activate_back(y, g, weights, function)
     else:
         grad_y, grad_weights = _ActivationBack.apply(g, y, weights, function)
-    if weights is None:
-        return grad_y
-    return grad_y, grad_weights.to(weights.dtype)
+    return grad_y if weights is None else (grad_y, grad_weights)
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -1828,19 +1824,11 @@ def _rows_times_rows(
 
 
 @torch.compiler.assume_constant_result
-def _reads_offsets_itself(device):
-    """Whether torch's grouped product reads the offsets on this card, not on the host."""
-    on_cuda = device.type == "cuda" and torch.version.hip is None
-    return on_cuda and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@torch.compiler.assume_constant_result
-def _leaves_empty_blocks(device):
-    """Whether torch's product leaves the gradient of a weight without rows uninitialised.
-
-    It does on compute capability 10.x, built with a CUTLASS before 4.3 (pytorch #172439).
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+def _cuda_generation(device):
+    """The major number of the compute capability of a card from NVIDIA, else 0."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _begins_aligned(x):
@@ -1860,7 +1848,7 @@ def _native(*operands):
             return False
         if not _begins_aligned(x):
             return False
-    return _aligned(*operands) and _reads_offsets_itself(operands[0].device)
+    return _aligned(*operands) and _cuda_generation(operands[0].device) in (9, 10)
 
 
 class _Read(NamedTuple):
@@ -1905,7 +1893,8 @@ def _product(rows, weights, read, bias=None):
 
 def _native_weight_grad(a, b, offsets):
     grad = F.grouped_mm(a.t(), b, offs=offsets)
-    if _leaves_empty_blocks(offsets.device):
+    # A CUTLASS before 4.3 leaves empty blocks uninitialised there (pytorch #172439).
+    if _cuda_generation(offsets.device) == 10:
         rows_E = offsets.diff(prepend=offsets.new_zeros(1))
         grad = grad.masked_fill(rows_E[:, None, None] == 0, 0.0)
     return grad
@@ -1936,10 +1925,12 @@ def _bias_grad(rows, read):
     return _native_weight_grad(rows, ones, read.offsets)[:, :, 0]
 
 
-def _zero_unrouted(rows, offsets):
-    """Zeros from row offsets[-1] on."""
+def _zero_unrouted(rows, read):
+    """The rows of a _product, with zeros from offsets[-1] on."""
+    if not read.native:
+        return rows
     row_N = torch.arange(rows.shape[0], device=rows.device)
-    return rows.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
+    return rows.masked_fill((row_N >= read.offsets[-1])[:, None], 0.0)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -1948,14 +1939,13 @@ class _GroupedMM(torch.autograd.Function):
         read = _where_read(offsets, rows.shape[0], rows, weights)
         ctx.native = read.native
         ctx.save_for_backward(rows, weights, read.offsets, read.index)
-        out = _product(_Rows(rows), weights, read)
-        return _zero_unrouted(out, offsets) if read.native else out
+        return _zero_unrouted(_product(_Rows(rows), weights, read), read)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows, weights, offsets, index = ctx.saved_tensors
-        read = _Read(offsets, index, ctx.native)
+        rows, weights, *read = ctx.saved_tensors
+        read = _Read(*read, ctx.native)
         need_rows, need_weights, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         if not _begins_aligned(grad):
@@ -1964,8 +1954,7 @@ class _GroupedMM(torch.autograd.Function):
         # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:
             grad_rows = _product(_Rows(grad), weights.transpose(1, 2), read)
-            if read.native:
-                grad_rows = _zero_unrouted(grad_rows, offsets)
+            grad_rows = _zero_unrouted(grad_rows, read)
         if need_weights:
             grad_weights = _weight_grad(_Rows(rows), _Rows(grad), read)
         # rows, weights, offsets
@@ -2063,7 +2052,7 @@ class _ExpertMLP(torch.autograd.Function):
             grad_rows = _product(_Rows(grad_hidden), fc1, read)
             grad_tokens = _sum_rows(grad_rows, inverse, offsets if read.native else None)
         if need_probs:
-            grad_probs = grad_probs_N1.flatten()[inverse].to(probs.dtype)
+            grad_probs = grad_probs_N1.flatten()[inverse]
             grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0)
         # options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets
         return (

@@ -1364,7 +1364,7 @@ def test_activation_errors():
         activation_back(half, x, "relu2") => g has shape [6, 4]; needs [6, 8]
         activation(x, "relu2", clamp_value=None) => relu2 has no such constant, it has none
         activation(x, made, clamp_value=1.0) => kind is SwiGLU(linear_offset=0.0, clamp_value=None)
-        activation_back(half, x, made, alpha=1.702) => with its constants; found alpha too
+        activation_back(half, x, made, alpha=1.702) => with its constants; found alpha
         activation(x, alpha=1.702); activation(x, beta=2.0) => it has linear_offset, clamp_value
         activation(x, "situ", clamp_value=1.0) => situ has no such constant, it has beta, linear_
         activation(x, "situ", beta=0.0) => beta is 0.0
@@ -1496,7 +1496,7 @@ def test_experts_errors():
         linear(x, zeros(5, 8).double()) => TypeError: rows is torch.float32
         mlp(kind="silu") => kind is 'silu'
         mlp(kind="relu2"); mlp(kind=relu2) => needs [E = 4, P = 1
-        mlp(kind=relu2, alpha=1.0) => kind is ReLU2(), with its constants; found alpha too
+        mlp(kind=relu2, alpha=1.0) => kind is ReLU2(), with its constants; found alpha
         """, mlp=mlp, x=x, plan=plan, ends=plan.offsets, zeros=torch.zeros,
         relu2=kernels.make_activation("relu2"))
 
@@ -1543,11 +1543,11 @@ def test_experts_native_product_where_it_fits(monkeypatch):
         assert native(*operands) is fits, [(x.shape, x.stride(), x.dtype) for x in operands]
     for card in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)):
         assert native(rows, weights) is (card[0] in (9, 10)), card
-        assert kernels._leaves_empty_blocks(torch.device("cuda")) is (card[0] == 10), card
+        assert kernels._cuda_generation(torch.device("cuda")) == card[0]
     card = (9, 0)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not native(rows, weights)
-    function = compiled(lambda x: x + kernels._reads_offsets_itself(x.device))
+    function = compiled(lambda x: x + kernels._cuda_generation(x.device))
     same(function(torch.zeros(2)), torch.zeros(2))
 
 
@@ -1596,7 +1596,7 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
         return grad
     monkeypatch.setattr(F, "grouped_mm", garbage)
     read = kernels._Read(offsets, native=True)
-    monkeypatch.setattr(kernels, "_leaves_empty_blocks", lambda device: True)
+    monkeypatch.setattr(kernels, "_cuda_generation", lambda device: 10)
     same(kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), read), want)
 
 
@@ -4040,7 +4040,7 @@ def test_compile_kernels_under_a_name_with_a_hyphen(monkeypatch):
 
 def is_native(dtype) -> bool:
     """Whether torch's grouped product reads the offsets on this card."""
-    return dtype == torch.bfloat16 and kernels._reads_offsets_itself(torch.device(DEVICE))
+    return dtype == torch.bfloat16 and kernels._cuda_generation(torch.device(DEVICE)) in (9, 10)
 
 
 def syncs_of(step) -> int:
