@@ -1302,9 +1302,9 @@ ACTIVATIONS = {
 
 
 @torch.compiler.assume_constant_result           # Dynamo cannot trace dataclasses.fields
-def constants_of(kind: str) -> tuple[str, ...]:
+def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
     """The names of an activation's constants: the fields of its dataclass."""
-    return tuple(field.name for field in fields(ACTIVATIONS[kind]))
+    return tuple(field.name for field in fields(ACTIVATIONS.get(kind, kind)))
 
 
 def make_activation(kind: str | Activation, **constants: float | None) -> Activation:
@@ -1312,16 +1312,20 @@ def make_activation(kind: str | Activation, **constants: float | None) -> Activa
     if isinstance(kind, Activation):
         if constants:
             raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)}")
-        return kind
-    check_known("kind", kind, ACTIVATIONS)
-    known = constants_of(kind)
+        made = type(kind)
+        constants = {name: getattr(kind, name) for name in constants_of(made)}
+    else:
+        check_known("kind", kind, ACTIVATIONS)
+        made = ACTIVATIONS[kind]
+    known = constants_of(made)
     for name, value in constants.items():
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
                              f"{', '.join(known) or 'none'}")
-    # An autograd function cannot take the compiler's symbolic floats.
+    # An autograd function cannot take the compiler's symbolic floats. So a graph makes its own
+    # activation, with numbers.
     numbers = {name: x if x is None else guard_scalar(x) for name, x in constants.items()}
-    return ACTIVATIONS[kind](**numbers)
+    return made(**numbers)
 
 
 # An eager activation takes so many elements of y at once: then only their fp32 copies are in
@@ -2101,7 +2105,7 @@ def expert_mlp(
     tensor([[45.]])
     """
     function = kind
-    if isinstance(kind, str) or constants:
+    if isinstance(kind, str) or constants or torch.compiler.is_compiling():
         function = make_activation(kind, **constants)
     T, K = plan.inverse.shape
     check_shapes(
