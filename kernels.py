@@ -1435,7 +1435,8 @@ def activation(
     y.dtype.
 
     The kinds are those of ACTIVATIONS, and the constants are the fields of each: alpha,
-    linear_offset, clamp_value, beta, linear_beta. "relu2" takes y [.., F]. The arithmetic
+    linear_offset, clamp_value, beta, linear_beta. A kind may also be one that make_activation
+    has made, with its constants. "relu2" takes y [.., F]. The arithmetic
     is in fp32 at least, rounded once. Only y and weights are kept for the backward; with
     fp8_input_store y is kept as fp8 e4m3, clamped to ±448, while the forward still uses the
     unrounded y. ValueError: an unknown kind, a constant that the kind does not have, or
