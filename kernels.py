@@ -914,10 +914,12 @@ def _sum_rows(rows, inverse, offsets=None):
     Compiled, the loop over K is one kernel of gathers and sums, without a tensor [T, K, H].
     """
     total_TH = None
-    for row_T in inverse.unbind(1):
-        picked_TH = upcast(rows.index_select(0, row_T))
+    if offsets is not None:
+        unrouted_TK = inverse >= offsets[-1]
+    for k in range(inverse.shape[1]):
+        picked_TH = upcast(rows.index_select(0, inverse[:, k]))
         if offsets is not None:
-            picked_TH = picked_TH.masked_fill((row_T >= offsets[-1])[:, None], 0.0)
+            picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
         total_TH = picked_TH if total_TH is None else total_TH + picked_TH
     return _cast(total_TH, rows.dtype)
 
