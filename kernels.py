@@ -24,12 +24,11 @@ dynamic graph serves every T. Where a function is an exception, its docstring sa
 """
 import contextlib
 import functools
-import itertools
 import math
 import re
 import threading
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -955,18 +954,14 @@ def _sum_rows(rows, inverse, offsets=None):
     With offsets, unrouted rows are left out. Without, they have to be zeros already.
     Compiled, the loop over K is one kernel of gathers and sums, without a tensor [T, K, H].
     """
+    total_TH = None
     if offsets is not None:
         unrouted_TK = inverse >= offsets[-1]
-
-    def picked(k):
+    for k in range(inverse.shape[1]):
         picked_TH = upcast(rows.index_select(0, inverse[:, k]))
         if offsets is not None:
             picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
-        return picked_TH
-
-    total_TH = picked(0)
-    for k in range(1, inverse.shape[1]):
-        total_TH = total_TH + picked(k)
+        total_TH = picked_TH if total_TH is None else total_TH + picked_TH
     return _cast(total_TH, rows.dtype)
 
 
@@ -1221,25 +1216,25 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 
 # ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
-# y is fc1's output; a is the gate half, b the up half. A class is an activation, and its fields
-# are its constants. `parts`, which has no annotation and so is no field, is the number of parts
-# of y. value(*parts) is the output; back(g,
-# *parts) is (the output, the gradient of each part). They compute in the dtype they are given.
+# y is fc1's output; a is the gate half, b the up half.
+
+class Activation:
+    """A frozen dataclass: its fields are the constants. value(*parts) is the output for the
+    parts of y; back(g, *parts) is (the output, the gradient of each part). They compute in the
+    dtype they are given.
+    """
+    parts: ClassVar[int] = 2
+
 
 @dataclass(frozen=True)
-class SwiGLU:
+class SwiGLU(Activation):
     """act(a) · (b + linear_offset), where act is SiLU (arXiv 2002.05202). clamp_value v first
     clamps a to a <= v, and b to -v <= b <= v.
     """
     linear_offset: float = 0.0
     clamp_value: float | None = None
-    parts = 2
-
-    def act(self, a):
-        return F.silu(a)
-
-    def act_back(self, g, a):
-        return torch.ops.aten.silu_backward(g, a)            # one kernel in eager mode
+    act = staticmethod(F.silu)
+    act_back = staticmethod(torch.ops.aten.silu_backward)    # one kernel in eager mode
 
     def factors(self, a, b):
         """act's argument, and the factor of act."""
@@ -1294,13 +1289,12 @@ class QuickGeGLU(SwiGLU):
 
 
 @dataclass(frozen=True)
-class SiTU:
+class SiTU(Activation):
     """beta · tanh(a / beta) · sigmoid(a) · b. With linear_beta b becomes
     linear_beta · tanh(b / linear_beta).
     """
     beta: float = 1.0
     linear_beta: float | None = None
-    parts = 2
 
     def __post_init__(self):
         for name in ("beta", "linear_beta"):
@@ -1330,9 +1324,9 @@ class SiTU:
 
 
 @dataclass(frozen=True)
-class ReLU2:
+class ReLU2(Activation):
     """relu(y)² of y [.., F], which has no gate (arXiv 2109.08668)."""
-    parts = 1
+    parts: ClassVar[int] = 1
 
     def value(self, y):
         return y.relu().square()
@@ -1346,27 +1340,31 @@ ACTIVATIONS = {
     "swiglu": SwiGLU, "geglu": GeGLU, "quick_geglu": QuickGeGLU, "situ": SiTU, "relu2": ReLU2}
 
 
-def constants_of(kind: str) -> tuple[str, ...]:
+@torch.compiler.assume_constant_result           # Dynamo cannot trace dataclasses.fields
+def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
     """The names of an activation's constants: the fields of its dataclass."""
-    return ACTIVATIONS[kind].__match_args__
+    return tuple(field.name for field in fields(ACTIVATIONS.get(kind, kind)))
 
 
-def make_activation(kind: str, **constants: float | None):
-    check_known("kind", kind, ACTIVATIONS)
-    known = constants_of(kind)
+def make_activation(kind: str | Activation, **constants: float | None) -> Activation:
+    """The activation of this name with these constants. A made one has its constants already."""
+    if isinstance(kind, Activation):
+        if constants:
+            raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)}")
+        made = type(kind)
+        constants = {name: getattr(kind, name) for name in constants_of(made)}
+    else:
+        check_known("kind", kind, ACTIVATIONS)
+        made = ACTIVATIONS[kind]
+    known = constants_of(made)
     for name, value in constants.items():
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
                              f"{', '.join(known) or 'none'}")
-    # An autograd function cannot take the compiler's symbolic floats.
+    # An autograd function cannot take the compiler's symbolic floats. So a graph makes its own
+    # activation, with numbers.
     numbers = {name: x if x is None else guard_scalar(x) for name, x in constants.items()}
-    return ACTIVATIONS[kind](**numbers)
-
-
-def _split(y, function, interleaved):
-    """The parts of y, in fp32 at least."""
-    pattern = "... (f p) -> p ... f" if interleaved else "... (p f) -> p ... f"
-    return rearrange(upcast(y), pattern, p=function.parts)
+    return made(**numbers)
 
 
 # An eager activation takes so many elements of y at once: then only their fp32 copies are in
@@ -1374,64 +1372,61 @@ def _split(y, function, interleaved):
 _ELEMENTS_AT_ONCE = 2 ** 21
 
 
-def _by_parts(function):
-    """Decorator: function(y, *tensors) -> tuple takes some rows at a time where nothing is
-    compiled. The tensors and the results are None, or have the rows of y as their first axis.
+def _is_large(y):
+    """Whether y is taken by parts."""
+    large = not torch.compiler.is_compiling() and y.numel() >= 2 * _ELEMENTS_AT_ONCE
+    return large and y.ndim > 1 and len(y) >= 128
+
+
+def _by_parts(function, *tensors):
+    """function(*tensors) -> results, some rows at a time. The tensors and the results are None,
+    or have as many rows as the first tensor.
     """
-    @functools.wraps(function)
-    def in_parts(y, *tensors, **options):
-        if torch.compiler.is_compiling() or y.ndim < 2:
-            return function(y, *tensors, **options)
-        # Multiples of 64 rows: so a CPU's vectors cover the same elements, and a card adds up a row
-        # in the same order, as without parts. The results are equal to the bit.
-        step = 64 * max(1, _ELEMENTS_AT_ONCE * len(y) // max(64 * y.numel(), 1))
-        starts = range(0, max(len(y) - step, 0) + 1, step)             # the last takes what remains
-        if len(starts) == 1:
-            return function(y, *tensors, **options)
-        results = None
-        for start, end in zip(starts, [*starts[1:], len(y)]):
-            part = [x if x is None else x[start:end] for x in (y, *tensors)]
-            values = function(*part, **options)
-            if results is None:
-                results = [x if x is None else x.new_empty(len(y), *x.shape[1:]) for x in values]
-            for result, value in zip(results, values):
-                if result is not None:
-                    result[start:end] = value
-        return tuple(results)
-
-    return in_parts
+    # Multiples of 64 rows: so a CPU's vectors cover the same elements, and a card adds up a row in
+    # the same order, as without parts. The results are equal to the bit.
+    y = tensors[0]
+    step = 64 * max(1, _ELEMENTS_AT_ONCE * len(y) // (64 * y.numel()))
+    starts = range(0, len(y) - step + 1, step)                         # the last takes what remains
+    results = None
+    for start, end in zip(starts, [*starts[1:], len(y)]):
+        values = function(*[x if x is None else x[start:end] for x in tensors])
+        if results is None:
+            results = [x if x is None else x.new_empty(len(y), *x.shape[1:]) for x in values]
+        for result, value in zip(results, values):
+            if result is not None:
+                result[start:end] = value
+    return results
 
 
-@_by_parts
-def _activate(y, weights, function, interleaved=False):
-    """(the activation of y times weights, in y.dtype,)."""
-    value = function.value(*_split(y, function, interleaved))
-    if weights is not None:
-        value = value * weights
-    return _cast(value, y.dtype),
+def _activate(y, probs, function, layout="(p f)"):
+    """The activation of y, times probs, in y.dtype. layout says how the parts lie in y."""
+    if _is_large(y):
+        return _by_parts(lambda *rows: [_activate(*rows, function, layout)], y, probs)[0]
+    value = function.value(*rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts))
+    if probs is not None:
+        value = value * probs
+    return _cast(value, y.dtype)
 
 
-@_by_parts
-def _activate_back(y, g, weights, function, interleaved=False, output=False):
-    """(grad_y in y.dtype, grad_weights [.., 1] in fp32 at least or None, with `output` also what
-    _activate gives or else None).
+def _activate_back(y, g, probs, function, layout="(p f)", output=False):
+    """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, with `output` also what _activate
+    gives). What there is not is None.
     """
-    g_wide = g_value = upcast(g)
-    if weights is not None:
-        g_value = g_wide * weights
-    value, *grads = function.back(g_value, *_split(y, function, interleaved))
+    if _is_large(y):
+        return _by_parts(
+            lambda *rows: _activate_back(*rows, function, layout, output), y, g, probs)
+    g = upcast(g)
+    g_value = g if probs is None else g * probs
+    parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
+    value, *grads = function.back(g_value, *parts)
     grads = [grad.to(y.dtype) for grad in grads]
-    if interleaved:
-        grad_y = torch.stack(grads, -1).flatten(-2)
-    else:
-        grad_y = grads[0] if len(grads) == 1 else torch.cat(grads, -1)
-    grad_weights = None
-    if weights is not None:
-        grad_weights = (g_wide * value).sum(-1, keepdim=True)
-    act = None
+    grad_y = torch.cat(grads, -1) if layout == "(p f)" else torch.stack(grads, -1).flatten(-2)
+    grad_probs = act = None
+    if probs is not None:
+        grad_probs = _cast((g * value).sum(-1, keepdim=True), probs.dtype)
     if output:
-        act = _cast(value if weights is None else value * weights, y.dtype)
-    return grad_y, grad_weights, act
+        act = _cast(value * probs, y.dtype)
+    return grad_y, grad_probs, act
 
 
 def _to_fp8(y):
@@ -1445,16 +1440,14 @@ class _Activation(torch.autograd.Function):
         ctx.dtype = y.dtype
         kept = _to_fp8(y) if fp8_input_store else y
         ctx.save_for_backward(kept, weights)
-        return _activate(y, weights, function=function)[0]
+        return _activate(y, weights, function)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
         y = kept.to(ctx.dtype)
-        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=ctx.function)
-        if weights is not None:
-            grad_weights = grad_weights.to(weights.dtype)
+        grad_y, grad_weights, _ = _activate_back(y, g, weights, ctx.function)
         # y, weights, function, fp8_input_store
         return grad_y, grad_weights, None, None
 
@@ -1474,14 +1467,15 @@ def _check_activation(y, weights, function, g=None):
 
 
 def activation(
-    y: Tensor, kind: str = "swiglu", weights: Tensor | None = None, fp8_input_store: bool = False,
-    **constants: float | None,
+    y: Tensor, kind: str | Activation = "swiglu", weights: Tensor | None = None,
+    fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
     """The activation `kind` of y [.., 2F], times weights [.., 1] of any dtype -> [.., F] in
     y.dtype.
 
     The kinds are those of ACTIVATIONS, and the constants are the fields of each: alpha,
-    linear_offset, clamp_value, beta, linear_beta. "relu2" takes y [.., F]. The arithmetic
+    linear_offset, clamp_value, beta, linear_beta. A kind may also be one that make_activation
+    has made, with its constants. "relu2" takes y [.., F]. The arithmetic
     is in fp32 at least, rounded once. Only y and weights are kept for the backward; with
     fp8_input_store y is kept as fp8 e4m3, clamped to ±448, while the forward still uses the
     unrounded y. ValueError: an unknown kind, a constant that the kind does not have, or
@@ -1498,7 +1492,7 @@ def activation(
 class _ActivationBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, g, y, weights, function):
-        grad_y, grad_weights, _ = _activate_back(y, g, weights, function=function)
+        grad_y, grad_weights, _ = _activate_back(y, g, weights, function)
         return grad_y, grad_weights
 
     @staticmethod
@@ -1508,7 +1502,7 @@ class _ActivationBack(torch.autograd.Function):
 
 
 def activation_back(
-    g: Tensor, y: Tensor, kind: str = "swiglu", weights: Tensor | None = None,
+    g: Tensor, y: Tensor, kind: str | Activation = "swiglu", weights: Tensor | None = None,
     **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The gradient of `activation`, given g [.., F]: grad_y in y.dtype.
@@ -1521,12 +1515,10 @@ def activation_back(
     _check_activation(y, weights, function, g=g)
     if torch.compiler.is_compiling():                    # which traces a backward, not an error
         with torch.no_grad():
-            grad_y, grad_weights, _ = _activate_back(y, g, weights, function=function)
+            grad_y, grad_weights, _ = _activate_back(y, g, weights, function)
     else:
         grad_y, grad_weights = _ActivationBack.apply(g, y, weights, function)
-    if weights is None:
-        return grad_y
-    return grad_y, grad_weights.to(weights.dtype)
+    return grad_y if weights is None else (grad_y, grad_weights)
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -1558,12 +1550,12 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 # ---- Grouped matrix product: row block e times matrix e ----
-# Where torch's grouped product does not read the offsets on the card itself (see _native), the
-# two products are custom ops, which read a copy of them on the host. On a CPU they loop over the
+# Torch's grouped product reads the offsets on some cards itself (see _native). Elsewhere the two
+# products are custom ops, which read a copy of the offsets on the host. On a CPU they loop over the
 # experts and gather the rows of one just before its product, while these are in the cache. Small
 # blocks go to torch's own loop at once (see _loops_in_torch). On a card a loop would be bound by
 # its launches, so experts of similar size are multiplied as one batch (see _plan_batches).
-# Either way the compiler sees no gathered rows, so it cannot keep them for the backward.
+# The compiler sees no rows that an op has gathered, so it cannot keep them for the backward.
 
 class _Rows(NamedTuple):
     """The rows [N, ..] of a product: x, or with token_N the rows x[token_N]."""
@@ -1579,6 +1571,13 @@ class _Rows(NamedTuple):
         if self.token_N is None:
             return self.x[start:end]
         return self.x.index_select(0, self.token_N[start:end])
+
+    def in_slots(self, row_L):
+        """x, and the row of x for each slot; any for a spare slot."""
+        source_L = row_L.clamp(max=self.count() - 1)
+        if self.token_N is None:
+            return self.x, source_L
+        return self.x, self.token_N.index_select(0, source_L)
 
 
 @functools.cache
@@ -1607,6 +1606,31 @@ def _mm(a, b, out, bias=None):
         torch.addmm(bias, a, b, out=out)
 
 
+def _aligned(*operands):
+    """Whether widths and strides are multiples of 16 bytes, as torch's grouped product
+    needs them.
+    """
+    for x in operands:
+        steps = [step for step in x.stride() if step != 1]
+        sizes = [*x.shape[1:], *steps]
+        if 0 in steps or any(size * x.itemsize % 16 for size in sizes):
+            return False
+    return True
+
+
+def _loops_in_torch(a, b, rows_each):
+    """Whether torch's grouped product, which loops in C++ on a CPU, takes a and b and is faster
+    than the loop here.
+
+    It is if an expert has at most 64 KiB of rows on average: there the cost of the Python
+    loop shows.
+    """
+    if a.dtype == torch.float64 or a.dtype != torch.float32 and _slow_on_cpu(a.dtype):
+        return False
+    row_bytes = a.itemsize * max(a.shape[-1], b.shape[-1])
+    return rows_each * row_bytes <= 2 ** 16 and _aligned(a, b)
+
+
 def _blocks(ends):
     """(expert, first row, end) of every expert, given the list of the offsets."""
     start = 0
@@ -1623,15 +1647,14 @@ class _Batch(NamedTuple):
     rows: int
     first: int               # the number of experts in the batches before
     slot: int                # the number of slots in the batches before
-    quarter: int             # of all slots: where the batch begins
 
-    def count(self):
-        return len(self.experts) * self.rows
+    def end(self):
+        return self.slot + len(self.experts) * self.rows
 
-    def slots(self, x, start):
-        """[experts, rows, ..]: the batch's part of x, which begins at slot `start`."""
-        start = self.slot - start
-        return x[start:start + self.count()].unflatten(0, (-1, self.rows))
+    def slots(self, x, part):
+        """[experts, rows, ..]: the slots of this batch in x, which has those of a part."""
+        start = part[0].slot
+        return x[self.slot - start:self.end() - start].unflatten(0, (-1, self.rows))
 
     def ids(self, expert_E):
         return expert_E[self.first:self.first + len(self.experts)]
@@ -1641,45 +1664,29 @@ class _Batch(NamedTuple):
         first, last = self.experts[0], self.experts[-1]
         return slice(first, last + 1) if last - first < len(self.experts) else None
 
-    def select(self, x, expert_E):
-        """x[experts] of x [E, ..], a copy only if they are no neighbours."""
+    def select(self, weights, expert_E):
+        """weights[experts], a copy only if they are no neighbours."""
         neighbours = self.neighbours()
         if neighbours is not None:
-            return x[neighbours]
+            return weights[neighbours]
         ids = self.ids(expert_E)
-        if x.ndim == 3 and x.stride(2) != 1:
-            return x.mT.index_select(0, ids).mT          # copied as it lies in memory
-        return x.index_select(0, ids)
-
-
-def _size_classes(sizes):
-    """[(start, end)]: cuts `sizes`, which descend, into few classes. If each size became the
-    largest of its class, their sum would grow by at most 30 %.
-    """
-    def best_cut(start, end):
-        saved = [((sizes[start] - sizes[cut]) * (end - cut), cut) for cut in range(start + 1, end)]
-        return *max(saved, default=(0, end)), start, end
-
-    total = sum(sizes)
-    padded = sizes[0] * len(sizes)
-    classes = [best_cut(0, len(sizes))]
-    while padded > total + 3 * total // 10:
-        saved, cut, start, end = largest = max(classes)
-        classes.remove(largest)
-        classes += best_cut(start, cut), best_cut(cut, end)
-        padded -= saved
-    return sorted((start, end) for _, _, start, end in classes)
+        if weights.stride(2) != 1:
+            return weights.mT.index_select(0, ids).mT    # copied as it lies in memory
+        return weights.index_select(0, ids)
 
 
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
 def _plan_batches(ends):
-    """(blocks, batches) of the offsets `ends`: every expert with rows is in one of them, once.
+    """(blocks, parts) of the offsets `ends`: every expert with rows is in one of them, once.
 
     An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
-    others are batches, each of one of the _size_classes. To bound the memory of a product, a batch
-    ends with the expert that completes a quarter of all slots (these count as four an expert at
-    least). And it has at most a third of the experts, unless they are neighbours, whose weights
-    are not copied.
+    others form classes of similar size. A class takes experts in descending order, each with as
+    many slots as its first has rows, while all slots so far are at most 1.3 times the rows.
+
+    To bound the memory of a product, the slots are cut into parts, lists of batches. A part ends
+    with the expert that completes a quarter of all slots (these count as four an expert at
+    least). A batch is of one class and one part. It has at most a third of the experts, unless
+    they are neighbours, whose weights are not copied.
     """
     blocks = []
     rows_E = {}
@@ -1689,138 +1696,113 @@ def _plan_batches(ends):
             blocks.append((e, start, end))
         elif rows:
             rows_E[e] = rows
-    if not rows_E:
-        return blocks, []
 
-    descending = sorted(rows_E, key=rows_E.get, reverse=True)
-    classes = _size_classes([rows_E[e] for e in descending])
-    slots = sum(rows_E[descending[start]] * (end - start) for start, end in classes)
-    slots = max(slots, 4 * 4 * len(rows_E))
+    classes = {}                                 # by size, which differs from class to class
+    size = total = slots = 0
+    for e in sorted(rows_E, key=rows_E.get, reverse=True):
+        total += rows_E[e]
+        if not classes or 10 * (slots + size) > 13 * total:
+            size = rows_E[e]
+        classes.setdefault(size, []).append(e)
+        slots += size
+
+    quarter = max(slots / 4, 4 * len(rows_E))
     most_copied = math.ceil(len(rows_E) / 3)
-    batches = []
-    first = slot = 0
-    for start, end in classes:
-        rows = rows_E[descending[start]]
-        experts = sorted(descending[start:end])
+    parts = []
+    left = first = slot = 0                      # left: of the quarter of this part
+    for size, experts in classes.items():
+        experts.sort()
         while experts:
-            quarter = 4 * slot // slots
-            to_its_end = math.ceil(((quarter + 1) * slots - 4 * slot) / (4 * rows))
-            batch = _Batch(experts[:to_its_end], rows, first=first, slot=slot, quarter=quarter)
+            if left <= 0:
+                parts.append([])
+                left = quarter
+            batch = _Batch(experts[:math.ceil(left / size)], size, first=first, slot=slot)
             if batch.neighbours() is None:
                 batch = batch._replace(experts=batch.experts[:most_copied])
-            batches.append(batch)
-            experts = experts[len(batch.experts):]
-            first += len(batch.experts)
-            slot += batch.count()
-    return blocks, batches
+            parts[-1].append(batch)
+            taken = len(batch.experts)
+            experts = experts[taken:]
+            first += taken
+            left -= batch.end() - slot
+            slot = batch.end()
+    return blocks, parts
 
 
-def _parts(batches, quarters):
-    """(batches, first slot, end) of each part of the slots, of so many quarters."""
-    for _, part in itertools.groupby(batches, lambda batch: batch.quarter // quarters):
-        part = list(part)
-        yield part, part[0].slot, part[-1].slot + part[-1].count()
+def _empty_read(offsets, num_rows):
+    on_host = offsets.new_empty(len(offsets), device="cpu")
+    return on_host, offsets.new_empty(len(offsets) + num_rows + 3 * num_rows // 10)
 
 
-def _empty_index(offsets, on_card, num_rows):
-    return on_card.new_empty(len(offsets) + num_rows + 3 * num_rows // 10)
+@op(_empty_read, cudagraph_unsafe=True)
+def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(a copy of the offsets on the host, the index of the batches on the card).
 
-
-@op(_empty_index, cudagraph_unsafe=True)
-def _index_batches(offsets: Tensor, on_card: Tensor, num_rows: int) -> Tensor:
-    """[E + L] int32, on the card: the experts of the batches in their order, then those without
-    rows; and for each of L = N + 3 N // 10 slots its row, N for a spare slot.
-
-    offsets is the copy on the host, on_card the offsets themselves. What has E entries is made on
-    the host, what has L on the card.
+    The index [E + L] int32 holds the experts of the batches in their order; and for each of
+    L = N + 3 N // 10 slots its row, N for a spare slot. What has E entries is made on the host,
+    what has L on the card.
     """
-    E = len(offsets)
-    ends = [0, *offsets.tolist()]
-    _, batches = _plan_batches(tuple(ends[1:]))
-    experts = []
-    shifts = []                                     # of an expert: its first row - its first slot
-    slot_ends = []
+    on_host = offsets.to("cpu", copy=True)
+    ends = tuple(on_host.tolist())
+    E = len(ends)
+    starts = 0, *ends
+    _, parts = _plan_batches(ends)
+    table = []
     slot = 0
-    for batch in batches:
-        for e in batch.experts:
-            experts.append(e)
-            shifts.append(ends[e] - slot)
-            slot += batch.rows
-            slot_ends.append(slot)
-    row_ends = [ends[e + 1] for e in experts]
-    experts += [e for e in range(E) if ends[e] == ends[e + 1]]
-
-    # Slots beyond the last batch are those of an expert E, which has no rows.
-    fills = slot, 0, 0, 0
-    columns = slot_ends, shifts, row_ends, experts
-    table = [[*column, *[fill] * (E + 1 - len(column))] for column, fill in zip(columns, fills)]
+    for part in parts:
+        for batch in part:
+            for e in batch.experts:
+                table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
+                slot += batch.rows
+    # Slots beyond the last batch are those of an expert without rows.
+    table += [(0, slot, 0, 0)] * (E + 1 - len(table))
     # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
-    table = torch.tensor(table, dtype=torch.int32, device="cpu")
-    table = table.to(on_card.device, non_blocking=on_card.is_cuda)
-    slot_ends_E, shifts_E, row_ends_E, experts_E = table.unbind()
-    slot_L = torch.arange(num_rows + 3 * num_rows // 10, dtype=torch.int32, device=on_card.device)
+    table = torch.tensor([*zip(*table)], dtype=torch.int32, device="cpu")
+    table = table.to(offsets.device, non_blocking=offsets.is_cuda)
+    experts_E, slot_ends_E, shifts_E, row_ends_E = table.unbind()
+
+    slot_L = torch.arange(num_rows + 3 * num_rows // 10, dtype=torch.int32, device=offsets.device)
     expert_L = torch.bucketize(slot_L, slot_ends_E[:E], right=True)
     row_L = slot_L + shifts_E.index_select(0, expert_L)
     row_L.masked_fill_(row_L >= row_ends_E.index_select(0, expert_L), num_rows)
-    return torch.cat((experts_E[:E], row_L))
-
-
-def _aligned(*operands):
-    """Whether widths and strides are multiples of 16 bytes, as torch's grouped product
-    needs them.
-    """
-    for x in operands:
-        steps = [step for step in x.stride() if step != 1]
-        sizes = [*x.shape[1:], *steps]
-        if 0 in steps or any(size * x.itemsize % 16 for size in sizes):
-            return False
-    return True
-
-
-def _loops_in_torch(x, token_N, num_experts):
-    """Whether torch's grouped product, which loops in C++ on a CPU, is faster than the
-    loop here.
-
-    It is if an expert has at most 64 KiB of rows on average: there the cost of the Python
-    loop shows.
-    """
-    if x.device.type != "cpu" or x.dtype == torch.float64 or _slow_on_cpu(x.dtype):
-        return False
-    row_bytes = x.shape[1] * x.itemsize
-    return _Rows(x, token_N).count() * row_bytes <= num_experts * 2 ** 16 and _aligned(x)
+    return on_host, torch.cat((experts_E[:E], row_L))
 
 
 def _work(offsets, index):
-    """(blocks, batches): what is multiplied alone, and what as a batch. Without an index, which is
+    """(blocks, parts): what is multiplied alone, and what in batches. Without an index, which is
     on a CPU, nothing is a batch.
     """
     ends = offsets.tolist()
     return (_blocks(ends), []) if index is None else _plan_batches(tuple(ends))
 
 
-def _source(rows, row_P):
-    """The row of rows.x for each slot; any for a spare slot."""
-    source_P = row_P.clamp(max=rows.count() - 1)
-    return source_P if rows.token_N is None else rows.token_N.index_select(0, source_P)
-
-
-def _multiply_batches(rows, weights, bias, batches, index, out):
-    """Writes the products of the batches to out [N + 1, O]. Spare slots write to row N."""
-    expert_E, row_L = index.long().tensor_split([len(weights)])
-    source_L = _source(rows, row_L)
-    for part, start, end in _parts(batches, quarters=2):
-        block = rows.x.index_select(0, source_L[start:end])
-        product = out.new_empty(end - start, out.shape[1])
+def _multiply(rows, weights, bias, offsets, index):
+    """The products of _rows_times_weights, but for unrouted rows. Spare slots write to row N."""
+    blocks, parts = _work(offsets, index)
+    N = rows.count()
+    out = rows.x.new_empty(N + 1 if parts else N, weights.shape[2])
+    for e, start, end in blocks:
+        if start < end:
+            bias_e = bias if bias is None else bias[e]
+            _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
+    if parts:
+        expert_E, row_L = index.long().tensor_split([len(weights)])
+        x, source_L = rows.in_slots(row_L)
+    for part in parts:
+        span = slice(part[0].slot, part[-1].end())
+        block = x.index_select(0, source_L[span])
+        product = out.new_empty(len(block), out.shape[1])
         for batch in part:
-            factors = batch.slots(block, start), batch.select(weights, expert_E)
+            factors = batch.slots(block, part), batch.select(weights, expert_E)
+            product_b = batch.slots(product, part)
             if bias is None:
-                torch.bmm(*factors, out=batch.slots(product, start))
+                torch.bmm(*factors, out=product_b)
             else:
-                bias_b = batch.select(bias, expert_E)[:, None]
-                torch.baddbmm(bias_b, *factors, out=batch.slots(product, start))
+                bias_b = bias.index_select(0, batch.ids(expert_E))
+                torch.baddbmm(bias_b[:, None], *factors, out=product_b)
             del factors
-        out.index_copy_(0, row_L[start:end], product)
-        del block, product                               # before the next part needs memory
+        out.index_copy_(0, row_L[span], product)
+        del block, product, product_b                    # before the next part needs memory
+    return out[:N]
 
 
 def _empty_product(x, token_N, weights, bias, offsets, index=None):
@@ -1833,49 +1815,41 @@ def _rows_times_weights(
     index: Tensor | None = None,
 ) -> Tensor:
     rows = _Rows(x, token_N)
-    in_torch = index is None and bias is None and _loops_in_torch(x, token_N, len(weights))
-    if in_torch and _aligned(weights):
+    on_cpu = index is None
+    if on_cpu and bias is None and _loops_in_torch(x, weights, rows.count() / len(weights)):
         out = F.grouped_mm(rows.block(), weights, offs=offsets)
-        out[offsets[-1]:].zero_()
-        return out
-    N = rows.count()
-    blocks, batches = _work(offsets, index)
-    out = x.new_empty(N + 1 if batches else N, weights.shape[2])
-    for e, start, end in blocks:
-        if start < end:
-            bias_e = bias if bias is None else bias[e]
-            _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
-    if batches:
-        _multiply_batches(rows, weights, bias=bias, batches=batches, index=index, out=out)
-        out = out[:N]
+    else:
+        out = _multiply(rows, weights, bias, offsets, index)
     out[offsets[-1]:].zero_()
     return out
 
 
-def _multiply_batches_of_rows(a, b, blocks, batches, index, out):
-    """Writes aᵀ · b of each expert in the batches to out [E, I, O], and zeros for an expert
-    without rows. Spare slots hold zeros.
-    """
-    expert_E, row_L = index.tensor_split([len(out)])
-    expert_E = expert_E.long()
-    spare_L1 = (row_L == a.count())[:, None]
-    source_a, source_b = _source(a, row_L), _source(b, row_L)
-    for part, start, end in _parts(batches, quarters=1):
+def _multiply_rows(a, b, offsets, index):
+    """The products of _rows_times_rows. Spare slots hold zeros."""
+    blocks, parts = _work(offsets, index)
+    out = a.x.new_empty(len(offsets), a.x.shape[1], b.x.shape[1])
+    if index is not None and 0 in offsets.diff(prepend=offsets.new_zeros(1)):
+        out.zero_()                                      # experts without rows are in no batch
+    for e, start, end in blocks:
+        _mm(a.block(start, end).t(), b.block(start, end), out=out[e])      # without rows: zeros
+    if parts:
+        expert_E, row_L = index.long().tensor_split([len(out)])
+        spare_L1 = (row_L == a.count())[:, None]
+        sources = a.in_slots(row_L), b.in_slots(row_L)
+    for part in parts:
+        span = slice(part[0].slot, part[-1].end())
         block_a, block_b = [
-            rows.x.index_select(0, source[start:end]).masked_fill_(spare_L1[start:end], 0.0)
-            for rows, source in ((a, source_a), (b, source_b))]
+            x.index_select(0, source_L[span]).masked_fill_(spare_L1[span], 0.0)
+            for x, source_L in sources]
         for batch in part:
-            factors = batch.slots(block_a, start).mT, batch.slots(block_b, start)
+            factors = batch.slots(block_a, part).mT, batch.slots(block_b, part)
             neighbours = batch.neighbours()
             if neighbours is None:
                 out.index_copy_(0, batch.ids(expert_E), torch.bmm(*factors))
             else:
                 torch.bmm(*factors, out=out[neighbours])
-        del block_a, block_b, factors
-    in_batches = sum(len(batch.experts) for batch in batches)
-    without_rows = expert_E[in_batches:len(out) - len(blocks)]
-    if len(without_rows):
-        out.index_fill_(0, without_rows, 0.0)
+        del block_a, block_b, factors                    # before the next part needs memory
+    return out
 
 
 def _empty_weight_grad(a, token_a, b, token_b, offsets, index=None):
@@ -1887,37 +1861,18 @@ def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
     index: Tensor | None = None,
 ) -> Tensor:
-    E = len(offsets)
-    rows_a = _Rows(a, token_a)
-    rows_b = _Rows(b, token_b)
-    on_cpu = index is None
-    if on_cpu and _loops_in_torch(a, token_a, E) and _loops_in_torch(b, token_b, E):
+    rows_a, rows_b = _Rows(a, token_a), _Rows(b, token_b)
+    if index is None and _loops_in_torch(a, b, rows_a.count() / len(offsets)):
         return F.grouped_mm(rows_a.block().t(), rows_b.block(), offs=offsets)
-    out = a.new_empty(E, a.shape[1], b.shape[1])
-    blocks, batches = _work(offsets, index)
-    for e, start, end in blocks:
-        block_a = rows_a.block(start, end)
-        block_b = rows_b.block(start, end)
-        _mm(block_a.t(), block_b, out=out[e])            # without rows: zeros
-    if index is not None:
-        _multiply_batches_of_rows(rows_a, rows_b, blocks, batches, index=index, out=out)
-    return out
+    return _multiply_rows(rows_a, rows_b, offsets, index)
 
 
 @torch.compiler.assume_constant_result
-def _reads_offsets_itself(device):
-    """Whether torch's grouped product reads the offsets on this card, not on the host."""
-    on_cuda = device.type == "cuda" and torch.version.hip is None
-    return on_cuda and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@torch.compiler.assume_constant_result
-def _leaves_empty_blocks(device):
-    """Whether torch's product leaves the gradient of a weight without rows uninitialised.
-
-    It does on compute capability 10.x, built with a CUTLASS before 4.3 (pytorch #172439).
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+def _cuda_generation(device):
+    """The major number of the compute capability of a card from NVIDIA, else 0."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _begins_aligned(x):
@@ -1937,51 +1892,32 @@ def _native(*operands):
             return False
         if not _begins_aligned(x):
             return False
-    return _aligned(*operands) and _reads_offsets_itself(operands[0].device)
-
-
-def _on_card(offsets):
-    return offsets.device.type != "cpu"
-
-
-@op(lambda offsets: offsets.new_empty(len(offsets), device="cpu"), cudagraph_unsafe=True)
-def _copy_to_host(offsets: Tensor) -> Tensor:
-    return offsets.to("cpu", copy=True)
+    return _aligned(*operands) and _cuda_generation(operands[0].device) in (9, 10)
 
 
 class _Read(NamedTuple):
-    """The offsets where products read them. With an index (see _index_batches) they are a copy on
-    the host, and the products are batches of experts.
+    """The offsets where the products read them: native on a card, else on the host. With an index
+    (see _read_in_batches) the products are batches of experts.
     """
     offsets: Tensor
     index: Tensor | None = None
-
-    def is_native(self):
-        """Whether torch's product on a card reads them."""
-        return self.index is None and _on_card(self.offsets)
+    native: bool = False
 
 
 def _where_read(offsets, num_rows, *operands):
-    """The _Read for products of the operands, and of their gradients, with N = num_rows rows: the
-    offsets themselves on a CPU, or if these products are _native, else a copy on the host.
+    """The _Read for products of the operands, and of their gradients, with N = num_rows rows.
 
     One copy and one index serve forward and backward of a layer. The copy is their one sync.
     """
-    if not _on_card(offsets) or _native(*operands):
+    if offsets.device.type == "cpu":
         return _Read(offsets)
-    on_host = _copy_to_host(offsets)
-    return _Read(on_host, index=_index_batches(on_host, offsets, num_rows))
+    if _native(*operands):
+        return _Read(offsets, native=True)
+    return _Read(*_read_in_batches(offsets, num_rows))
 
 
-def _product(rows, weights, read, bias=None):
-    """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
-
-    Torch's product leaves unrouted rows uninitialised; the other path gives zeros: see _row_limit.
-    """
-    offsets, index = read
-    if not read.is_native():
-        return _rows_times_weights(*rows, weights=weights, bias=bias, offsets=offsets, index=index)
-    out = F.grouped_mm(rows.block(), weights, offs=offsets)
+def _native_product(rows, weights, offsets, bias):
+    out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         row_N = torch.arange(out.shape[0], device=out.device)
         expert_N = torch.bucketize(row_N, offsets, right=True)
@@ -1989,23 +1925,31 @@ def _product(rows, weights, read, bias=None):
     return out
 
 
-def _row_limit(read):
-    """What _sum_rows takes for the rows of a _product: the offsets where unrouted rows have to
-    be selected out, None where they are zeros.
+def _product(rows, weights, read, bias=None):
+    """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
+    Unrouted rows are zeros, but uninitialised where the product is native.
     """
-    return read.offsets if read.is_native() else None
+    offsets, index, native = read
+    if native:
+        return _native_product(rows.block(), weights, offsets, bias=bias)
+    return _rows_times_weights(*rows, weights, bias, offsets, index)
+
+
+def _native_weight_grad(a, b, offsets):
+    grad = F.grouped_mm(a.t(), b, offs=offsets)
+    # A CUTLASS before 4.3 leaves empty blocks uninitialised there (pytorch #172439).
+    if _cuda_generation(offsets.device) == 10:
+        rows_E = offsets.diff(prepend=offsets.new_zeros(1))
+        grad = grad.masked_fill(rows_E[:, None, None] == 0, 0.0)
+    return grad
 
 
 def _weight_grad(a, b, read):
     """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block."""
-    offsets, index = read
-    if not read.is_native():
-        return _rows_times_rows(*a, b=b.x, token_b=b.token_N, offsets=offsets, index=index)
-    grad = F.grouped_mm(a.block().t(), b.block(), offs=offsets)
-    if _leaves_empty_blocks(offsets.device):
-        rows_E = offsets.diff(prepend=offsets.new_zeros(1))
-        grad = grad.masked_fill(rows_E[:, None, None] == 0, 0.0)
-    return grad
+    offsets, index, native = read
+    if native:
+        return _native_weight_grad(a.block(), b.block(), offsets)
+    return _rows_times_rows(*a, *b, offsets, index)
 
 
 # This is an op for _exact_fp32: it is a sum.
@@ -2019,15 +1963,15 @@ def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None = None) -> T
 
 def _bias_grad(rows, read):
     """rows [N, O] -> [E, O]: the sum of each row block."""
-    if not read.is_native():
-        return _block_sums(rows, *read)
-    ones = _Rows(rows.new_ones(rows.shape[0], 8))
-    return _weight_grad(_Rows(rows), ones, read)[:, :, 0]
+    if not read.native:
+        return _block_sums(rows, read.offsets, read.index)
+    ones = rows.new_ones(rows.shape[0], 8)
+    return _native_weight_grad(rows, ones, read.offsets)[:, :, 0]
 
 
 def _zero_unrouted(rows, read):
     """The rows of a _product, with zeros from offsets[-1] on."""
-    if not read.is_native():
+    if not read.native:
         return rows
     row_N = torch.arange(rows.shape[0], device=rows.device)
     return rows.masked_fill((row_N >= read.offsets[-1])[:, None], 0.0)
@@ -2037,26 +1981,26 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, offsets):
         read = _where_read(offsets, rows.shape[0], rows, weights)
-        ctx.save_for_backward(rows, weights, *read)
+        ctx.native = read.native
+        ctx.save_for_backward(rows, weights, read.offsets, read.index)
         return _zero_unrouted(_product(_Rows(rows), weights, read), read)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         rows, weights, *read = ctx.saved_tensors
-        read = _Read(*read)
+        read = _Read(*read, ctx.native)
         need_rows, need_weights, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         if not _begins_aligned(grad):
             grad = grad.clone()
-        grad = _Rows(grad)
         grad_rows = grad_weights = None
         # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:
-            grad_rows = _product(grad, weights.transpose(1, 2), read)
+            grad_rows = _product(_Rows(grad), weights.transpose(1, 2), read)
             grad_rows = _zero_unrouted(grad_rows, read)
         if need_weights:
-            grad_weights = _weight_grad(_Rows(rows), grad, read)
+            grad_weights = _weight_grad(_Rows(rows), _Rows(grad), read)
         # rows, weights, offsets
         return grad_rows, grad_weights, None
 
@@ -2090,12 +2034,6 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 # ---- Experts: gather, fc1, activation, fc2, combine ----
 
-def _token_and_prob(order, probs):
-    """Of each row: its token [N] and its prob [N, 1]."""
-    probs_N = probs.flatten().index_select(0, order)
-    return order // probs.shape[1], probs_N[:, None]
-
-
 class _ExpertMLP(torch.autograd.Function):
     """fc1 is [E, P·F, H]. The backward keeps fc1's output and this function's own arguments.
     The activation is cheap to compute again, and would take another [N, F].
@@ -2103,27 +2041,28 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
-        ctx.function, ctx.interleaved, fp8_input_store = options
+        *ctx.activation, fp8_input_store = options
         read = _where_read(offsets, order.shape[0], fc1, fc2)
-        token_N, probs_N1 = _token_and_prob(order, probs)
+        ctx.native = read.native
+        token_N = order // probs.shape[1]
+        probs_N1 = probs.flatten().index_select(0, order)[:, None]
 
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
-        rows = _Rows(tokens, token_N)
-        hidden = _product(rows, fc1.transpose(1, 2), read, bias=fc1_bias)
-        act, = _activate(
-            hidden, probs_N1, function=ctx.function, interleaved=ctx.interleaved)
+        hidden = _product(_Rows(tokens, token_N), fc1.transpose(1, 2), read, bias=fc1_bias)
+        act = _activate(hidden, probs_N1, *ctx.activation)
         out = _product(_Rows(act), fc2.transpose(1, 2), read)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
-        ctx.save_for_backward(kept, tokens, probs, fc1, fc2, order, inverse, offsets, *read)
-        return _sum_rows(out, inverse, offsets=_row_limit(read))
+        ctx.save_for_backward(
+            kept, tokens, probs, fc1, fc2, order, inverse, offsets, read.offsets, read.index)
+        return _sum_rows(out, inverse, offsets if read.native else None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         kept, tokens, probs, fc1, fc2, order, inverse, offsets, *read = ctx.saved_tensors
-        read = _Read(*read)
-        need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias = ctx.needs_input_grad[1:6]
+        read = _Read(*read, ctx.native)
+        _, need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias, *_ = ctx.needs_input_grad
         grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = None
         grad = grad.contiguous()
         hidden = kept.to(grad.dtype)
@@ -2131,18 +2070,17 @@ class _ExpertMLP(torch.autograd.Function):
         # This makes the order depend on grad. Else the compiler could compute token_N and the
         # rows in the forward, and keep them.
         order = value_in_backward(order, grad)
-        token_N, probs_N1 = _token_and_prob(order, probs)
+        token_N = order // probs.shape[1]
+        probs_N1 = probs.flatten().index_select(0, order)[:, None]
         grad_out = _Rows(grad, token_N)
 
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
         # grad_p = Σ_f grad_act · activation(hidden)
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
             grad_hidden, grad_probs_N1, act = _activate_back(
-                hidden, _product(grad_out, fc2, read), probs_N1, function=ctx.function,
-                interleaved=ctx.interleaved, output=need_fc2)
+                hidden, _product(grad_out, fc2, read), probs_N1, *ctx.activation, output=need_fc2)
         elif need_fc2:
-            act, = _activate(
-                hidden, probs_N1, function=ctx.function, interleaved=ctx.interleaved)
+            act = _activate(hidden, probs_N1, *ctx.activation)
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
@@ -2156,20 +2094,35 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_rows = grad_hidden · fc1, grad_x = Σ_k grad_rows[inverse]
         if need_tokens:
             grad_rows = _product(_Rows(grad_hidden), fc1, read)
-            grad_tokens = _sum_rows(grad_rows, inverse, offsets=_row_limit(read))
+            grad_tokens = _sum_rows(grad_rows, inverse, offsets if read.native else None)
         if need_probs:
-            unrouted_TK = inverse >= offsets[-1]
-            grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(unrouted_TK, 0.0)
-            grad_probs = grad_probs.to(probs.dtype)
+            grad_probs = grad_probs_N1.flatten()[inverse]
+            grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0)
         # options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets
         return (
             None, grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, None, None, None)
 
 
+def _add_output_bias(y, probs, plan, fc2_bias):
+    """y_t + Σ_k p_tk · fc2_bias[i_tk], in y.dtype.
+
+    The sum is the product of probs [T, E] and fc2_bias [E, H] in fp32, of which no copy is kept.
+    """
+    # One map per slot, because a token may name an expert twice: in one map that would need an
+    # atomic add.
+    expert_TK = _expert_of(plan.inverse, plan.offsets)
+    slots = zip(probs.split(1, dim=1), expert_TK.split(1, dim=1))
+    E = len(fc2_bias)
+    probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    bias_TH = _Gating.apply(wide, probs_TE, fc2_bias.t(), None)
+    return (y + bias_TH).to(y.dtype)
+
+
 def expert_mlp(
     tokens: Tensor, probs: Tensor, plan: Permutation, fc1: Tensor, fc2: Tensor,
-    fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None, kind: str = "swiglu",
-    fp8_input_store: bool = False, **constants: float | None,
+    fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+    kind: str | Activation = "swiglu", fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where expert_e(x) is
     fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
@@ -2191,34 +2144,26 @@ def expert_mlp(
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
-    function = make_activation(kind, **constants)
+    function = kind
+    if isinstance(kind, str) or constants or torch.compiler.is_compiling():
+        function = make_activation(kind, **constants)
     T, K = plan.inverse.shape
-    E = len(plan.counts)
     check_shapes(
-        {"T": T, "K": K, "E": E, "P": function.parts}, tokens=(tokens, "T H"),
+        {"T": T, "K": K, "E": len(plan.counts), "P": function.parts}, tokens=(tokens, "T H"),
         probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
     interleaved = fc1.stride(1) < fc1.stride(2)          # gate and up of a row are neighbours
-    if interleaved:
-        fc1 = fc1.transpose(1, 2)
-        fc1_bias = None if fc1_bias is None else fc1_bias.transpose(1, 2)
+    layout = "(f p)" if interleaved else "(p f)"
+    fc1 = rearrange(fc1, f"e p f h -> e {layout} h")
     if fc1_bias is not None:
-        fc1_bias = fc1_bias.flatten(1)
+        fc1_bias = rearrange(fc1_bias, f"e p f -> e {layout}")
     y = _ExpertMLP.apply(
-        (function, interleaved, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
-        plan.order, plan.inverse, plan.offsets)
+        (function, layout, fp8_input_store), tokens, probs, fc1, fc2, fc1_bias, plan.order,
+        plan.inverse, plan.offsets)
     if fc2_bias is not None:
-        # Σ_k p_tk · fc2_bias[i_tk]: probs [T, E] times fc2_bias [E, H], in fp32, of which no copy
-        # is kept. One map per slot, because a token may name an expert twice: in one map that
-        # would need an atomic add.
-        expert_TK = _expert_of(plan.inverse, plan.offsets)
-        slots = zip(probs.split(1, dim=1), expert_TK.split(1, dim=1))
-        probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)
-        wide = torch.promote_types(y.dtype, torch.float32)
-        bias_TH = router_gating_linear(probs_TE, fc2_bias.t(), bias=None, router_dtype=wide)
-        y = (y + bias_TH).to(y.dtype)
+        y = _add_output_bias(y, probs, plan, fc2_bias)
     return y
 
 

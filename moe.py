@@ -188,16 +188,6 @@ class MoEConfig:
         return kind(**constants)
 
     @property
-    def activation_options(self) -> dict:
-        """Keyword arguments of kernels.activation and kernels.expert_mlp."""
-        known = kernels.constants_of(self.activation)
-        constants = {
-            constant: getattr(self, name) for name, constant in _CONSTANTS.items()
-            if constant in known}
-        fp8 = self.activation_fp8_input_store
-        return {"kind": self.activation, "fp8_input_store": fp8, **constants}
-
-    @property
     def parts(self) -> int:
         """Parts P of fc1's output: gate and up, or one where the activation is not gated."""
         return self.activation_function.parts
@@ -897,11 +887,11 @@ class Experts(ParallelModule):
         Under autocast the products are in its dtype. Gradients arrive in the dtypes of the
         parameters.
         """
-        weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
-        x, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(tokens, *weights)
+        x, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(
+            tokens, self.fc1, self.fc2, self.fc1_bias, self.fc2_bias)
         out = kernels.expert_mlp(
-            x, probs, plan, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias,
-            **self.config.activation_options)
+            x, probs, plan, fc1, fc2, fc1_bias, fc2_bias, kind=self.config.activation_function,
+            fp8_input_store=self.config.activation_fp8_input_store)
         return out.to(tokens.dtype)
 
     def shard(self, name: str) -> tuple:
@@ -1216,7 +1206,9 @@ class SharedExpertMLP(ParallelModule):
 
     def _fc1_and_act(self, x, fc1):
         hidden = F.linear(x, fc1.flatten(0, 1))
-        return kernels.activation(hidden, **self.config.activation_options)
+        return kernels.activation(
+            hidden, self.config.activation_function,
+            fp8_input_store=self.config.activation_fp8_input_store)
 
     def _fc2(self, x, fc2):
         return F.linear(x, fc2)

@@ -30,6 +30,7 @@ import warnings
 from pathlib import Path
 from typing import Callable
 
+import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1255,7 +1256,7 @@ def test_permute_integer_routing_maps(dtype):
 def test_activation_matches_autograd(fields, weighted):
     """Values, and both ways to the gradient, against autograd through the plain formula in fp64."""
     c = MoEConfig(4, 4, 4, topk=2, **fields)
-    options = dict(kind=c.activation, **dataclasses.asdict(c.activation_function))
+    kind = c.activation_function
     y = leaf(5, 3, 8)
     inputs = [y]
     w = None
@@ -1265,13 +1266,16 @@ def test_activation_matches_autograd(fields, weighted):
         w = leaf(5, 3, 1)
         inputs = [y, w]
         want = want * w
-    got = activation(y, weights=w, **options)
+    got = activation(y, kind, w)
     close(got, want)
+    constants = dataclasses.asdict(kind)
+    same(activation(y, c.activation, w, **constants), got)
     got_grads = grads(got, inputs, g)
     close(got_grads, grads(want, inputs, g))
     with torch.no_grad():
-        by_hand = activation_back(g, y, weights=w, **options)
-    same(list(by_hand) if weighted else [by_hand], got_grads)
+        for options in (dict(kind=kind), dict(kind=c.activation, **constants)):
+            by_hand = activation_back(g, y, weights=w, **options)
+            same(list(by_hand) if weighted else [by_hand], got_grads)
 
 
 def test_activation_swiglu_names_gate_first():
@@ -1328,6 +1332,33 @@ def test_activation_back_compiles_where_its_input_requires_grad(kind):
         close(compiled(weighted_swiglu_back)(g, y, w), weighted_swiglu_back(g, y, w), 1e-6)
 
 
+class TwoExperts(torch.nn.Module):
+    """expert_mlp twice, activation and activation_back, with an activation that is made already."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+        self.plan = plan_permutation(random_indices(7, 3, 2), 3)
+
+    def forward(self, x, probs, fc1, fc2):
+        y = x
+        for _ in range(2):
+            y = expert_mlp(y, probs, self.plan, fc1, fc2, kind=self.made)
+        x_and_gate = x.repeat(1, self.made.parts)
+        gradient = activation_back(x.detach(), x_and_gate.detach(), self.made)
+        return y + activation(x_and_gate, self.made) + gradient[:, :4]
+
+
+@pytest.mark.parametrize("made", [
+    kernels.make_activation("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
+    kernels.make_activation("situ", beta=1.5, linear_beta=2.0), kernels.make_activation("relu2")])
+def test_activation_made_before_it_is_compiled(made):
+    """With dynamic=True the compiler makes symbolic numbers of its constants."""
+    two = TwoExperts(made)
+    shapes = (7, 4), (7, 2), (3, made.parts, 5, 4), (3, 4, 5)
+    agree(compiled(two, dynamic=True), two, tuple(leaf(*shape) for shape in shapes))
+
+
 def bytes_to_keep(T: int, H: int, F_: int, K: int, E: int) -> float:
     """At most what a bf16 layer may keep for the backward: tokens and fc1's output, 5 % more, ids,
     probs and logits."""
@@ -1374,11 +1405,13 @@ def test_activation_errors():
         swiglu_back(x, x) => g has shape [6, 8]; needs [6, 4]
         activation_back(half, x, "relu2") => g has shape [6, 4]; needs [6, 8]
         activation(x, "relu2", clamp_value=None) => relu2 has no such constant, it has none
+        activation(x, made, clamp_value=1.0) => kind is SwiGLU(linear_offset=0.0, clamp_value=None)
+        activation_back(half, x, made, alpha=1.702) => with its constants; found alpha
         activation(x, alpha=1.702); activation(x, beta=2.0) => it has linear_offset, clamp_value
         activation(x, "situ", clamp_value=1.0) => situ has no such constant, it has beta, linear_
         activation(x, "situ", beta=0.0) => beta is 0.0
         activation_back(half, x, "situ", linear_beta=-1.0) => linear_beta is -1.0
-        """, x=torch.randn(6, 8), half=torch.randn(6, 4))
+        """, x=torch.randn(6, 8), half=torch.randn(6, 4), made=kernels.make_activation("swiglu"))
 
 
 # ---- Grouped product and experts ----
@@ -1431,8 +1464,8 @@ def with_native_products(monkeypatch) -> None:
         return out
     product = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", poisoned)
-    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
-    monkeypatch.setattr(kernels, "_native", lambda *operands: True)
+    monkeypatch.setattr(
+        kernels, "_where_read", lambda offsets, *_: kernels._Read(offsets, native=True))
 
 
 @about_the_cpu("it stands in for a card")
@@ -1504,8 +1537,16 @@ def test_experts_errors():
         linear(x, zeros(5, 8), norm=x[0, :5]) => norm has shape [5]; needs [in = 8]
         linear(x, zeros(5, 8).double()) => TypeError: rows is torch.float32
         mlp(kind="silu") => kind is 'silu'
-        mlp(kind="relu2") => needs [E = 4, P = 1
-        """, mlp=mlp, x=x, plan=plan, ends=plan.offsets, zeros=torch.zeros)
+        mlp(kind="relu2"); mlp(kind=relu2) => needs [E = 4, P = 1
+        mlp(kind=relu2, alpha=1.0) => kind is ReLU2(), with its constants; found alpha
+        """, mlp=mlp, x=x, plan=plan, ends=plan.offsets, zeros=torch.zeros,
+        relu2=kernels.make_activation("relu2"))
+
+
+def on_a_card_without_products(monkeypatch) -> None:
+    """From now on the CPU is a card on which torch's grouped product reads no offsets."""
+    monkeypatch.setattr(kernels, "_where_read", lambda offsets, num_rows, *_: kernels._Read(
+        *kernels._read_in_batches(offsets, num_rows)))
 
 
 class OnCuda(torch.Tensor):
@@ -1544,11 +1585,11 @@ def test_experts_native_product_where_it_fits(monkeypatch):
         assert native(*operands) is fits, [(x.shape, x.stride(), x.dtype) for x in operands]
     for card in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)):
         assert native(rows, weights) is (card[0] in (9, 10)), card
-        assert kernels._leaves_empty_blocks(torch.device("cuda")) is (card[0] == 10), card
+        assert kernels._cuda_generation(torch.device("cuda")) == card[0]
     card = (9, 0)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not native(rows, weights)
-    function = compiled(lambda x: x + kernels._reads_offsets_itself(x.device))
+    function = compiled(lambda x: x + kernels._cuda_generation(x.device))
     same(function(torch.zeros(2)), torch.zeros(2))
 
 
@@ -1559,29 +1600,27 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     The card is the CPU; its offsets may not be read but in the copy."""
     copies = []
     read = []
-    indexed = []
     _work = kernels._work
-    _index_batches = kernels._index_batches
+    _read_in_batches = kernels._read_in_batches
 
-    def on_card(offsets):
-        return offsets.data_ptr() not in [copy.data_ptr() for copy in copies]
+    def in_batches(*args):
+        offsets, index = _read_in_batches(*args)
+        copies.append(offsets)
+        return offsets, index
     layer = MoELayer(small_config(init_std=0.5, **options))
     x = torch.randn(20, 8, requires_grad=True)
     want = outcome(layer, x)
-    monkeypatch.setattr(kernels, "_on_card", on_card)
-    monkeypatch.setattr(
-        kernels, "_copy_to_host", lambda offsets: copies.append(offsets.clone()) or copies[-1])
-    monkeypatch.setattr(
-        kernels, "_index_batches", lambda *args: indexed.append(1) or _index_batches(*args))
+    on_a_card_without_products(monkeypatch)
+    monkeypatch.setattr(kernels, "_read_in_batches", in_batches)
     monkeypatch.setattr(kernels, "_work", lambda offsets, index: (
-        read.append(on_card(offsets)) or _work(offsets, index)))
+        read.append(offsets.data_ptr()) or _work(offsets, index)))
     monkeypatch.setattr(kernels, "_loops_in_torch", lambda *_: False)
     monkeypatch.setattr(F, "grouped_mm", None)
     close(outcome(layer, x), want, 1e-5)
-    assert len(copies) == len(indexed) == 1 and read == [False] * reads
+    assert read == [copies[0].data_ptr()] * reads and len(copies) == 1
     offsets = torch.tensor([3, 9, 20], dtype=torch.int32)
     grads(grouped_mm(x, torch.randn(3, 8, 4, requires_grad=True), offsets), [x])
-    assert len(copies) == len(indexed) == 2
+    assert len(copies) == 2
 
 
 @about_the_cpu("it stands in for a card")
@@ -1598,8 +1637,8 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
         grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
         return grad
     monkeypatch.setattr(F, "grouped_mm", garbage)
-    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
-    monkeypatch.setattr(kernels, "_leaves_empty_blocks", lambda device: True)
+    read = kernels._Read(offsets, native=True)
+    monkeypatch.setattr(kernels, "_cuda_generation", lambda device: 10)
     same(kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), read), want)
 
 
@@ -1639,10 +1678,11 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
     few = torch.empty(40, 16)
     many = torch.empty(2 ** 14, 256)
     for x, tokens, loops in [
-            (few, None, True), (many, None, False), (few, 2 ** 14, False), (many, 40, True),
-            (few.double(), None, False), (few[:, :6].contiguous(), None, False)]:
-        token_N = None if tokens is None else torch.zeros(tokens, dtype=torch.int64)
-        assert kernels._loops_in_torch(x, token_N, 4) == loops, (x.shape, tokens)
+            (few, 40, True), (many, 2 ** 14, False), (few, 2 ** 14, False), (many, 40, True),
+            (few.double(), 40, False), (few[:, :6].contiguous(), 40, False)]:
+        for other in (few.to(x.dtype), few[0].expand(4, 8, 16).contiguous().to(x.dtype)):
+            assert kernels._loops_in_torch(x, other, tokens / 4) == loops, (x.shape, tokens)
+            assert kernels._loops_in_torch(other, x, tokens / 4) == loops, (x.shape, tokens)
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2, 3, 1), (0, 3, 1, 2), (0, 1, 3, 2)])
@@ -1712,7 +1752,7 @@ def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_experts_batches_match_loop(monkeypatch, T, E, K, backend):
     """Output and every gradient, for each load."""
-    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
+    on_a_card_without_products(monkeypatch)
 
     def ours(x, probs, indices, *weights):
         return expert_mlp(x, probs, plan_permutation(indices, E), *weights)
@@ -1740,14 +1780,16 @@ def test_experts_batches_match_loop(monkeypatch, T, E, K, backend):
 def test_experts_batches_of_any_dtype_leave_unrouted_rows_alone(monkeypatch, dtype, tol):
     """grouped_mm: NaN in the rows past the last offset, which spare slots read."""
     offsets = torch.tensor([3, 4, 0, *[3, 4] * 8]).cumsum(0).int()      # some slots are spare
-    assert [len(part) for part in kernels._plan_batches(tuple(offsets.tolist()))] == [0, 2]
+    blocks, parts = kernels._plan_batches(tuple(offsets.tolist()))
+    assert [blocks, len(sum(parts, []))] == [[], 2]
     rows = torch.randn(70, 8).to(dtype)
     weights = torch.randn(19, 8, 16).to(dtype).requires_grad_()
     rows[63:] = NAN
     rows.requires_grad_()
     results = []
     for on_card in (False, True):
-        monkeypatch.setattr(kernels, "_on_card", lambda offsets: on_card)
+        if on_card:
+            on_a_card_without_products(monkeypatch)
         out = grouped_mm(rows, weights, offsets)
         results.append([out, *grads(out, [rows, weights])])
     close(*results, tol)
@@ -1762,8 +1804,10 @@ def test_experts_batches_hold_each_expert_and_row_once():
         for load, indices in loads(T, E, K).items():
             counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
             offsets = counts.cumsum(0).int()
-            blocks, batches = kernels._plan_batches(tuple(offsets.tolist()))
-            index = kernels._index_batches(offsets, offsets, T * K)
+            blocks, parts = kernels._plan_batches(tuple(offsets.tolist()))
+            batches = sum(parts, [])
+            on_host, index = kernels._read_in_batches(offsets, T * K)
+            assert on_host.tolist() == offsets.tolist()
             experts, row = index[:E].tolist(), index[E:].tolist()
             assert index.dtype == torch.int32 and len(row) == T * K + 3 * T * K // 10
             with about(T, E, K, load):
@@ -1780,10 +1824,10 @@ def test_experts_batches_hold_each_expert_and_row_once():
                         used_slots += batch.rows
                 assert set(row[used_slots:]) <= {T * K}
                 assert used_slots <= 1.3 * counts.sum()
-                assert len(list(kernels._parts(batches, quarters=1))) <= 4
-                without = [e for e in range(E) if not counts[e]]
-                in_batches = len(used) - len(blocks)
-                assert experts[in_batches:E - len(blocks)] == without
+                quarter = max(used_slots / 4, 4 * (len(used) - len(blocks)))
+                for part in parts:                       # without its last expert
+                    assert part[-1].end() - part[0].slot - part[-1].rows < quarter
+                assert len(parts) <= 4
                 if load == "even" and T * K >= E:
                     assert all(batch.neighbours() for batch in batches) and len(batches) <= 4
                 assert len(blocks) + len(batches) <= (16 if load != "random" else 14), batches
@@ -1791,7 +1835,7 @@ def test_experts_batches_hold_each_expert_and_row_once():
 
 def test_experts_batches_keep_few_bytes(monkeypatch):
     """Beside the input, fc1's output and the ids: five bytes and a little for each row."""
-    monkeypatch.setattr(kernels, "_on_card", lambda offsets: True)
+    on_a_card_without_products(monkeypatch)
     T, H, F_, E, K = 64, 48, 40, 32, 4
     plan = plan_permutation(random_indices(T, E, K), E)
     x, probs = torch.randn(T, H), torch.rand(T, K)
@@ -1807,8 +1851,8 @@ def test_activation_in_parts_of_the_rows_is_bitwise_the_whole(monkeypatch):
     twice the rows asked for."""
     whole = 2 ** 21
     seen = []
-    split = kernels._split
-    monkeypatch.setattr(kernels, "_split", lambda y, *args: seen.append(len(y)) or split(y, *args))
+    monkeypatch.setattr(kernels, "rearrange", lambda y, *args, **sizes: (
+        seen.append(len(y)) or einops.rearrange(y, *args, **sizes)))
     for kind, dtype, rows in itertools.product(
             kernels.ACTIVATIONS, (torch.float32, torch.bfloat16), (128, 200, 321)):
         width = 10 if kind == "relu2" else 20
@@ -3963,7 +4007,7 @@ def test_compile_ops_pass_opcheck():
     h = torch.randn(18, 6)
     many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
     of_many = torch.randn(16, 8, 6)
-    index = kernels._index_batches(many, many, 18)
+    _, index = kernels._read_in_batches(many, 18)
     for op, *args in [
             (kernels._plan_permutation, indices, 4),
             (kernels.value_in_backward, torch.ones(()), x),
@@ -3975,8 +4019,8 @@ def test_compile_ops_pass_opcheck():
             (kernels._rows_times_weights, h, None, w, None, offsets),
             (kernels._rows_times_rows, x, token, h, None, offsets),
             (kernels._rows_times_rows, h, None, x, token, offsets),
-            (kernels._index_batches, offsets, offsets, 18),
-            (kernels._index_batches, many, many, 18),
+            (kernels._read_in_batches, offsets, 18),
+            (kernels._read_in_batches, many, 18),
             (kernels._rows_times_weights, x, token, of_many, None, many, index),
             (kernels._rows_times_rows, x, token, h, None, many, index),
             (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
@@ -3984,7 +4028,6 @@ def test_compile_ops_pass_opcheck():
             (kernels._sum_tokens, x),
             (kernels._sum_weighted, x, torch.rand(8)),
             (kernels._block_sums, h, offsets),
-            (kernels._copy_to_host, offsets),
             (moe._update_once, torch.zeros(4), torch.ones(4), True),
             (moe._running_sums, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
         torch.library.opcheck(op, args)
@@ -3996,8 +4039,8 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
     on_host = [name for name in names if torch.Tag.cudagraph_unsafe in
                getattr(torch.ops.moe_kernels, name).default.tags]
     assert sorted(on_host) == [
-        "block_sums", "copy_to_host", "index_batches", "rows_times_rows", "rows_times_weights",
-        "running_sums", "update_once"]
+        "block_sums", "read_in_batches", "rows_times_rows", "rows_times_weights", "running_sums",
+        "update_once"]
 
 
 class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
@@ -4062,7 +4105,7 @@ def test_compile_kernels_under_a_name_with_a_hyphen(monkeypatch):
 
 def is_native(dtype) -> bool:
     """Whether torch's grouped product reads the offsets on this card."""
-    return dtype == torch.bfloat16 and kernels._reads_offsets_itself(torch.device(DEVICE))
+    return dtype == torch.bfloat16 and kernels._cuda_generation(torch.device(DEVICE)) in (9, 10)
 
 
 def syncs_of(step) -> int:
