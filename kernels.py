@@ -215,7 +215,9 @@ def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype
     return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
 
 
-class _Gating(torch.autograd.Function):
+class _LinearIn(torch.autograd.Function):
+    """tokens · weightᵀ + bias, computed in dtype and returned in it."""
+
     @staticmethod
     def forward(ctx, dtype, tokens, weight, bias):
         ctx.save_for_backward(tokens, weight, bias)
@@ -263,7 +265,7 @@ def router_gating_linear(
             [4., 4., 4.]])
     """
     operands = tokens, weight, bias
-    return _Gating.apply(router_dtype, *operands)
+    return _LinearIn.apply(router_dtype, *operands)
 
 
 # ---- Route: logits -> which experts, with which probs ----
@@ -2115,7 +2117,7 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     E = len(fc2_bias)
     probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)
     wide = torch.promote_types(y.dtype, torch.float32)
-    bias_TH = _Gating.apply(wide, probs_TE, fc2_bias.t(), None)
+    bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t(), None)
     return (y + bias_TH).to(y.dtype)
 
 
