@@ -148,16 +148,23 @@ def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
         for letter, size in zip(letters, tensor.shape):
             fits = fits and sizes.get(letter, size) == size
         if not fits:
-            needed = [f"{a} = {sizes[a]}" if a in sizes else a for a in letters]
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; needs [{', '.join(needed)}]")
+            _refuse_shape(name, tensor, letters, sizes)
         sizes.update(zip(letters, tensor.shape))
 
 
+def _refuse_shape(name, tensor, letters, sizes):
+    needed = [f"{a} = {sizes[a]}" if a in sizes else a for a in letters]
+    raise ValueError(f"{name} has shape {list(tensor.shape)}; needs [{', '.join(needed)}]")
+
+
 def _check_one_dtype(**tensors):
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if len({tensor.dtype for tensor in given.values()}) > 1:
-        found = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in given.items())
-        raise TypeError(f"{found}; they need one dtype")
+    if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
+        _refuse_dtypes(tensors)
+
+
+def _refuse_dtypes(tensors):
+    found = [f"{name} is {x.dtype}" for name, x in tensors.items() if x is not None]
+    raise TypeError(f"{', '.join(found)}; they need one dtype")
 
 
 def is_integer(x: Tensor) -> bool:
@@ -208,11 +215,15 @@ def _exact_fp32():
 @_exact_fp32()
 def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     """a · b, computed in dtype and returned in out_dtype."""
-    on_cuda = a.is_cuda and torch.version.hip is None
-    bf16_into_fp32 = a.dtype == b.dtype == torch.bfloat16 and dtype == out_dtype == torch.float32
-    if on_cuda and bf16_into_fp32:
-        return torch.mm(a, b, out_dtype=dtype)           # exact products, without copies in fp32
+    if a.is_cuda and _multiplies_into_fp32(a, b, dtype, out_dtype):
+        return torch.mm(a, b, out_dtype=dtype)
     return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
+
+
+def _multiplies_into_fp32(a, b, dtype, out_dtype):
+    """Whether CUDA takes both in bf16 and gives fp32: exact products, without copies in fp32."""
+    bf16 = a.dtype == b.dtype == torch.bfloat16
+    return bf16 and dtype == out_dtype == torch.float32 and torch.version.hip is None
 
 
 class _LinearIn(torch.autograd.Function):
@@ -374,16 +385,14 @@ def top_experts(
     saturated scores. With expert_bias or groups it is the top K of scores + bias, in the best
     groups: see topk_routing_with_score_function. Nothing is checked here.
     """
-    ranked_TE = logits
     if expert_bias is not None or num_groups is not None:
-        with torch.no_grad():
-            ranked_TE = SCORE_FUNCTIONS[score_function](logits)
+        logits = SCORE_FUNCTIONS[score_function](logits.detach())
     if expert_bias is not None:
-        ranked_TE = ranked_TE + expert_bias
+        logits = logits + expert_bias
     if num_groups is not None:
-        ranked_TE = _only_best_groups(
-            ranked_TE, num_groups, group_topk, group_score_topk or topk // group_topk)
-    return ranked_TE.topk(topk, dim=1).indices
+        logits = _only_best_groups(
+            logits, num_groups, group_topk, group_score_topk or topk // group_topk)
+    return logits.topk(topk, dim=1).indices
 
 
 def normalisation(
@@ -1258,11 +1267,16 @@ class SwiGLU(Activation):
         grad_a = self.act_back(g * linear, clamped)
         grad_b = g * act
         if self.clamp_value is not None:
-            # The gradient passes at the bound. That of torch.clamp does so up to torch 2.13
-            # alone. NaN counts as outside.
-            grad_a = grad_a.masked_fill(~(a <= self.clamp_value), 0.0)
-            grad_b = grad_b.masked_fill(~(b.abs() <= self.clamp_value), 0.0)
+            grad_a, grad_b = self.within_bounds(grad_a, grad_b, a, b)
         return act * linear, grad_a, grad_b
+
+    def within_bounds(self, grad_a, grad_b, a, b):
+        """The gradient passes at the bound. (That of torch.clamp does so up to torch 2.13 alone.)
+        NaN counts as outside.
+        """
+        outside_a = ~(a <= self.clamp_value)
+        outside_b = ~(b.abs() <= self.clamp_value)
+        return grad_a.masked_fill(outside_a, 0.0), grad_b.masked_fill(outside_b, 0.0)
 
 
 @dataclass(frozen=True)

@@ -283,8 +283,8 @@ class MoELayer(ParallelModule):
             shared.reset_overlap()                       # a forward may have ended in an exception
             hidden_states = shared.pre_forward_comm(hidden_states)
         x_TH = hidden_states.flatten(0, -2)
-        probs_TK, indices_TK = self.router.route(
-            hidden_states, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
+        probs_TK, indices_TK = self.router(
+            hidden_states, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
         plan = kernels.plan_permutation(indices_TK, config.num_experts)
 
         if self.latent_down is not None:
@@ -581,8 +581,7 @@ class TopKRouter(Router):
             topk_indices = self._fill_unknown(topk_indices, logits_TE, padding_T)
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
-            probs_TK = probs_TK.masked_fill(padding_T[:, None], 0.0)
-            indices_TK = indices_TK.masked_fill(padding_T[:, None], E)
+            probs_TK, indices_TK = self._unroute(probs_TK, indices_TK, padding_T[:, None])
         if self._recording:                          # given indices with their repeats
             self._record(indices_TK if topk_indices is None else topk_indices, padding_T)
 
@@ -669,8 +668,11 @@ class TopKRouter(Router):
         E = self.config.num_experts
         probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
         kept_TE = self._cut_to_capacity(probs_TE, map_TE)
-        dropped_TK = ~kernels.pick(kept_TE, indices_TK)
-        return probs_TK.masked_fill(dropped_TK, 0.0), indices_TK.masked_fill(dropped_TK, E)
+        return self._unroute(probs_TK, indices_TK, ~kernels.pick(kept_TE, indices_TK))
+
+    def _unroute(self, probs_TK, indices_TK, where):
+        E = self.config.num_experts
+        return probs_TK.masked_fill(where, 0.0), indices_TK.masked_fill(where, E)
 
     def _cut_to_capacity(self, probs_TE, map_TE, pad=False):
         """The routing_map of kernels.apply_router_token_dropping."""
@@ -733,16 +735,20 @@ class TopKRouter(Router):
         if "seq_aux_loss" in losses and cu_seqlens is not None:
             probs = self._apply_packed_aux_loss(probs, scores_TE, map_TE, cu_seqlens=cu_seqlens)
         elif "seq_aux_loss" in losses:
-            S, *batch = logits.shape[:-1]
-            B = math.prod(batch)
-            by_sequence = scores_TE, map_TE
-            if self.config.batch_first and logits.ndim == 3:
-                B, S = S, B
-                by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B, s=S) for x in by_sequence]
-            probs = self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
+            probs = self._apply_batched_aux_loss(probs, scores_TE, map_TE, logits.shape[:-1])
         if "global_aux_loss" in losses:
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
         return _no_view(probs, probs.shape)              # the losses have made views
+
+    def _apply_batched_aux_loss(self, probs, scores_TE, map_TE, axes):
+        """The loss of each sequence of a batch whose tokens have these axes."""
+        S, *batch = axes
+        B = math.prod(batch)
+        by_sequence = scores_TE, map_TE
+        if self.config.batch_first and batch:
+            B, S = S, B
+            by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B, s=S) for x in by_sequence]
+        return self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
