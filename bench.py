@@ -46,7 +46,7 @@ TOLERANCE = {FP32: 1e-5, BF16: 2e-2}          # of ‖difference‖ / ‖right�
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 FP64_DEVICE = DEVICE if DEVICE == "cuda" else "cpu"                  # not every device has fp64
-BF16_IS_SLOW = DEVICE == "cpu" and kernels._slow_on_cpu(BF16)         # no matrix instructions
+BF16_IS_SLOW = DEVICE == "cpu" and not kernels.cpu_multiplies_in(BF16)   # no matrix instructions
 
 
 # ---- Cases ----

@@ -945,7 +945,7 @@ class HuggingFaceBlock(moe.MoELayer):
         given = isinstance(mask, Tensor)
         if self.training and not torch.compiler.is_compiling():
             self.masked |= given
-            recomputed = torch._C._current_autograd_node() is not None
+            recomputed = moe.kernels.in_backward()
             if self.masked and recomputed and mask is NO_FORWARD:
                 raise RuntimeError(
                     "a checkpoint that is not the library's recomputes this block, without its "

@@ -34,8 +34,6 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-# With dynamic=True Dynamo makes floats symbolic. This turns them back into numbers.
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 # The name of the module is part of the ops' names, so that copies of this file do not collide.
 _NAMESPACE = "moe_" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
@@ -736,7 +734,7 @@ def get_capacity(
     >>> get_capacity(num_tokens=10, num_experts=4, capacity_factor=1.5)
     4
     """
-    capacity = math.ceil(num_tokens / num_experts * guard_scalar(capacity_factor))
+    capacity = math.ceil(num_tokens / num_experts * as_number(capacity_factor))
     return max(capacity, min_capacity or 0)
 
 
@@ -911,7 +909,7 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 # gives bitwise the same result. (count_experts adds integers, which is exact in any
 # order.)
 
-class Permutation(NamedTuple):
+class Plan(NamedTuple):
     """Where each of the N = T·K assignments goes when rows are grouped by expert."""
     order: Tensor      # [N] int64      row -> assignment t·K + k
     inverse: Tensor    # [T, K] int64   assignment -> row
@@ -936,8 +934,8 @@ def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order_N, inverse_KT, counts_E, counts_E.cumsum(0).int()
 
 
-def plan_permutation(indices: Tensor, num_experts: int) -> Permutation:
-    """The Permutation of indices [T, K] int64 in [0, E].
+def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
+    """The Plan of indices [T, K] int64 in [0, E].
 
     Rows are sorted by expert, unrouted ones (index E) last, and by token within an expert.
     The range of the indices is not checked: that would sync the device.
@@ -951,7 +949,7 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Permutation:
                         f"needs [T, K] torch.int64")
     order, inverse_KT, counts, offsets = _plan_permutation(indices, num_experts)
     # The inverse lies in memory as [K, T]: the rows of one choice are contiguous.
-    return Permutation(order, inverse_KT.t(), counts=counts, offsets=offsets)
+    return Plan(order, inverse_KT.t(), counts=counts, offsets=offsets)
 
 
 def _expert_of(row_TK, offsets):
@@ -988,7 +986,7 @@ def _collect_rows(rows, order, inverse, offsets):
     return _sum_rows(rows, inverse, offsets)
 
 
-def gather_rows(tokens: Tensor, plan: Permutation) -> Tensor:
+def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
     """tokens [T, H] -> rows [N, H] in expert order. Unrouted rows are zeros and pass no
     gradient back.
 
@@ -1001,7 +999,7 @@ def gather_rows(tokens: Tensor, plan: Permutation) -> Tensor:
         tokens, (_spread_rows, _collect_rows), plan.order, plan.inverse, plan.offsets)
 
 
-def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tensor:
+def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     """rows [N, H] -> tokens [T, H]: y_t = Σ_k probs[t, k] · rows[inverse[t, k]]; without
     probs [T, K] they count as 1.
 
@@ -1024,14 +1022,14 @@ def combine_rows(rows: Tensor, plan: Permutation, probs: Tensor | None = None) -
     return out.to(rows.dtype)
 
 
-def gather_probs(probs: Tensor, plan: Permutation) -> Tensor:
+def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
     """probs [T, K] -> [N], the prob of each row. Unrouted rows get 0; the backward is a gather.
     """
     by_assignment = plan._replace(inverse=plan.inverse.reshape(-1, 1))
     return gather_rows(probs.reshape(-1, 1), by_assignment).view(-1)
 
 
-def pad_plan(plan: Permutation, capacity: int) -> Permutation:
+def pad_plan(plan: Plan, capacity: int) -> Plan:
     """The plan with exactly C = `capacity` rows an expert: row e·C + c is the c-th row of
     expert e.
 
@@ -1055,7 +1053,7 @@ def pad_plan(plan: Permutation, capacity: int) -> Permutation:
     counts = torch.full_like(plan.counts, capacity)
     # Not a cumsum of the counts: Inductor of torch 2.13 fails on that where C is symbolic.
     offsets = (capacity * torch.arange(1, E + 1, device=device)).int()
-    return Permutation(order, inverse, counts=counts, offsets=offsets)
+    return Plan(order, inverse, counts=counts, offsets=offsets)
 
 
 # ---- Permute, [T, E] form: Megatron's functions ----
@@ -1379,7 +1377,7 @@ def make_activation(kind: str | Activation, **constants: float | None) -> Activa
                              f"{', '.join(known) or 'none'}")
     # An autograd function cannot take the compiler's symbolic floats. So a graph makes its own
     # activation, with numbers.
-    numbers = {name: x if x is None else guard_scalar(x) for name, x in constants.items()}
+    numbers = {name: x if x is None else as_number(x) for name, x in constants.items()}
     return made(**numbers)
 
 
@@ -1602,11 +1600,7 @@ def _slow_on_cpu(dtype):
 
     A product then takes 10 to 100 times as long as one in fp32.
     """
-    if dtype == torch.bfloat16:
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return False
+    return dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies_in(dtype)
 
 
 def _mm(a, b, out, bias=None):
@@ -2136,7 +2130,7 @@ def _add_output_bias(y, probs, plan, fc2_bias):
 
 
 def expert_mlp(
-    tokens: Tensor, probs: Tensor, plan: Permutation, fc1: Tensor, fc2: Tensor,
+    tokens: Tensor, probs: Tensor, plan: Plan, fc1: Tensor, fc2: Tensor,
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     kind: str | Activation = "swiglu", fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
@@ -2245,4 +2239,121 @@ def linear(
     check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
     _check_one_dtype(rows=rows, weight=weight)
     with torch.autocast(rows.device.type, enabled=False):
-        return _Linear.apply(guard_scalar(eps), rows, weight, norm)
+        return _Linear.apply(as_number(eps), rows, weight, norm)
+
+
+# ---- Private names of torch ----
+# All that these files use of them stands here. test_sources_private_names_of_torch finds a name
+# that stands elsewhere, and test_compile_private_names_of_torch what a new torch has changed.
+
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+
+def as_number(x: float) -> float:
+    """x. With dynamic=True Dynamo makes floats symbolic, which an autograd function cannot take."""
+    return guard_scalar(x)
+
+
+def cpu_multiplies_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU has matrix instructions for bf16 or fp16. Nothing public says so."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def as_no_view(x: Tensor, shape) -> Tensor:
+    """x in this shape, which autograd does not take for a view: FSDP2 warns of a module that
+    returns views.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
+def writes_to_module(method):
+    """Decorator of a method that writes to its module.
+
+    Dynamo refuses this inside a checkpointed region of a graph; a switch allows it. It is safe
+    here: a recomputation writes the same, or a later step drops it.
+    """
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(
+            method, self, *args, **kwargs)
+
+    return run
+
+
+def in_backward() -> bool:
+    """Whether a node of autograd is running, and not a forward outside of it."""
+    return torch._C._current_autograd_node() is not None
+
+
+def is_recomputing() -> bool:
+    """Whether a non-reentrant checkpoint is running its forward again.
+
+    In eager mode that happens inside a backward, in a graph as part of the compiled
+    backward. A reentrant checkpoint runs its first pass without grad, where nothing is
+    counted. Its second pass is not recognised here, so the second pass adds to the counts.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return node.name() == "CompiledFunctionBackward"
+    return "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def with_fixed_address(tensor: Tensor) -> Tensor:
+    """The tensor, which keeps its shape and, since it is updated in place, its address.
+
+    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
+    shape for a variable, and for the same variable as an equal length of the first input.
+    """
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    torch._dynamo.mark_static(tensor)
+    return tensor
+
+
+def reads_on_host():
+    """A context in which Dynamo traces `tolist`."""
+    return torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True)
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether what is being compiled becomes CUDA graphs. Known to the compiler alone."""
+    from torch._inductor import config
+    return config.triton.cudagraphs
+
+
+def backward_order(node) -> int:
+    """The sequence number of a node: of those that are ready, autograd takes the highest first."""
+    return node._sequence_nr()
+
+
+def set_backward_order(node, value: int) -> None:
+    node._set_sequence_nr(value)
+
+
+def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
+    """The rows in flight. The public functions wait at once, or break a graph."""
+    return torch.ops._c10d_functional.all_to_all_single(
+        rows, output_split_sizes=receive, input_split_sizes=send, group_name=group.group_name)
+
+
+def wait_for(buffer: Tensor) -> Tensor:
+    """What is in flight, once it has arrived."""
+    return torch.ops._c10d_functional.wait_tensor(buffer)
+
+
+def as_one_dim(mesh):
+    """A DeviceMesh of one dim, over all ranks of this one. Collective."""
+    return mesh._flatten()
+
+
+def place_of_part(parameter) -> tuple:
+    """Where this rank's part of a DTensor begins, one number an axis."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    return compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements)[1]

@@ -198,32 +198,6 @@ class MoEConfig:
         self.losses, self.choice_options, self.prob_options, self.activation_function
 
 
-def _writes_to_module(method):
-    """Decorator of a method that writes to its module.
-
-    Dynamo refuses this inside a checkpointed region of a graph. A switch of torch, a private name,
-    allows it; where torch lacks it the method just runs. It is safe here: a recomputation writes
-    the same, or a later step drops it.
-    """
-    allowing = getattr(
-        torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer", None)
-    if allowing is None:
-        return method
-
-    @functools.wraps(method)
-    def run(self, *args, **kwargs):
-        return allowing(method, self, *args, **kwargs)
-
-    return run
-
-
-def _no_view(x, shape):
-    """x in this shape, which autograd does not take for a view: FSDP2 warns of a module that
-    returns views.
-    """
-    return torch.ops.aten._unsafe_view(x, shape)
-
-
 # ---- Layer ----
 
 class MoELayer(ParallelModule):
@@ -305,14 +279,14 @@ class MoELayer(ParallelModule):
 
         if self.latent_up is not None:
             y_TH = self.latent_up(y_TH).to(y_TH.dtype)
-        y = _no_view(y_TH, hidden_states.shape)
+        y = kernels.as_no_view(y_TH, hidden_states.shape)
         if shared is not None:
             beside = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
             y = y + beside.to(y.dtype)
         return y, probs_TK
 
     def dispatch(
-        self, x: Tensor, probs: Tensor, indices: Tensor, plan: kernels.Permutation,
+        self, x: Tensor, probs: Tensor, indices: Tensor, plan: kernels.Plan,
     ) -> Dispatch:
         """Sends the rows to their experts. Override this for a dispatcher of your own.
 
@@ -653,7 +627,7 @@ class TopKRouter(Router):
             _, own_TK = self.choose(logits_TE, padding_T)
         return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
 
-    @_writes_to_module
+    @kernels.writes_to_module
     def _record(self, indices_TK, padding_T):
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], self.config.num_experts)
@@ -738,7 +712,7 @@ class TopKRouter(Router):
             probs = self._apply_batched_aux_loss(probs, scores_TE, map_TE, logits.shape[:-1])
         if "global_aux_loss" in losses:
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
-        return _no_view(probs, probs.shape)              # the losses have made views
+        return kernels.as_no_view(probs, probs.shape)              # the losses have made views
 
     def _apply_batched_aux_loss(self, probs, scores_TE, map_TE, axes):
         """The loss of each sequence of a batch whose tokens have these axes."""
@@ -886,7 +860,7 @@ class Experts(ParallelModule):
             self.fc2_bias = self.parameter(local_experts, width)
         self.reset_parameters()
 
-    def forward(self, tokens: Tensor, probs: Tensor, plan: kernels.Permutation) -> Tensor:
+    def forward(self, tokens: Tensor, probs: Tensor, plan: kernels.Plan) -> Tensor:
         """tokens [T, H], probs [T, K] and their plan -> [T, H] in tokens.dtype. With latent
         experts the width is ℓ.
 
@@ -976,7 +950,7 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
     of the step before is missing. An exception inside the step drops all caches.
     """
     def decorate(step):
-        @_writes_to_module
+        @kernels.writes_to_module
         def run(self, *args, **kwargs):
             result = step(self, *args, **kwargs)
             self._overlap_state = next_state
@@ -1031,8 +1005,7 @@ def _current_stream(device):
 
 
 def _empty_on_other_stream(tensor, others=()):
-    from torch._inductor import config
-    if config.triton.cudagraphs:
+    if kernels.makes_cuda_graphs():
         raise RuntimeError(
             "shared_expert_overlap with CUDA graphs (mode=\"reduce-overhead\"): graphs of one "
             "memory pool must not run on two streams; compile without them, or without overlap")
@@ -1156,7 +1129,7 @@ def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
     """
     node = getattr(tensor, "grad_fn", None)
     if node is not None:
-        node._set_sequence_nr(value)
+        kernels.set_backward_order(node, value)
 
 
 # ---- Shared expert: for every token, in one call or in five steps beside the routed path ----
@@ -1275,7 +1248,7 @@ class SharedExpertMLP(ParallelModule):
             act = _BackwardStreamWait.apply(act, self.stream)
         node = getattr(overlapped_comm_output, "grad_fn", None)
         if node is not None:
-            set_tensor_grad_fn_sequence_sr(act, node._sequence_nr() - 1)
+            set_tensor_grad_fn_sequence_sr(act, kernels.backward_order(node) - 1)
         self.cached_fc1_input = None
         self.cached_fc2_input = act
 
@@ -1314,7 +1287,7 @@ class SharedExpertMLP(ParallelModule):
         if self.stream is not None:
             self.stream.wait_stream(_current_stream(self.fc1.device))
 
-    @_writes_to_module
+    @kernels.writes_to_module
     def reset_overlap(self) -> None:
         """Goes back to IDLE and drops the caches. Call it after an exception outside of
         the steps.
@@ -1355,7 +1328,7 @@ class OverlappedDispatch(NamedTuple):
     dispatched: Dispatch
     shared: SharedExpertMLP
 
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
         self.shared.linear_fc1_forward_and_act()
         return self.dispatched.wait_for_rows()
 
@@ -1422,27 +1395,10 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 # These are ops because the check for a recomputation has to happen at run time. Traced
 # into a graph, its answer would be fixed when the graph is made.
 
-def _recomputing():
-    """Whether a non-reentrant checkpoint is running its forward again.
-
-    In eager mode that happens inside a backward, in a graph as part of the compiled
-    backward. A reentrant checkpoint runs its first pass without grad, where nothing is
-    counted. Its second pass is not recognised here, so the second pass adds to the counts.
-    What this check needs of torch's private names is all here.
-    """
-    node = torch._C._current_autograd_node()
-    if node is None:
-        return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return node.name() == "CompiledFunctionBackward"
-    return "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
-
-
 @kernels.op(lambda buffer, value, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
 def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
-    """buffer += value, or buffer = value. Nothing if a checkpoint is _recomputing."""
-    if not _recomputing():
+    """buffer += value, or buffer = value. Nothing if a checkpoint is recomputing."""
+    if not kernels.is_recomputing():
         buffer.copy_(buffer + value if add else value)
 
 
@@ -1452,23 +1408,12 @@ def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
 def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Adds counts [E] to sums [E] and 1 to steps [], and returns copies of both.
 
-    Nothing is added if a checkpoint is _recomputing.
+    Nothing is added if a checkpoint is recomputing.
     """
-    if not _recomputing():
+    if not kernels.is_recomputing():
         sums.add_(counts)
         steps.add_(1)
     return sums.clone(), steps.clamp(min=1)
-
-
-def _fixed(tensor):
-    """The tensor, which keeps its shape and, since it is updated in place, its address.
-
-    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
-    shape for a variable, and for the same variable as an equal length of the first input.
-    """
-    torch._dynamo.mark_static_address(tensor, guard=False)
-    torch._dynamo.mark_static(tensor)
-    return tensor
 
 
 class RouterCounts:
@@ -1490,7 +1435,7 @@ class RouterCounts:
         E = config.num_experts
 
         def counter(*shape, wanted=True, dtype=torch.float32):
-            return _fixed(torch.empty(shape, dtype=dtype)) if wanted else None
+            return kernels.with_fixed_address(torch.empty(shape, dtype=dtype)) if wanted else None
 
         quantile = config.bias_update == "quantile"
         with_global = "global_aux_loss" in config.losses
@@ -1539,7 +1484,7 @@ class RouterCounts:
             moved = fn(tensor)
             if moved.dtype != tensor.dtype:
                 moved = tensor.to(moved.device)
-            setattr(self, name, _fixed(moved))
+            setattr(self, name, kernels.with_fixed_address(moved))
 
     def follow(self, device: torch.device) -> None:
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if __package__:
     from . import kernels
@@ -82,7 +81,7 @@ class ProcessGroups:
                 return None
             part = mesh[dims]
             if len(dims) > 1:
-                part = part._flatten()
+                part = kernels.as_one_dim(part)
             return part.get_group()
 
         return cls(
@@ -131,13 +130,10 @@ def exchange(rows: Tensor, splits: Splits) -> Tensor:
     """Issues an all-to-all of rows. The result is valid once `wait` has returned it. There
     is no gradient.
     """
-    return torch.ops._c10d_functional.all_to_all_single(
-        rows.contiguous(), output_split_sizes=splits.receive, input_split_sizes=splits.send,
-        group_name=splits.group.group_name)
+    return kernels.all_to_all(rows.contiguous(), *splits)
 
 
-def wait(buffer: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(buffer)
+wait = kernels.wait_for
 
 
 class _Start(torch.autograd.Function):
@@ -195,7 +191,7 @@ class Dispatch(Protocol):
     the probs. So the way back is a sum without weights.
     """
 
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
         """(rows [M, H], probs [M, 1], plan): the arguments of Experts.forward.
 
         The plan is kernels.plan_permutation(experts [M, 1], E / ep), where experts holds for
@@ -218,9 +214,9 @@ class Local(NamedTuple):
     """
     tokens: Tensor
     probs: Tensor
-    plan: kernels.Permutation
+    plan: kernels.Plan
 
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
         return self.tokens, self.probs, self.plan
 
     def send_back(self, output: Tensor) -> Tensor:
@@ -240,7 +236,7 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Permutation, group,
+        self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Plan, group,
         capacity_factor: float | None,
     ):
         T, K = plan.inverse.shape
@@ -262,8 +258,7 @@ class ExpertParallel:
         probs = kernels.gather_probs(probs_TK, plan)
         if capacity_factor is None:
             received = wait(counts_in_flight)
-            # This lets Dynamo trace the read on the host.
-            with torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True):
+            with kernels.reads_on_host():
                 counts = torch.stack((plan.counts, received)).view(2, ranks, -1)
                 send, receive = counts.sum(2).tolist()
 
@@ -276,7 +271,7 @@ class ExpertParallel:
         self.rows_in_flight = AllToAll(rows[:sum(send)], self.splits)
         self.probs_in_flight = AllToAll(probs[:sum(send)], self.splits)
 
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Permutation]:
+    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
         rows_MH = self.rows_in_flight.wait()
         probs_M = self.probs_in_flight.wait()
         return rows_MH, probs_M[:, None], self.local_plan
@@ -369,8 +364,7 @@ def _own_part(parameter, group, axis):
     own, starts = parameter, [0] * parameter.ndim
     if isinstance(parameter, DTensor):
         own = parameter.to_local()
-        _, starts = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements)
+        starts = kernels.place_of_part(parameter)
     shape, starts = list(parameter.shape), list(starts)
     if axis is not None:
         starts[axis] += group_rank(group) * shape[axis]

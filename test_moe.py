@@ -4043,6 +4043,57 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
         "update_once"]
 
 
+def test_compile_private_names_of_torch():
+    """What the section of this name in kernels.py relies on, each by its effect or its absence."""
+    assert kernels.as_number(2.5) == 2.5
+    function = torch.compile(
+        lambda x, by: x * math.ceil(kernels.as_number(by)), backend="eager", fullgraph=True,
+        dynamic=True)
+    same([function(torch.ones(2), by) for by in (1.5, 2.5)], [torch.full((2,), n) for n in (2., 3.)])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert isinstance(kernels.cpu_multiplies_in(dtype), bool)
+
+    x = leaf(4, 3)
+    assert x.sin().view(12)._is_view() and not kernels.as_no_view(x.sin(), (12,))._is_view()
+    assert kernels.with_fixed_address(torch.zeros(2))._dynamo_static_input_type == "unguarded"
+    assert kernels.with_fixed_address(torch.zeros(2))._dynamo_static_indices == {0}
+    with kernels.reads_on_host():
+        assert torch._dynamo.config.capture_scalar_outputs
+    assert not torch._dynamo.config.capture_scalar_outputs and not kernels.makes_cuda_graphs()
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert kernels.makes_cuda_graphs()
+
+    ran = []
+    first, second = x.sin(), x.cos()
+    for name, y in (("first", first), ("second", second)):
+        y.register_hook(lambda grad, name=name: ran.append((name, kernels.in_backward())))
+    assert kernels.backward_order(second.grad_fn) > kernels.backward_order(first.grad_fn)
+    kernels.set_backward_order(first.grad_fn, kernels.backward_order(second.grad_fn) + 1)
+    (first * second).sum().backward()
+    assert ran == [("first", True), ("second", True)] and not kernels.in_backward()
+
+    recomputing = []
+
+    def noting(x):
+        recomputing.append(kernels.is_recomputing())
+        return x.sin()
+    for reentrant in (True, False):
+        checkpointed(noting, reentrant)(leaf(3)).sum().backward()
+    assert recomputing == [False, False, False, True]
+
+    class Keeper(torch.nn.Module):
+        @kernels.writes_to_module
+        def keep(self, x):
+            self.kept = x
+
+        def forward(self, x):
+            self.keep(x.sin())
+            return x.cos()
+    keeper = Keeper()
+    torch.compile(checkpointed(keeper, False), backend="eager", fullgraph=True)(x)
+    same(keeper.kept, x.sin())
+
+
 class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
     """A device without float64, as Apple's and Intel's: refused in every op, and in the ops that
     the project's own ops are made of."""

@@ -125,6 +125,27 @@ def test_sources_import_torch_and_einops_alone(file, local):
     assert others <= sys.stdlib_module_names, f"{file} imports {others - sys.stdlib_module_names}"
 
 
+@pytest.mark.parametrize("file", ["kernels.py", "moe.py", "parallel.py", "families.py", "train.py"])
+def test_sources_private_names_of_torch(file):
+    """They stand in one section of kernels.py. What nn.Module is made of, and its methods that are
+    there to be overridden, are none; nor is what Python offers."""
+    others = {"_apply", "_load_from_state_dict", "_save_to_state_dict", "_parameters", "_buffers",
+              "_modules", "_replace", "_exit"}
+    text = Path(file).read_text()
+    if file == "kernels.py":
+        text, _, section = text.partition("# ---- Private names of torch ----")
+        assert section
+    tree = ast.parse(text)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)}
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found |= {part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+              for part in (node.module or "").split(".")}
+    private = {name for name in found if re.match("_[a-z]", name)}
+    assert private <= own | others, private - own - others
+
+
 # A function and its arguments, with those defaults that are neither None nor False.
 SIGNATURES = """
 kernels.topk_routing_with_score_function: logits topk use_pre_softmax num_groups group_topk

@@ -43,6 +43,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import kernels
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, finish_step, gradient_norm,
     load_balancing_metrics, reduce_gradients)
@@ -129,7 +130,7 @@ def parse_args(argv=None):
     args.device = accelerator.type if accelerator else "cpu"
     if args.dtype == "auto":
         # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
-        fast = accelerator or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = accelerator or kernels.cpu_multiplies_in(torch.bfloat16)
         args.dtype = "bfloat16" if fast else "float32"
     args.ffn = args.ffn or math.ceil(4 * args.hidden / args.topk / 8) * 8
     args.data = Path(args.data or LIBRARY)
