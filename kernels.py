@@ -2164,14 +2164,17 @@ def expert_mlp(
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
-    interleaved = fc1.stride(1) < fc1.stride(2)          # gate and up of a row are neighbours
-    layout = "(f p)" if interleaved else "(p f)"
-    fc1 = rearrange(fc1, f"e p f h -> e {layout} h")
+    layout = "(p f)"
+    if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
+        layout = "(f p)"
+        fc1 = fc1.transpose(1, 2)
+        fc1_bias = None if fc1_bias is None else fc1_bias.transpose(1, 2)
     if fc1_bias is not None:
-        fc1_bias = rearrange(fc1_bias, f"e p f -> e {layout}")
+        fc1_bias = fc1_bias.flatten(1)
+    # Not by einops: in a checkpointed region of a graph it could not note the type Parameter.
     y = _ExpertMLP.apply(
-        (function, layout, fp8_input_store), tokens, probs, fc1, fc2, fc1_bias, plan.order,
-        plan.inverse, plan.offsets)
+        (function, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
+        plan.order, plan.inverse, plan.offsets)
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
     return y

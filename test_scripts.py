@@ -1356,6 +1356,25 @@ _join_stream records, backward: memory is given to aten::mm on side before main 
 """)
 
 
+def test_overlap_checkpoint_in_a_graph_that_comes_first():
+    """In a new process: what a library notes at its first call, Dynamo refuses in a checkpoint."""
+    done = run("-c", """if True:
+        import torch, moe
+        from torch.utils.checkpoint import checkpoint
+        layer = moe.MoELayer(moe.MoEConfig(
+            32, 16, 8, topk=2, score_function="sigmoid", num_groups=4, group_topk=2,
+            batch_first=True, load_balancing_type="seq_aux_loss", aux_loss_coeff=0.1,
+            latent_size=8, latent_norm=True, add_bias_linear=True, enable_expert_bias=True,
+            shared_expert_intermediate_size=8, shared_expert_overlap=True))
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def function(x):
+            return checkpoint(layer, x, use_reentrant=False)
+        function(torch.randn(2, 5, 32)).sum().backward()
+        print(layer.experts.fc1.grad.isfinite().all().item())
+        """)
+    assert done.stdout == "True\n", done.stderr[-2000:]
+
+
 class CapturedStream(torch.Stream):
     def wait_stream(self, other): ...
 
