@@ -2,11 +2,10 @@
 route, balance, permute, experts.
 
 Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b; with batch_first
-          b·S + s), M rows that arrive at a rank, H hidden size, E
-          experts, K experts per token, N = T·K assignments, F expert FFN size, P parts of
-          fc1's output (2: gate and up), ℓ latent size, C expert capacity, G groups of
-          experts. Capitals at the end of a name are the tensor's axes: rows_NH is [N, H],
-          probs_N1 is [N, 1].
+          b·S + s), M rows that arrive at a rank, H hidden size, E experts, K experts per
+          token, N = T·K assignments, F expert FFN size, P parts of fc1's output (2: gate and
+          up), ℓ latent size, C expert capacity, G groups of experts. Capitals at the end of a
+          name are the tensor's axes: rows_NH is [N, H], probs_N1 is [N, 1].
 Words     logits: the router's raw output. scores: logits after the score function. probs:
           the factors that combine the experts' outputs. routing_map [T, E] bool and
           indices [T, K] int64: which experts each token goes to.
@@ -14,9 +13,9 @@ Unrouted  An assignment with index E is unrouted: it was dropped, or its token i
           It sorts after all experts. No expert computes it, and it adds nothing to any
           output. In the backward its row and its prob get the gradient 0.
 Masks     A padding_mask is boolean. True means padding.
-Autocast  Nothing here follows autocast, in the forward or in the backward: a product is in the
-          dtype of its operands, and the router's product is in router_dtype. The modules of moe.py
-          cast the operands of experts and latent experts to autocast's dtype themselves.
+Autocast  Nothing here follows autocast, in the forward or in the backward: a product is in
+          the dtype of its operands, and the router's product is in router_dtype. The modules
+          of moe.py cast the operands of experts and latent experts to autocast's dtype.
 
 Nothing here has state, a config, or a process group beyond an argument.
 `torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
@@ -52,8 +51,8 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
 
     The compiler calls the op as it is, and autocast does not reach inside. `fake` takes
     the same arguments and returns empty tensors with the shapes and dtypes of the results.
-    An op that decides something on the host says so: the compiler then leaves it out of
-    CUDA graphs.
+    cudagraph_unsafe is for an op that decides something on the host: the compiler leaves it
+    out of CUDA graphs.
     """
     tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
 
@@ -77,9 +76,9 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
 def once_differentiable(backward):
     """Decorator for the backward of an autograd function: there is no second derivative.
 
-    A second derivative would take what the forward has kept for constants, and be wrong without
-    an error. So a backward with create_graph=True is a RuntimeError here. (torch's decorator of
-    this name lets some pass.) In compiled code torch itself raises one.
+    A second derivative would treat what the forward has kept as constants, and be wrong
+    without an error. So a backward with create_graph=True is a RuntimeError here. (torch's
+    decorator of this name lets some pass.) In compiled code torch itself raises one.
     """
     @functools.wraps(backward)
     def checked(ctx, *grads):
@@ -107,7 +106,7 @@ def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
 # gradient is wrong. So where the dtype fits there is no cast.
 
 def _cast(x, dtype):
-    """x in dtype; x itself if it is so already."""
+    """x in dtype; x itself if it has that dtype already."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -206,8 +205,8 @@ def _exact_fp32():
                     setting.fp32_precision = precision
 
 
-# This is an op for _exact_fp32. And the compiler would make the backward's upcast copies in the
-# forward, and keep them.
+# This is an op for _exact_fp32. Without it the compiler would also make the backward's upcast
+# copies in the forward, and keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
 @_exact_fp32()
@@ -412,8 +411,9 @@ def probs_of_chosen(
 ) -> Tensor:
     """The probs [T, K] of indices [T, K], from logits [T, E] in fp32 at least.
 
-    normalise is a `normalisation`. Given indices come with their `copies` (see merge_repeats):
-    only they may be unrouted or name an expert twice. Nothing is checked here.
+    normalise is what `normalisation` returns. Given indices come with their `copies` (see
+    merge_repeats): only they may be unrouted or name an expert twice. Nothing is checked
+    here.
     """
     over_chosen = normalise == "softmax"
     scores_TE = logits if over_chosen else SCORE_FUNCTIONS[score_function](logits)
@@ -1269,7 +1269,7 @@ class SwiGLU(Activation):
         return act * linear, grad_a, grad_b
 
     def within_bounds(self, grad_a, grad_b, a, b):
-        """The gradient passes at the bound. (That of torch.clamp does so up to torch 2.13 alone.)
+        """The gradient passes at the bound. (That of torch.clamp does so only up to torch 2.13.)
         NaN counts as outside.
         """
         outside_a = ~(a <= self.clamp_value)
@@ -1361,7 +1361,8 @@ def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
 
 
 def make_activation(kind: str | Activation, **constants: float | None) -> Activation:
-    """The activation of this name with these constants. A made one has its constants already."""
+    """The activation of this name with these constants. An Activation has its constants already.
+    """
     if isinstance(kind, Activation):
         if constants:
             raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)}")
@@ -1423,8 +1424,8 @@ def _activate(y, probs, function, layout="(p f)"):
 
 
 def _activate_back(y, g, probs, function, layout="(p f)", output=False):
-    """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, with `output` also what _activate
-    gives). What there is not is None.
+    """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, the result of _activate).
+    Without probs the second is None, without `output` the third.
     """
     if _is_large(y):
         return _by_parts(
@@ -1488,12 +1489,11 @@ def activation(
     y.dtype.
 
     The kinds are those of ACTIVATIONS, and the constants are the fields of each: alpha,
-    linear_offset, clamp_value, beta, linear_beta. A kind may also be one that make_activation
-    has made, with its constants. "relu2" takes y [.., F]. The arithmetic
-    is in fp32 at least, rounded once. Only y and weights are kept for the backward; with
-    fp8_input_store y is kept as fp8 e4m3, clamped to ±448, while the forward still uses the
-    unrounded y. ValueError: an unknown kind, a constant that the kind does not have, or
-    shapes that do not fit.
+    linear_offset, clamp_value, beta, linear_beta. A kind may also be an Activation, with its
+    constants. "relu2" takes y [.., F]. The arithmetic is in fp32 at least, rounded once. Only
+    y and weights are kept for the backward; with fp8_input_store y is kept as fp8 e4m3,
+    clamped to ±448, while the forward still uses the unrounded y. ValueError: an unknown
+    kind, a constant that the kind does not have, or shapes that do not fit.
 
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])
@@ -1693,10 +1693,10 @@ def _plan_batches(ends):
     others form classes of similar size. A class takes experts in descending order, each with as
     many slots as its first has rows, while all slots so far are at most 1.3 times the rows.
 
-    To bound the memory of a product, the slots are cut into parts, lists of batches. A part ends
-    with the expert that completes a quarter of all slots (these count as four an expert at
-    least). A batch is of one class and one part. It has at most a third of the experts, unless
-    they are neighbours, whose weights are not copied.
+    To bound the memory of a product, the slots are cut into parts, lists of batches. A part
+    ends with the expert that completes a quarter of all slots, or four slots for each expert
+    if that is more. A batch is of one class and one part. It has at most a third of the
+    experts, unless they are neighbours, whose weights are not copied.
     """
     blocks = []
     rows_E = {}
@@ -1962,7 +1962,7 @@ def _weight_grad(a, b, read):
     return _rows_times_rows(*a, *b, offsets, index)
 
 
-# This is an op for _exact_fp32: it is a sum.
+# This is an op for _exact_fp32: a sum is not rounded as products may be.
 @op(lambda rows, offsets, index=None: rows.new_empty(offsets.shape[0], rows.shape[1]),
     cudagraph_unsafe=True)
 @_exact_fp32()
@@ -2045,8 +2045,9 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 # ---- Experts: gather, fc1, activation, fc2, combine ----
 
 class _ExpertMLP(torch.autograd.Function):
-    """fc1 is [E, P·F, H]. The backward keeps fc1's output and this function's own arguments.
-    The activation is cheap to compute again, and would take another [N, F].
+    """fc1 is [E, P·F, H]. Kept for the backward are fc1's output, this function's own
+    arguments and what _where_read has read. The activation is cheap to compute again, and
+    would take another [N, F].
     """
 
     @staticmethod
@@ -2116,7 +2117,8 @@ class _ExpertMLP(torch.autograd.Function):
 def _add_output_bias(y, probs, plan, fc2_bias):
     """y_t + Σ_k p_tk · fc2_bias[i_tk], in y.dtype.
 
-    The sum is the product of probs [T, E] and fc2_bias [E, H] in fp32, of which no copy is kept.
+    The sum is a product of probs [T, E] and fc2_bias [E, H], computed in fp32 at least. No
+    fp32 copy of the bias is kept.
     """
     # One map per slot, because a token may name an expert twice: in one map that would need an
     # atomic add.
@@ -2253,7 +2255,9 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 
 def as_number(x: float) -> float:
-    """x. With dynamic=True Dynamo makes floats symbolic, which an autograd function cannot take."""
+    """x as a plain number. With dynamic=True Dynamo makes floats symbolic, and an autograd
+    function cannot take those.
+    """
     return guard_scalar(x)
 
 
@@ -2325,7 +2329,7 @@ def reads_on_host():
 
 
 def makes_cuda_graphs() -> bool:
-    """Whether what is being compiled becomes CUDA graphs. Known to the compiler alone."""
+    """Whether what is being compiled becomes CUDA graphs. Only the compiler knows."""
     from torch._inductor import config
     return config.triton.cudagraphs
 

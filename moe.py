@@ -1,7 +1,9 @@
-"""A Mixture-of-Experts layer: config, layer, router, experts, shared expert.
+"""A Mixture-of-Experts layer: config, layer, router, experts, latent pair, shared expert.
 
-The tensor functions are in kernels.py, which also explains the letters. Process groups and
-the exchanges between ranks are in parallel.py.
+After the section "Experts" you have read the layer. The features, what is kept from step to
+step, functions of a whole model, and checks come later. The tensor functions are in
+kernels.py, which also explains the letters. Process groups and the exchanges between ranks
+are in parallel.py.
 
     hidden_states [S, B, H] ─┬─> TopKRouter ─> probs, indices [T, K] ─> plan ─┐
                              ├────────────────────────────────────────────────┴─> Experts ─┐
@@ -22,6 +24,7 @@ Where is it?
     what tp changes             SharedExpertMLP._enter and _leave; parallel.ProcessGroups
     a score function            kernels.SCORE_FUNCTIONS
     bitwise repeatability       "Permute, index form" in kernels.py
+    what a config refuses       check_config
 """
 import contextlib
 import enum
@@ -205,7 +208,7 @@ class MoELayer(ParallelModule):
 
     hidden_states [S, B, H] -> the same shape and dtype. The parts are layer.router,
     layer.experts, layer.latent_down and layer.latent_up (see LatentDown), and
-    layer.shared_experts; these three are None if not configured. With batch_first
+    layer.shared_experts; the last three are None if not configured. With batch_first
     hidden_states are [B, S, H], and masks and given indices [B, S, ..].
 
     `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. (CUDA
@@ -913,7 +916,6 @@ class LatentUp(ParallelModule):
         self.reset_parameters()
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows [T, ℓ] -> [T, H]."""
         dtype = rows.dtype
         rows, weight = _as_autocast(rows, self.weight)
         eps = self.config.latent_norm_eps
@@ -1143,9 +1145,9 @@ class SharedExpertMLP(ParallelModule):
     rank holds all of it.
 
     `forward` computes all in one call. With shared_expert_overlap five steps do the same on
-    the side stream `stream`, for a dispatcher to put between its communications:
-    pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm,
-    get_output. A step out of order is a RuntimeError.
+    the side stream `stream`: pre_forward_comm, linear_fc1_forward_and_act,
+    linear_fc2_forward, post_forward_comm, get_output. OverlappedDispatch runs the middle
+    ones beside a dispatcher's communication. A step out of order is a RuntimeError.
     """
 
     def __init__(self, config: MoEConfig, gate: bool, pg_collection: ProcessGroups | None = None):

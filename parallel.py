@@ -140,8 +140,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
-        # It has the shape of the rows that are sent: their gradient is returned as the shadow's
-        # gradient, and autograd compares the two shapes.
+        # The shadow has the shape of the gradient that it carries: autograd compares the two.
         shadow = rows.new_zeros(()).expand(rows.shape)
         return exchange(rows, splits), shadow
 
@@ -287,8 +286,8 @@ class ExpertParallel:
 
 # ---- Over tp: into the sharded product and out of it ----
 
-# In a graph of torch 2.11 a collective's output as it is would lose its gradient. So both return
-# views.
+# _gather and _sum return views: in a graph of torch 2.11 a collective's output would lose its
+# gradient if it were returned as it is.
 
 def _gather(x, group, sequence_parallel):
     """With sequence_parallel the x of all ranks, one after the other along the first axis;
