@@ -272,8 +272,7 @@ def router_gating_linear(
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
-    operands = tokens, weight, bias
-    return _LinearIn.apply(router_dtype, *operands)
+    return _LinearIn.apply(router_dtype, tokens, weight, bias)
 
 
 # ---- Route: logits -> which experts, with which probs ----

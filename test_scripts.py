@@ -892,6 +892,18 @@ def test_docs_cited_tests_exist():
         assert cited <= defined, f"{page.name} cites {sorted(cited - defined)}"
 
 
+def test_docs_private_names_exist():
+    """In the pages that speak of this project alone: `_name` or `module._name`."""
+    sources = "".join(file.read_text() for file in HERE.glob("*.py"))
+    found = set()
+    for page in ("README", "docs/change", "docs/overlap", "docs/ranks", "docs/models"):
+        for code in re.findall("`([^`\n]+)`", (HERE / f"{page}.md").read_text()):
+            found |= {(page, name) for name in re.findall(r"\b_[A-Za-z]\w+", code)}
+    assert len(found) > 20
+    missing = {(page, name) for page, name in found if not re.search(rf"\b{name}\b", sources)}
+    assert not missing
+
+
 def test_docs_router_of_your_own():
     """Top-p routing: the fewest experts whose probs sum to p, in eager mode and in a graph."""
     names = {}
