@@ -133,7 +133,7 @@ def test_sources_private_names_of_torch(file):
               "_modules", "_replace", "_exit"}
     text = Path(file).read_text()
     if file == "kernels.py":
-        text, _, section = text.partition("# ---- Private names of torch ----")
+        text, _, section = text.partition("\ndef as_number(")        # the first function of the section
         assert section
     tree = ast.parse(text)
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
