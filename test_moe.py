@@ -2533,6 +2533,31 @@ class WatchPrecision(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs)
 
 
+class TwoRanks:
+    """A group of two ranks, for what only asks for its size."""
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 0
+
+
+def test_router_over_two_ranks_without_communication():
+    """What tp refuses; and a loss without valid_token_count counts the rows of both ranks."""
+    config = small_config(calculate_per_token_loss=True)
+    for changes, error in (({}, "set sequence_parallel=True"),
+                           (dict(sequence_parallel=True, batch_first=True), "leave batch_first out")):
+        with pytest.raises(ValueError, match=error):
+            TopKRouter(dataclasses.replace(config, **changes), ProcessGroups(tp=TwoRanks()))
+    TopKRouter(dataclasses.replace(config, sequence_parallel=True), ProcessGroups(tp=TwoRanks()))
+
+    router = TopKRouter(config, ProcessGroups(tp_cp=TwoRanks()))
+    x, loss = torch.ones(5, 3, requires_grad=True), torch.tensor(0.25, requires_grad=True)
+    router.attach_and_log_load_balancing_loss(
+        x, 0.5, aux_loss=loss, aux_loss_name="z_loss", reduce_group=None).sum().backward()
+    assert loss.grad == 10 and router.counts.last_losses[-1] == 0.5
+
+
 @pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
 def test_router_fp32_products_are_in_fp32(how):
     """prime-rl #2952: whatever the user sets, these are in fp32, eager and compiled: logits and
