@@ -133,10 +133,11 @@ def test_sources_private_names_of_torch(file):
               "_modules", "_replace", "_exit"}
     text = Path(file).read_text()
     if file == "kernels.py":
-        text, _, section = text.partition("\ndef as_number(")        # the first function of the section
+        text, _, section = text.partition("\ndef as_number(")     # the section's first function
         assert section
     tree = ast.parse(text)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    definitions = ast.FunctionDef, ast.ClassDef
+    own = {node.name for node in ast.walk(tree) if isinstance(node, definitions)}
     own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)}
     found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
