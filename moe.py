@@ -31,7 +31,7 @@ import enum
 import functools
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Callable, NamedTuple, Sequence
 
 import torch
@@ -183,12 +183,11 @@ class MoEConfig:
     @functools.cached_property
     def activation_function(self) -> "kernels.Activation":
         """The activation with its constants, for kernels.activation and kernels.expert_mlp."""
-        kind = kernels.ACTIVATIONS[self.activation]
-        known = [field.name for field in fields(kind)]
+        known = kernels.constants_of(self.activation)
         constants = {
             constant: getattr(self, name) for name, constant in _CONSTANTS.items()
             if constant in known}
-        return kind(**constants)
+        return kernels.make_activation(self.activation, **constants)
 
     @property
     def parts(self) -> int:
@@ -568,7 +567,7 @@ class TopKRouter(Router):
             probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
 
         # Balance and count
-        if self.training and torch.is_grad_enabled():
+        if self._in_training_forward():
             if config.losses:
                 probs_TK = self._apply_losses(probs_TK, logits, padding_T, cu_seqlens=cu_seqlens)
             self.counts.count(kernels.count_experts(chosen_TK, E))
