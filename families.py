@@ -913,7 +913,7 @@ class HuggingFaceBlock(moe.MoELayer):
         self.attention_mask = ForwardMask()
         self.masked = False                                  # whether a training forward had one
         self.router = HuggingFaceRouter(config, pg_collection)
-        self.register_buffer("hash_table", tensor=None)      # [vocabulary, K] of a hash layer
+        self.register_buffer("hash_table", None)             # [vocabulary, K] of a hash layer
         for name, place in _places(self, self.row.layouts[-1]).items():
             owner, _, held = name.rpartition(".")
             if owner == "experts":                           # the library's saving asks for shapes
@@ -925,11 +925,9 @@ class HuggingFaceBlock(moe.MoELayer):
         return TYPES[self.model_type]
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None):
-        indices = None
-        if self.hash_table is not None:
-            indices = self.hash_table[input_ids]
-        padding_mask = self._padding_mask(hidden_states)
-        y, probs = self.forward_with_probs(hidden_states, padding_mask, topk_indices=indices)
+        indices = None if self.hash_table is None else self.hash_table[input_ids]
+        y, probs = super().forward(
+            hidden_states, self._padding_mask(hidden_states), topk_indices=indices)
         if self.row.returns == "probs":
             return y, probs
         if self.row.returns == "logits":
@@ -939,14 +937,16 @@ class HuggingFaceBlock(moe.MoELayer):
             return self.get_submodule(self.row.after)(y)
         return y
 
+    def result(self, y, probs):
+        return y, probs
+
     def _padding_mask(self, hidden_states):
         """[B, S] bool, True = padding, or None."""
         mask = self.attention_mask.value
         given = isinstance(mask, Tensor)
         if self.training and not torch.compiler.is_compiling():
             self.masked |= given
-            recomputed = moe.kernels.in_backward()
-            if self.masked and recomputed and mask is NO_FORWARD:
+            if self.masked and mask is NO_FORWARD and moe.kernels.in_backward():
                 raise RuntimeError(
                     "a checkpoint that is not the library's recomputes this block, without its "
                     "padding mask: use model.activation_checkpointing_enable(), or "

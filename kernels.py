@@ -45,9 +45,15 @@ def has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
+def without_autocast(x: Tensor):
+    """A context without autocast for the device of x."""
+    if not has_autocast(x.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def op(fake, mutates_args=(), cudagraph_unsafe=False):
-    """Decorator: registers a function as a custom op. Its first argument is a tensor, and its
-    annotations are the op's schema.
+    """Decorator: registers a function as a custom op. Its annotations are the op's schema.
 
     The compiler calls the op as it is, and autocast does not reach inside. `fake` takes
     the same arguments and returns empty tensors with the shapes and dtypes of the results.
@@ -59,10 +65,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
     def register(function):
         @functools.wraps(function)
         def body(*args, **kwargs):
-            device_type = args[0].device.type
-            if not has_autocast(device_type):
-                device_type = "cpu"
-            with torch.autocast(device_type, enabled=False):
+            with op_without_autocast():
                 return function(*args, **kwargs)
 
         name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
@@ -83,12 +86,16 @@ def once_differentiable(backward):
     @functools.wraps(backward)
     def checked(ctx, *grads):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"create_graph is True, and {backward.__qualname__} has no derivative: this "
-                f"project has first derivatives alone. Leave create_graph out")
+            _refuse_second_derivative(backward)
         return backward(ctx, *grads)
 
     return checked
+
+
+def _refuse_second_derivative(backward):
+    raise RuntimeError(
+        f"create_graph is True, and {backward.__qualname__} has no derivative: this project has "
+        f"first derivatives alone. Leave create_graph out")
 
 
 @op(lambda value, grad: torch.empty_like(value))
@@ -141,12 +148,11 @@ def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
         if tensor is None:
             continue
         letters = axes.split()
-        fits = tensor.ndim == len(letters)
-        for letter, size in zip(letters, tensor.shape):
-            fits = fits and sizes.get(letter, size) == size
-        if not fits:
+        found = dict(zip(letters, tensor.shape))
+        needed = {**found, **sizes}
+        if tensor.ndim != len(letters) or any(found[a] != needed[a] for a in found):
             _refuse_shape(name, tensor, letters, sizes)
-        sizes.update(zip(letters, tensor.shape))
+        sizes = needed
 
 
 def _refuse_shape(name, tensor, letters, sizes):
@@ -180,6 +186,7 @@ def _as_map(routing_map):
 # ---- Gate: tokens -> logits ----
 
 _precision_lock = threading.Lock()                  # a backward has a thread for each device
+_PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 
 
 @contextlib.contextmanager
@@ -191,15 +198,14 @@ def _exact_fp32():
     A setting that equals the one it would inherit is inherited from then on. XPU has a switch of
     its own, torch.backends.mkldnn.allow_tf32, which stays as it is.
     """
-    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     with _precision_lock:
-        found = [setting.fp32_precision for setting in settings]
+        found = [setting.fp32_precision for setting in _PRECISIONS]
         try:
-            for setting in settings:
+            for setting in _PRECISIONS:
                 setting.fp32_precision = "ieee"
             yield
         finally:
-            for setting, precision in zip(settings, found):
+            for setting, precision in zip(_PRECISIONS, found):
                 setting.fp32_precision = "none"     # now it is inherited
                 if setting.fp32_precision != precision:
                     setting.fp32_precision = precision
@@ -224,37 +230,42 @@ def _multiplies_into_fp32(a, b, dtype, out_dtype):
 
 
 class _LinearIn(torch.autograd.Function):
-    """tokens · weightᵀ + bias, computed in dtype and returned in it."""
+    """rows · weightᵀ, computed in dtype and returned in it."""
 
     @staticmethod
-    def forward(ctx, dtype, tokens, weight, bias):
-        ctx.save_for_backward(tokens, weight, bias)
+    def forward(ctx, dtype, rows, weight):
+        ctx.save_for_backward(rows, weight)
         ctx.dtype = dtype
-        tokens_TH = tokens.reshape(-1, tokens.shape[-1])
-        logits_TE = _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
-        if bias is not None:
-            logits_TE = logits_TE + bias.to(dtype)
-        return logits_TE.view(*tokens.shape[:-1], weight.shape[0])
+        return _product_in(rows, weight.t(), dtype=dtype, out_dtype=dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        tokens, weight, bias = ctx.saved_tensors
-        _, need_tokens, need_weight, need_bias = ctx.needs_input_grad
-        # grad_tokens = grad · weight, grad_weight = gradᵀ · tokens, grad_bias = Σ_t grad
-        grad_TE = grad.flatten(0, -2)
-        grad_tokens = grad_weight = grad_bias = None
-        if need_tokens:
-            grad_TH = _product_in(grad_TE, weight, dtype=ctx.dtype, out_dtype=tokens.dtype)
-            grad_tokens = grad_TH.view_as(tokens)
+        rows, weight = ctx.saved_tensors
+        _, need_rows, need_weight = ctx.needs_input_grad
+        grad_rows = grad_weight = None
+        # grad_rows = grad · weight, grad_weight = gradᵀ · rows
+        if need_rows:
+            grad_rows = _product_in(grad, weight, dtype=ctx.dtype, out_dtype=rows.dtype)
         if need_weight:
-            tokens_TH = tokens.flatten(0, -2)
-            grad_weight = _product_in(
-                grad_TE.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
-        if need_bias:
-            grad_bias = _sum_tokens(upcast(grad_TE)).to(bias.dtype)
-        # dtype, tokens, weight, bias
-        return None, grad_tokens, grad_weight, grad_bias
+            grad_weight = _product_in(grad.t(), rows, dtype=ctx.dtype, out_dtype=weight.dtype)
+        # dtype, rows, weight
+        return None, grad_rows, grad_weight
+
+
+class _AddBias(torch.autograd.Function):
+    """logits [T, E] + bias [E], in logits.dtype."""
+
+    @staticmethod
+    def forward(ctx, logits, bias):
+        ctx.dtype = bias.dtype
+        return logits + bias.to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        # logits, bias
+        return grad, _sum_tokens(upcast(grad)).to(ctx.dtype)
 
 
 def router_gating_linear(
@@ -272,7 +283,11 @@ def router_gating_linear(
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
-    return _LinearIn.apply(router_dtype, tokens, weight, bias)
+    *axes, H = tokens.shape
+    logits_TE = _LinearIn.apply(router_dtype, tokens.reshape(-1, H), weight)
+    if bias is not None:
+        logits_TE = _AddBias.apply(logits_TE, bias)
+    return logits_TE.view(*axes, weight.shape[0])
 
 
 # ---- Route: logits -> which experts, with which probs ----
@@ -370,25 +385,25 @@ SCORE_FUNCTIONS = {
 }
 
 
-def top_experts(
+def scores_for_choice(
     logits: Tensor, topk: int, score_function: str = "softmax", expert_bias: Tensor | None = None,
     num_groups: int | None = None, group_topk: int | None = None,
     group_score_topk: int | None = None,
 ) -> Tensor:
-    """The choice, indices [T, K], best first, from logits [T, E] in fp32 at least.
+    """scores + expert_bias [T, E], with groups -inf outside of each token's best ones, from logits
+    [T, E] in fp32 at least.
 
-    It is the top K of the logits, which have the order of the scores, without the ties of
-    saturated scores. With expert_bias or groups it is the top K of scores + bias, in the best
-    groups: see topk_routing_with_score_function. Nothing is checked here.
+    The choice is their top K, where there is a bias or where there are groups. Elsewhere it is that
+    of the logits: they have the order of the scores, without the ties of saturated scores. For the
+    arguments see topk_routing_with_score_function. Nothing is checked here.
     """
-    if expert_bias is not None or num_groups is not None:
-        logits = SCORE_FUNCTIONS[score_function](logits.detach())
+    scores = SCORE_FUNCTIONS[score_function](logits.detach())
     if expert_bias is not None:
-        logits = logits + expert_bias
+        scores = scores + expert_bias
     if num_groups is not None:
-        logits = _only_best_groups(
-            logits, num_groups, group_topk, group_score_topk or topk // group_topk)
-    return logits.topk(topk, dim=1).indices
+        scores = _only_best_groups(
+            scores, num_groups, group_topk, group_score_topk or topk // group_topk)
+    return scores
 
 
 def normalisation(
@@ -410,32 +425,42 @@ def probs_of_chosen(
 ) -> Tensor:
     """The probs [T, K] of indices [T, K], from logits [T, E] in fp32 at least.
 
-    normalise is what `normalisation` returns. Given indices come with their `copies` (see
-    merge_repeats): only they may be unrouted or name an expert twice. Nothing is checked
-    here.
+    normalise is what `normalisation` returns. copies [T, K] says how often each index counts.
+    Nothing is checked here.
     """
     over_chosen = normalise == "softmax"
     scores_TE = logits if over_chosen else SCORE_FUNCTIONS[score_function](logits)
     probs_TK = pick(scores_TE, indices)
     if copies is not None:
-        probs_TK = _with_copies(probs_TK, indices == logits.shape[1], copies, over_chosen)
+        probs_TK = _with_copies(probs_TK, copies, as_logits=over_chosen)
     if over_chosen:
         probs_TK = probs_TK.softmax(-1)
     elif normalise == "sum":
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
     if scaling_factor is not None:
         probs_TK = probs_TK * scaling_factor
-    if copies is not None:
-        probs_TK = probs_TK.masked_fill(indices == logits.shape[1], 0.0)
     return probs_TK
 
 
-def _with_copies(chosen, unrouted, copies, as_logits):
+def probs_of_given(logits: Tensor, given: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """(probs [T, K], indices [T, K]) of given indices [T, K], which may be unrouted or name an
+    expert twice: see merge_repeats. The options are those of probs_of_chosen.
+    """
+    E = logits.shape[1]
+    indices_TK, copies_TK = merge_repeats(given, E)
+    unrouted_TK = indices_TK == E
+    copies_TK = copies_TK.masked_fill(unrouted_TK, 0)
+    probs_TK = probs_of_chosen(logits, indices_TK, copies=copies_TK, **options)
+    return probs_TK.masked_fill(unrouted_TK, 0.0), indices_TK
+
+
+def _with_copies(chosen, copies, as_logits):
     """The chosen scores, or logits, with n copies of an expert as one."""
     if not as_logits:
         return chosen * copies
-    chosen = chosen + copies.to(chosen.dtype).log()      # n · exp(x) = exp(x + log n)
-    return chosen.masked_fill(unrouted, torch.finfo(chosen.dtype).min)
+    # n · exp(x) = exp(x + log n); finite for n = 0 too
+    log_n = copies.to(chosen.dtype).log()
+    return chosen + log_n.clamp(min=torch.finfo(chosen.dtype).min)
 
 
 def topk_routing_with_score_function(
@@ -495,18 +520,21 @@ def topk_routing_with_score_function(
             group_score_topk=group_score_topk)
 
     logits_TE = upcast(logits)
-    if given is not None:
-        indices_TK, copies_TK = merge_repeats(given, E)
-    else:
-        copies_TK = None
-        indices_TK = top_experts(
-            logits_TE, topk, score_function=score_function, expert_bias=expert_bias,
-            num_groups=num_groups, group_topk=group_topk, group_score_topk=group_score_topk)
     normalise = normalisation(
         score_function, topk, use_pre_softmax=use_pre_softmax, norm_topk_prob=norm_topk_prob)
-    probs_TK = probs_of_chosen(
-        logits_TE, indices_TK, score_function, normalise=normalise, norm_eps=norm_eps,
-        scaling_factor=scaling_factor, copies=copies_TK).to(logits.dtype)
+    options = {"score_function": score_function, "normalise": normalise, "norm_eps": norm_eps,
+               "scaling_factor": scaling_factor}
+    if given is not None:
+        probs_TK, indices_TK = probs_of_given(logits_TE, given, **options)
+    else:
+        scores_TE = logits_TE
+        if expert_bias is not None or num_groups is not None:
+            scores_TE = scores_for_choice(
+                logits_TE, topk, score_function=score_function, expert_bias=expert_bias,
+                num_groups=num_groups, group_topk=group_topk, group_score_topk=group_score_topk)
+        indices_TK = scores_TE.topk(topk, dim=1).indices
+        probs_TK = probs_of_chosen(logits_TE, indices_TK, **options)
+    probs_TK = probs_TK.to(logits.dtype)
     if dense_output:
         return probs_TK, indices_TK
     return routing_to_map(probs_TK, indices_TK, E)
@@ -587,9 +615,12 @@ def compute_routing_scores_for_aux_loss(
     indices_TK = logits_TE.topk(topk, dim=1).indices
     map_TE = _map_of(indices_TK, logits_TE.shape[1])
     if padding_mask is not None:
-        map_TE = map_TE & ~padding_mask[:, None]
-        scores_TE = scores_TE.masked_fill(padding_mask[:, None], 0.0)
+        map_TE, scores_TE = _without_padding(padding_mask, map_TE, scores_TE)
     return map_TE, scores_TE
+
+
+def _without_padding(padding_mask, *tensors):
+    return [x.masked_fill(padding_mask[:, None], 0) for x in tensors]
 
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
@@ -597,21 +628,6 @@ def compute_routing_scores_for_aux_loss(
 @op(lambda scores, factors: scores.new_empty(()))
 def _sum_weighted(scores: Tensor, factors: Tensor) -> Tensor:
     return (scores.sum(0) * factors).sum()               # an op, see _sum_tokens
-
-
-class _WeightedTokenSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores, factors):
-        # Not through save_for_backward: a checkpoint would replace them by its recomputed ones.
-        ctx.factors = factors
-        ctx.shape = scores.shape
-        return _sum_weighted(scores, factors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        # grad_scores[t, e] = grad · factors[e]; then factors
-        return (grad * ctx.factors).expand(ctx.shape), None
 
 
 def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
@@ -622,7 +638,12 @@ def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
     checkpoint computes others when it runs again.
     """
     scores = upcast(scores)
-    return _WeightedTokenSum.apply(scores, factors.detach().to(scores.dtype))
+    factors = factors.detach().to(scores.dtype)
+    shape = scores.shape
+    # The factors are no arguments of Adjoint: a checkpoint would replace them by recomputed ones.
+    add = lambda x: _sum_weighted(x, factors)
+    spread = lambda grad: (grad * factors).expand(shape)
+    return Adjoint.apply(scores, (add, spread))
 
 
 def switch_load_balancing_loss_func(
@@ -649,11 +670,11 @@ def switch_load_balancing_loss_func(
     check_shapes({"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(counts, "B E"))
     probs = upcast(probs)
     B, E = counts.shape
-    if B > 1 and probs.shape[0] % B:
-        raise ValueError(f"tokens_per_expert is for {B} sequences, and probs has {probs.shape[0]} "
-                         f"tokens; needs a multiple: token t belongs to sequence t % {B}")
+    T = probs.shape[0]
+    if B > 1 and T % B:
+        _refuse_sequences(B, T)
     # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
-    probs_SC = probs.reshape(probs.shape[0] // max(B, 1), B * E)
+    probs_SC = probs.reshape(T // max(B, 1), B * E)
     if isinstance(total_num_tokens, Tensor):
         total_B1 = total_num_tokens.clamp(min=1).view(-1, 1)
     else:
@@ -661,6 +682,11 @@ def switch_load_balancing_loss_func(
     scale = moe_aux_loss_coeff * E / topk / max(B, 1)
     factors_BE = counts.to(probs.dtype) / total_B1 / total_B1 * scale
     return weighted_token_sum(probs_SC, factors_BE.flatten())
+
+
+def _refuse_sequences(B, T):
+    raise ValueError(f"tokens_per_expert is for {B} sequences, and probs has {T} tokens; "
+                     f"needs a multiple: token t belongs to sequence t % {B}")
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
@@ -944,11 +970,14 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
     ([1, 2, 3, 0], [2, 1, 1])
     """
     if indices.ndim != 2 or indices.dtype != torch.int64:
-        raise TypeError(f"indices is {list(indices.shape)} {indices.dtype}; "
-                        f"needs [T, K] torch.int64")
+        _refuse_indices(indices)
     order, inverse_KT, counts, offsets = _plan_permutation(indices, num_experts)
     # The inverse lies in memory as [K, T]: the rows of one choice are contiguous.
     return Plan(order, inverse_KT.t(), counts=counts, offsets=offsets)
+
+
+def _refuse_indices(indices):
+    raise TypeError(f"indices is {list(indices.shape)} {indices.dtype}; needs [T, K] torch.int64")
 
 
 def _expert_of(row_TK, offsets):
@@ -1246,13 +1275,15 @@ class SwiGLU(Activation):
 
     def factors(self, a, b):
         """act's argument, and the factor of act."""
-        v = self.clamp_value
-        if v is not None:
-            a = a.clamp(max=v)
-            b = b.clamp(-v, v)
+        if self.clamp_value is not None:
+            a, b = self.clamped(a, b)
         if self.linear_offset:
             b = b + self.linear_offset
         return a, b
+
+    def clamped(self, a, b):
+        v = self.clamp_value
+        return a.clamp(max=v), b.clamp(-v, v)
 
     def value(self, a, b):
         a, linear = self.factors(a, b)
@@ -1434,7 +1465,7 @@ def _activate_back(y, g, probs, function, layout="(p f)", output=False):
     parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
     value, *grads = function.back(g_value, *parts)
     grads = [grad.to(y.dtype) for grad in grads]
-    grad_y = torch.cat(grads, -1) if layout == "(p f)" else torch.stack(grads, -1).flatten(-2)
+    grad_y = torch.stack(grads, -2 if layout == "(p f)" else -1).flatten(-2)
     grad_probs = act = None
     if probs is not None:
         grad_probs = _cast((g * value).sum(-1, keepdim=True), probs.dtype)
@@ -1620,9 +1651,8 @@ def _aligned(*operands):
     needs them.
     """
     for x in operands:
-        steps = [step for step in x.stride() if step != 1]
-        sizes = [*x.shape[1:], *steps]
-        if 0 in steps or any(size * x.itemsize % 16 for size in sizes):
+        steps = [step or 1 for step in x.stride() if step != 1]        # 0 as 1: it does not fit
+        if any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps)):
             return False
     return True
 
@@ -1657,28 +1687,26 @@ class _Batch(NamedTuple):
     first: int               # the number of experts in the batches before
     slot: int                # the number of slots in the batches before
 
-    def end(self):
-        return self.slot + len(self.experts) * self.rows
-
-    def slots(self, x, part):
-        """[experts, rows, ..]: the slots of this batch in x, which has those of a part."""
-        start = part[0].slot
-        return x[self.slot - start:self.end() - start].unflatten(0, (-1, self.rows))
+    def slots(self):
+        return slice(self.slot, self.slot + len(self.experts) * self.rows)
 
     def ids(self, expert_E):
         return expert_E[self.first:self.first + len(self.experts)]
+
+    def gather(self, x, source_L):
+        """[experts, rows, ..]: the rows of x in the slots of this batch."""
+        return x.index_select(0, source_L[self.slots()]).unflatten(0, (-1, self.rows))
 
     def neighbours(self):
         """The experts as a slice, None if some number between them is missing."""
         first, last = self.experts[0], self.experts[-1]
         return slice(first, last + 1) if last - first < len(self.experts) else None
 
-    def select(self, weights, expert_E):
+    def select(self, weights, ids):
         """weights[experts], a copy only if they are no neighbours."""
         neighbours = self.neighbours()
         if neighbours is not None:
             return weights[neighbours]
-        ids = self.ids(expert_E)
         if weights.stride(2) != 1:
             return weights.mT.index_select(0, ids).mT    # copied as it lies in memory
         return weights.index_select(0, ids)
@@ -1686,16 +1714,15 @@ class _Batch(NamedTuple):
 
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
 def _plan_batches(ends):
-    """(blocks, parts) of the offsets `ends`: every expert with rows is in one of them, once.
+    """(blocks, batches) of the offsets `ends`: every expert with rows is in one of them, once.
 
     An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
     others form classes of similar size. A class takes experts in descending order, each with as
     many slots as its first has rows, while all slots so far are at most 1.3 times the rows.
 
-    To bound the memory of a product, the slots are cut into parts, lists of batches. A part
-    ends with the expert that completes a quarter of all slots, or four slots for each expert
-    if that is more. A batch is of one class and one part. It has at most a third of the
-    experts, unless they are neighbours, whose weights are not copied.
+    To bound the memory of a product, a class is cut into batches. A batch ends with the expert
+    that completes a quarter of all slots, or four slots for each expert if that is more. It has
+    at most a third of the experts, unless they are neighbours, whose weights are not copied.
     """
     blocks = []
     rows_E = {}
@@ -1717,24 +1744,20 @@ def _plan_batches(ends):
 
     quarter = max(slots / 4, 4 * len(rows_E))
     most_copied = math.ceil(len(rows_E) / 3)
-    parts = []
-    left = first = slot = 0                      # left: of the quarter of this part
+    batches = []
+    first = slot = 0
     for size, experts in classes.items():
         experts.sort()
         while experts:
-            if left <= 0:
-                parts.append([])
-                left = quarter
-            batch = _Batch(experts[:math.ceil(left / size)], size, first=first, slot=slot)
+            batch = _Batch(experts[:math.ceil(quarter / size)], size, first=first, slot=slot)
             if batch.neighbours() is None:
                 batch = batch._replace(experts=batch.experts[:most_copied])
-            parts[-1].append(batch)
+            batches.append(batch)
             taken = len(batch.experts)
             experts = experts[taken:]
             first += taken
-            left -= batch.end() - slot
-            slot = batch.end()
-    return blocks, parts
+            slot = batch.slots().stop
+    return blocks, batches
 
 
 def _empty_read(offsets, num_rows):
@@ -1754,14 +1777,12 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     ends = tuple(on_host.tolist())
     E = len(ends)
     starts = 0, *ends
-    _, parts = _plan_batches(ends)
     table = []
     slot = 0
-    for part in parts:
-        for batch in part:
-            for e in batch.experts:
-                table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
-                slot += batch.rows
+    for batch in _plan_batches(ends)[1]:
+        for e in batch.experts:
+            table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
+            slot += batch.rows
     # Slots beyond the last batch are those of an expert without rows.
     table += [(0, slot, 0, 0)] * (E + 1 - len(table))
     # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
@@ -1777,7 +1798,7 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _work(offsets, index):
-    """(blocks, parts): what is multiplied alone, and what in batches. Without an index, which is
+    """(blocks, batches): what is multiplied alone, and what together. Without an index, which is
     on a CPU, nothing is a batch.
     """
     ends = offsets.tolist()
@@ -1786,31 +1807,25 @@ def _work(offsets, index):
 
 def _multiply(rows, weights, bias, offsets, index):
     """The products of _rows_times_weights, but for unrouted rows. Spare slots write to row N."""
-    blocks, parts = _work(offsets, index)
+    blocks, batches = _work(offsets, index)
     N = rows.count()
-    out = rows.x.new_empty(N + 1 if parts else N, weights.shape[2])
+    out = rows.x.new_empty(N + 1 if batches else N, weights.shape[2])
     for e, start, end in blocks:
         if start < end:
             bias_e = bias if bias is None else bias[e]
             _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
-    if parts:
+    if batches:
         expert_E, row_L = index.long().tensor_split([len(weights)])
         x, source_L = rows.in_slots(row_L)
-    for part in parts:
-        span = slice(part[0].slot, part[-1].end())
-        block = x.index_select(0, source_L[span])
-        product = out.new_empty(len(block), out.shape[1])
-        for batch in part:
-            factors = batch.slots(block, part), batch.select(weights, expert_E)
-            product_b = batch.slots(product, part)
-            if bias is None:
-                torch.bmm(*factors, out=product_b)
-            else:
-                bias_b = bias.index_select(0, batch.ids(expert_E))
-                torch.baddbmm(bias_b[:, None], *factors, out=product_b)
-            del factors
-        out.index_copy_(0, row_L[span], product)
-        del block, product, product_b                    # before the next part needs memory
+    for batch in batches:
+        ids = batch.ids(expert_E)
+        factors = batch.gather(x, source_L), batch.select(weights, ids)
+        if bias is None:
+            product = torch.bmm(*factors)
+        else:
+            product = torch.baddbmm(bias.index_select(0, ids)[:, None], *factors)
+        out.index_copy_(0, row_L[batch.slots()], product.flatten(0, 1))
+        del factors, product                             # before the next batch needs memory
     return out[:N]
 
 
@@ -1824,8 +1839,7 @@ def _rows_times_weights(
     index: Tensor | None = None,
 ) -> Tensor:
     rows = _Rows(x, token_N)
-    on_cpu = index is None
-    if on_cpu and bias is None and _loops_in_torch(x, weights, rows.count() / len(weights)):
+    if index is None and bias is None and _loops_in_torch(x, weights, rows.count() / len(weights)):
         out = F.grouped_mm(rows.block(), weights, offs=offsets)
     else:
         out = _multiply(rows, weights, bias, offsets, index)
@@ -1835,29 +1849,25 @@ def _rows_times_weights(
 
 def _multiply_rows(a, b, offsets, index):
     """The products of _rows_times_rows. Spare slots hold zeros."""
-    blocks, parts = _work(offsets, index)
+    blocks, batches = _work(offsets, index)
     out = a.x.new_empty(len(offsets), a.x.shape[1], b.x.shape[1])
     if index is not None and 0 in offsets.diff(prepend=offsets.new_zeros(1)):
         out.zero_()                                      # experts without rows are in no batch
     for e, start, end in blocks:
         _mm(a.block(start, end).t(), b.block(start, end), out=out[e])      # without rows: zeros
-    if parts:
+    if batches:
         expert_E, row_L = index.long().tensor_split([len(out)])
         spare_L1 = (row_L == a.count())[:, None]
         sources = a.in_slots(row_L), b.in_slots(row_L)
-    for part in parts:
-        span = slice(part[0].slot, part[-1].end())
-        block_a, block_b = [
-            x.index_select(0, source_L[span]).masked_fill_(spare_L1[span], 0.0)
-            for x, source_L in sources]
-        for batch in part:
-            factors = batch.slots(block_a, part).mT, batch.slots(block_b, part)
-            neighbours = batch.neighbours()
-            if neighbours is None:
-                out.index_copy_(0, batch.ids(expert_E), torch.bmm(*factors))
-            else:
-                torch.bmm(*factors, out=out[neighbours])
-        del block_a, block_b, factors                    # before the next part needs memory
+    for batch in batches:
+        spare = spare_L1[batch.slots()].view(-1, batch.rows, 1)
+        block_a, block_b = [batch.gather(*source).masked_fill_(spare, 0.0) for source in sources]
+        neighbours = batch.neighbours()
+        if neighbours is None:
+            out.index_copy_(0, batch.ids(expert_E), torch.bmm(block_a.mT, block_b))
+        else:
+            torch.bmm(block_a.mT, block_b, out=out[neighbours])
+        del block_a, block_b                             # before the next batch needs memory
     return out
 
 
@@ -2043,6 +2053,11 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 # ---- Experts: gather, fc1, activation, fc2, combine ----
 
+def _token_and_prob(order, probs):
+    """(the token of each row [N], its prob [N, 1])."""
+    return order // probs.shape[1], probs.flatten().index_select(0, order)[:, None]
+
+
 class _ExpertMLP(torch.autograd.Function):
     """fc1 is [E, P·F, H]. Kept for the backward are fc1's output, this function's own
     arguments and what _where_read has read. The activation is cheap to compute again, and
@@ -2054,8 +2069,7 @@ class _ExpertMLP(torch.autograd.Function):
         *ctx.activation, fp8_input_store = options
         read = _where_read(offsets, order.shape[0], fc1, fc2)
         ctx.native = read.native
-        token_N = order // probs.shape[1]
-        probs_N1 = probs.flatten().index_select(0, order)[:, None]
+        token_N, probs_N1 = _token_and_prob(order, probs)
 
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
         hidden = _product(_Rows(tokens, token_N), fc1.transpose(1, 2), read, bias=fc1_bias)
@@ -2080,8 +2094,7 @@ class _ExpertMLP(torch.autograd.Function):
         # This makes the order depend on grad. Else the compiler could compute token_N and the
         # rows in the forward, and keep them.
         order = value_in_backward(order, grad)
-        token_N = order // probs.shape[1]
-        probs_N1 = probs.flatten().index_select(0, order)[:, None]
+        token_N, probs_N1 = _token_and_prob(order, probs)
         grad_out = _Rows(grad, token_N)
 
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
@@ -2089,7 +2102,7 @@ class _ExpertMLP(torch.autograd.Function):
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
             grad_hidden, grad_probs_N1, act = _activate_back(
                 hidden, _product(grad_out, fc2, read), probs_N1, *ctx.activation, output=need_fc2)
-        elif need_fc2:
+        else:
             act = _activate(hidden, probs_N1, *ctx.activation)
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
@@ -2126,8 +2139,14 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     E = len(fc2_bias)
     probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)
     wide = torch.promote_types(y.dtype, torch.float32)
-    bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t(), None)
+    bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t())
     return (y + bias_TH).to(y.dtype)
+
+
+def _interleaved(fc1, fc1_bias):
+    """(layout, fc1, fc1_bias), as they lie in memory."""
+    swapped = [x if x is None else x.transpose(1, 2) for x in (fc1, fc1_bias)]
+    return "(f p)", *swapped
 
 
 def expert_mlp(
@@ -2167,9 +2186,7 @@ def expert_mlp(
 
     layout = "(p f)"
     if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
-        layout = "(f p)"
-        fc1 = fc1.transpose(1, 2)
-        fc1_bias = None if fc1_bias is None else fc1_bias.transpose(1, 2)
+        layout, fc1, fc1_bias = _interleaved(fc1, fc1_bias)
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
     # Not by einops: in a checkpointed region of a graph it could not note the type Parameter.
@@ -2181,7 +2198,7 @@ def expert_mlp(
     return y
 
 
-# ---- Linear: the products into the space of latent experts and back ----
+# ---- Project: into the space of latent experts, and back ----
 
 def _rms_norm(rows, norm, eps):
     """(unit · norm in rows.dtype, unit, inverse_rms), where unit = rows · inverse_rms."""
@@ -2191,7 +2208,7 @@ def _rms_norm(rows, norm, eps):
     return (unit * norm).to(rows.dtype), unit, inverse_rms
 
 
-class _Linear(torch.autograd.Function):
+class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, rows, weight, norm):
         ctx.save_for_backward(rows, weight, norm)
@@ -2212,7 +2229,7 @@ class _Linear(torch.autograd.Function):
             normed, unit, inverse_rms = _rms_norm(rows, norm, ctx.eps)
         grad_rows = grad_weight = grad_norm = None
         # grad_weight = gradᵀ · normed, grad_normed = grad · weight
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad):
             if need_weight:
                 grad_weight = grad.t() @ normed
             if need_rows or need_norm:
@@ -2231,7 +2248,7 @@ class _Linear(torch.autograd.Function):
         return None, grad_rows, grad_weight, grad_norm
 
 
-def linear(
+def project(
     rows: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:
     """rows [T, in] · weightᵀ -> [T, out], for weight [out, in]. With norm [in] the rows go
@@ -2242,8 +2259,8 @@ def linear(
     """
     check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
     _check_one_dtype(rows=rows, weight=weight)
-    with torch.autocast(rows.device.type, enabled=False):
-        return _Linear.apply(as_number(eps), rows, weight, norm)
+    with without_autocast(rows):
+        return _Project.apply(as_number(eps), rows, weight, norm)
 
 
 # ---- Private names of torch ----
@@ -2258,6 +2275,13 @@ def as_number(x: float) -> float:
     function cannot take those.
     """
     return guard_scalar(x)
+
+
+# A context for the body of an op, on any device. Dynamo cannot trace it: see without_autocast.
+op_without_autocast = torch._C._DisableAutocast
+
+# () -> whether autocast is on for any type of device.
+is_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def cpu_multiplies_in(dtype: torch.dtype) -> bool:
@@ -2303,8 +2327,10 @@ def is_recomputing() -> bool:
     counted. Its second pass is not recognised here, so the second pass adds to the counts.
     """
     node = torch._C._current_autograd_node()
-    if node is None:
-        return False
+    return node is not None and _recomputes(node)
+
+
+def _recomputes(node):
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return node.name() == "CompiledFunctionBackward"

@@ -148,6 +148,11 @@ class MoEConfig:
         """The standard deviation that output projections are drawn with."""
         return self.init_std if self.output_init_std is None else self.output_init_std
 
+    @property
+    def padded_capacity_factor(self) -> float | None:
+        """capacity_factor, if every expert has as many rows as its capacity; else None."""
+        return self.capacity_factor if self.pad_to_capacity else None
+
     @functools.cached_property
     def balancing(self) -> dict[str, float]:
         """Balancing type -> its coefficient."""
@@ -169,7 +174,7 @@ class MoEConfig:
 
     @functools.cached_property
     def choice_options(self) -> dict:
-        """Keyword arguments of kernels.top_experts."""
+        """Keyword arguments of kernels.scores_for_choice."""
         names = "score_function", "num_groups", "group_topk", "group_score_topk"
         return {name: getattr(self, name) for name in names}
 
@@ -245,14 +250,6 @@ class MoELayer(ParallelModule):
         True gets no routed expert. topk_indices [T, K] or [S, B, K] replaces the router's
         choice. cu_seqlens [n + 1] are the bounds of packed sequences. See TopKRouter.forward.
         """
-        return self.forward_with_probs(
-            hidden_states, padding_mask, topk_indices, cu_seqlens=cu_seqlens)[0]
-
-    def forward_with_probs(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None,
-        topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(forward's result, the router's probs [T, K])."""
         config = self.config
         shared = self.shared_experts
         if config.shared_expert_overlap:
@@ -267,8 +264,7 @@ class MoELayer(ParallelModule):
             x_TH = self.latent_down(x_TH).to(x_TH.dtype)
         expert_probs_TK = probs_TK
         if config.apply_probs_on == "input":                     # K = 1
-            x_TH = (x_TH * probs_TK).to(x_TH.dtype)
-            expert_probs_TK = torch.ones_like(probs_TK)
+            x_TH, expert_probs_TK = _multiplied(x_TH, probs_TK)
 
         # Rows go to their experts and come back. (The casts are for FSDP2: its output_dtype may
         # change what a part returns.)
@@ -285,7 +281,11 @@ class MoELayer(ParallelModule):
         if shared is not None:
             beside = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
             y = y + beside.to(y.dtype)
-        return y, probs_TK
+        return self.result(y, probs_TK)
+
+    def result(self, y: Tensor, probs: Tensor) -> Tensor:
+        """What forward returns: y. Override this to return the router's probs [T, K] too."""
+        return y
 
     def dispatch(
         self, x: Tensor, probs: Tensor, indices: Tensor, plan: kernels.Plan,
@@ -299,8 +299,13 @@ class MoELayer(ParallelModule):
         group = self.pg_collection.ep
         if group_size(group) == 1:
             return Local(x, probs, plan)
-        padded = self.config.capacity_factor if self.config.pad_to_capacity else None
-        return ExpertParallel(x, probs, plan=plan, group=group, capacity_factor=padded)
+        return ExpertParallel(
+            x, probs, plan=plan, group=group, capacity_factor=self.config.padded_capacity_factor)
+
+
+def _multiplied(x_TH, probs_T1):
+    """(x times the probs, the probs that are left for the experts: ones)."""
+    return (x_TH * probs_T1).to(x_TH.dtype), torch.ones_like(probs_T1)
 
 
 # ---- Router ----
@@ -353,8 +358,8 @@ class Router(ParallelModule, ABC):
         weight, bias = self.weight, self.bias
         if isinstance(weight, DTensor):
             weight, bias = gathered(weight), gathered(bias)
-        dtype = self.config.router_dtype
-        return kernels.router_gating_linear(input, weight, bias, router_dtype=dtype)
+        return kernels.router_gating_linear(
+            input, weight, bias, router_dtype=self.config.router_dtype)
 
     def set_layer_number(self, layer_number: int) -> None:
         self.layer_number = layer_number
@@ -496,14 +501,15 @@ class TopKRouter(Router):
         over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
         own part, for the same n sequences. The values are not checked either.
         """
-        if input.ndim not in (2, 3) or input.shape[-1] != self.config.hidden_size:
+        *axes, H = input.shape
+        if len(axes) not in (1, 2) or H != self.config.hidden_size:
             _refuse_input(input, self.config)
         if padding_mask is not None:
-            _check_mask(padding_mask, input.shape[:-1])
+            _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
-            _check_bounds(cu_seqlens, input.shape[:-1])
+            _check_bounds(cu_seqlens, axes)
         if topk_indices is not None or self._replayed is not None:
-            topk_indices = self._given_indices(topk_indices, input.shape[:-1])
+            topk_indices = self._given_indices(topk_indices, axes)
         if self.counts.last_losses.device != self.weight.device:
             self.counts.follow(self.weight.device)
 
@@ -525,7 +531,7 @@ class TopKRouter(Router):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
         if padding_mask is not None:
-            _check_mask(padding_mask, logits.shape[:-1])
+            _check_mask(padding_mask, list(logits.shape[:-1]))
         return self._to_map(*self._route_logits(logits, padding_mask))
 
     # -- the choice --
@@ -542,7 +548,6 @@ class TopKRouter(Router):
     def _route_logits(self, logits, padding_mask=None, topk_indices=None, cu_seqlens=None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
         config = self.config
-        E = config.num_experts
         if config.force_load_balancing:
             logits = _RandomLogits.apply(logits)
         if config.z_loss_coeff:
@@ -558,8 +563,8 @@ class TopKRouter(Router):
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
             probs_TK, indices_TK = self._unroute(probs_TK, indices_TK, padding_T[:, None])
-        if self._recording:                          # given indices with their repeats
-            self._record(indices_TK if topk_indices is None else topk_indices, padding_T)
+        if self._recording:
+            self._record(indices_TK, topk_indices, padding_T)
 
         # Drop
         chosen_TK = indices_TK                       # what is counted: the choice before dropping
@@ -570,7 +575,7 @@ class TopKRouter(Router):
         if self._in_training_forward():
             if config.losses:
                 probs_TK = self._apply_losses(probs_TK, logits, padding_T, cu_seqlens=cu_seqlens)
-            self.counts.count(kernels.count_experts(chosen_TK, E))
+            self.counts.count(kernels.count_experts(chosen_TK, config.num_experts))
             if self.bias_histogram is not None:
                 self._update_histogram(logits_TE.detach(), padding_T)
         return probs_TK, indices_TK
@@ -591,14 +596,16 @@ class TopKRouter(Router):
         if "sinkhorn" in config.balancing:
             return self._choose_by_sinkhorn(logits, padding_mask, topk_indices)
         logits_TE = kernels.upcast(logits)
-        copies_TK = None
         if topk_indices is not None:
-            indices_TK, copies_TK = kernels.merge_repeats(topk_indices, config.num_experts)
+            probs_TK, indices_TK = kernels.probs_of_given(
+                logits_TE, topk_indices, **config.prob_options)
         else:
-            indices_TK = kernels.top_experts(
-                logits_TE, config.topk, expert_bias=self.expert_bias, **config.choice_options)
-        probs_TK = kernels.probs_of_chosen(
-            logits_TE, indices_TK, copies=copies_TK, **config.prob_options)
+            scores_TE = logits_TE
+            if self.expert_bias is not None or config.num_groups is not None:
+                scores_TE = kernels.scores_for_choice(
+                    logits_TE, config.topk, expert_bias=self.expert_bias, **config.choice_options)
+            indices_TK = scores_TE.topk(config.topk, dim=1).indices
+            probs_TK = kernels.probs_of_chosen(logits_TE, indices_TK, **config.prob_options)
         return probs_TK.to(logits.dtype), indices_TK
 
     def _choose_by_sinkhorn(
@@ -630,7 +637,9 @@ class TopKRouter(Router):
         return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
 
     @kernels.writes_to_module
-    def _record(self, indices_TK, padding_T):
+    def _record(self, indices_TK, given_TK, padding_T):
+        if given_TK is not None:
+            indices_TK = given_TK                    # with its repeats
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], self.config.num_experts)
         self._recorded = indices_TK
@@ -708,16 +717,17 @@ class TopKRouter(Router):
         losses = self.config.losses
         if "aux_loss" in losses:
             probs = self._apply_aux_loss(probs, scores_TE, map_TE)
-        if "seq_aux_loss" in losses and cu_seqlens is not None:
-            probs = self._apply_packed_aux_loss(probs, scores_TE, map_TE, cu_seqlens=cu_seqlens)
-        elif "seq_aux_loss" in losses:
-            probs = self._apply_batched_aux_loss(probs, scores_TE, map_TE, logits.shape[:-1])
+        if "seq_aux_loss" in losses:
+            axes = logits.shape[:-1]
+            probs = self._apply_loss_of_sequences(probs, scores_TE, map_TE, axes, cu_seqlens)
         if "global_aux_loss" in losses:
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
-        return kernels.as_no_view(probs, probs.shape)              # the losses have made views
+        return probs
 
-    def _apply_batched_aux_loss(self, probs, scores_TE, map_TE, axes):
-        """The loss of each sequence of a batch whose tokens have these axes."""
+    def _apply_loss_of_sequences(self, probs, scores_TE, map_TE, axes, cu_seqlens):
+        """The loss of each sequence of a pack, or of a batch whose tokens have these axes."""
+        if cu_seqlens is not None:
+            return self._apply_packed_aux_loss(probs, scores_TE, map_TE, cu_seqlens=cu_seqlens)
         S, *batch = axes
         B = math.prod(batch)
         by_sequence = scores_TE, map_TE
@@ -734,8 +744,9 @@ class TopKRouter(Router):
         scores and routing_map [T, E] are those of the balance losses, zero where padding
         is. Counts and T are those of tp_cp.
         """
-        counts_E = all_sum(routing_map.sum(0), self.pg_collection.tp_cp)
-        return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E)
+        group = self.pg_collection.tp_cp
+        counts_E = all_sum(routing_map.sum(0), group)
+        return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int,
@@ -746,9 +757,11 @@ class TopKRouter(Router):
         valid tokens, over tp_cp. A sequence of padding gives 0.
         """
         E = self.config.num_experts
+        group = self.pg_collection.tp_cp
         counts_BE = routing_map.view(seq_length, bsz * E).sum(0).view(bsz, E)
-        counts_BE = all_sum(counts_BE, self.pg_collection.tp_cp)
-        return self._attach_switch_loss("seq_aux_loss", probs, scores_for_aux_loss, counts_BE)
+        counts_BE = all_sum(counts_BE, group)
+        return self._attach_switch_loss(
+            "seq_aux_loss", probs, scores_for_aux_loss, counts_BE, group)
 
     def _apply_packed_aux_loss(self, probs, scores, routing_map, cu_seqlens):
         """As _apply_seq_aux_loss, for the sequences of a pack: the mean over those that have
@@ -757,10 +770,11 @@ class TopKRouter(Router):
         # Differences of running sums: no scatter, so the compiler makes no atomics of it. The
         # last column counts tokens. Row 0 of the differences is no sequence: it keeps the compiler
         # from taking n = 1 for a case of its own.
+        group = self.pg_collection.tp_cp
         bounds = cu_seqlens.long()
         sums = F.pad(routing_map.long(), (0, 1, 1, 0), value=1).cumsum(0)       # [T + 1, E + 1]
         counts = sums[bounds].diff(dim=0, prepend=sums[:1])                     # [n + 1, E + 1]
-        counts = all_sum(counts, self.pg_collection.tp_cp)
+        counts = all_sum(counts, group)
         sequences = (counts[:, -1] > 0).sum().clamp(min=1)
         counts_BE = counts[:, :-1]
         T = scores.shape[0]
@@ -769,7 +783,7 @@ class TopKRouter(Router):
         # Each token stands for itself, with the counts of its sequence. The mean over T such
         # "sequences" times T / sequences is the one over the sequences.
         return self._attach_switch_loss(
-            "seq_aux_loss", probs, scores, counts_BE[sequence_T],
+            "seq_aux_loss", probs, scores, counts_BE[sequence_T], group,
             valid=counts_BE.sum().to(scores.dtype) / self.config.topk,
             share=T / sequences.to(scores.dtype))
 
@@ -785,25 +799,21 @@ class TopKRouter(Router):
         mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
         valid = all_sum(local_E.sum(), groups.tp_cp) / self.config.topk
         return self._attach_switch_loss(
-            "global_aux_loss", probs, scores_for_aux_loss, mean_E, valid=valid)
+            "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
 
-    def _attach_switch_loss(self, kind, probs, scores, counts, valid=None, share=1.0):
-        """probs with the switch loss of the counts, [E] or [B, E], times `share`. `valid` is the
-        count of valid tokens, if the counts do not say it.
+    def _attach_switch_loss(self, kind, probs, scores, counts, group, valid=None, share=1.0):
+        """probs with the switch loss of the counts, [E] or [B, E] of the group, times `share`.
+        `valid` is the count of valid tokens, if the counts do not say it.
         """
         config = self.config
-        coeff = self.get_aux_loss_coeff(kind)
-        counts = counts.to(scores.dtype)
-        tokens = counts.sum(-1) / config.topk
+        coeff = config.balancing.get(kind, 0.0)
+        tokens = counts.sum(-1).to(scores.dtype) / config.topk
         loss = kernels.switch_load_balancing_loss_func(
             scores, counts, total_num_tokens=tokens, topk=config.topk,
             num_experts=config.num_experts, moe_aux_loss_coeff=coeff * share)
-        everywhere = kind == "global_aux_loss"
-        groups = self.pg_collection
         return self.attach_and_log_load_balancing_loss(
-            probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind],
-            reduce_group=groups.tp_dp_cp if everywhere else groups.tp_cp,
-            reduce_group_has_dp=everywhere,
+            probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind], reduce_group=group,
+            reduce_group_has_dp=kind == "global_aux_loss",
             valid_token_count=tokens.sum() if valid is None else valid)
 
     def attach_and_log_load_balancing_loss(
@@ -819,26 +829,29 @@ class TopKRouter(Router):
         times valid_token_count (default: the rows of the activation over tp_cp).
         ValueError: an unknown aux_loss_name.
         """
-        if aux_loss_name not in METRICS:
-            raise ValueError(f"aux_loss_name is {aux_loss_name!r}; known: {', '.join(METRICS)}")
+        kernels.check_known("aux_loss_name", aux_loss_name, METRICS)
         sharers = None if reduce_group_has_dp else group_size(reduce_group)
         self.counts.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
         if self.config.calculate_per_token_loss:
-            if valid_token_count is None:
-                valid_token_count = activation.shape[0] * group_size(self.pg_collection.tp_cp)
-            aux_loss = aux_loss * valid_token_count
+            aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
+
+
+    def _tokens_of(self, activation, valid_token_count):
+        if valid_token_count is None:
+            return activation.shape[0] * group_size(self.pg_collection.tp_cp)
+        return valid_token_count
 
 
 # ---- Experts ----
 
-def _as_autocast(tokens, *others):
-    """The tensors in the dtype of autocast where it is on."""
-    device_type = tokens.device.type
+def _as_autocast(*tensors):
+    """The tensors in the dtype of autocast, where it is on for their device."""
+    device_type = tensors[0].device.type
     if not kernels.has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
-        return [tokens, *others]
+        return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return [x if x is None else x.to(dtype) for x in (tokens, *others)]
+    return [x if x is None else x.to(dtype) for x in tensors]
 
 
 class Experts(ParallelModule):
@@ -869,12 +882,14 @@ class Experts(ParallelModule):
         Under autocast the products are in its dtype. Gradients arrive in the dtypes of the
         parameters.
         """
-        x, fc1, fc2, fc1_bias, fc2_bias = _as_autocast(
-            tokens, self.fc1, self.fc2, self.fc1_bias, self.fc2_bias)
+        dtype = tokens.dtype
+        weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
+        if kernels.is_any_autocast():
+            tokens, *weights = _as_autocast(tokens, *weights)
         out = kernels.expert_mlp(
-            x, probs, plan, fc1, fc2, fc1_bias, fc2_bias, kind=self.config.activation_function,
+            tokens, probs, plan, *weights, kind=self.config.activation_function,
             fp8_input_store=self.config.activation_fp8_input_store)
-        return out.to(tokens.dtype)
+        return out.to(dtype)
 
     def shard(self, name: str) -> tuple:
         return self.pg_collection.ep, 0
@@ -896,8 +911,10 @@ class LatentDown(ParallelModule):
         self.reset_parameters()
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        x, weight = _as_autocast(x_TH, self.weight)
-        return kernels.linear(x, weight).to(x_TH.dtype)
+        x, weight = x_TH, self.weight
+        if kernels.is_any_autocast():
+            x, weight = _as_autocast(x, weight)
+        return kernels.project(x, weight).to(x_TH.dtype)
 
 
 class LatentUp(ParallelModule):
@@ -916,10 +933,11 @@ class LatentUp(ParallelModule):
 
     def forward(self, rows: Tensor) -> Tensor:
         dtype = rows.dtype
-        rows, weight = _as_autocast(rows, self.weight)
+        weight = self.weight
+        if kernels.is_any_autocast():
+            rows, weight = _as_autocast(rows, weight)
         eps = self.config.latent_norm_eps
-        y_TH = kernels.linear(rows, weight, norm=self.norm, eps=eps)
-        return y_TH.to(dtype)
+        return kernels.project(rows, weight, norm=self.norm, eps=eps).to(dtype)
 
 
 # ---- Shared expert: the order of its five steps ----
@@ -1351,9 +1369,13 @@ with torch.inference_mode(False):            # this file may be imported inside 
 
 def _loss_scale(device):
     if device not in _LOSS_SCALE:
-        with torch.inference_mode(False):
-            _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
+        _add_loss_scale(device)
     return _LOSS_SCALE[device]
+
+
+def _add_loss_scale(device):
+    with torch.inference_mode(False):
+        _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
@@ -1383,7 +1405,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         # Not through save_for_backward: the scale may change before the backward.
         ctx.scale = scale
         ctx.dtype = loss.dtype
-        return activation.view_as(activation)
+        return kernels.as_no_view(activation, activation.shape)
 
     @staticmethod
     @kernels.once_differentiable
@@ -1683,10 +1705,10 @@ def _refuse_input(input, config):
     raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or [T, {H}]")
 
 
-def _check_mask(padding_mask, shape):
-    if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
+def _check_mask(padding_mask, axes):
+    if list(padding_mask.shape) != axes or padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
-                         f"needs {list(shape)} torch.bool, True = padding")
+                         f"needs {axes} torch.bool, True = padding")
 
 
 def _check_indices(name, indices, axes, K):

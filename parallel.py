@@ -100,8 +100,10 @@ def group_rank(group) -> int:
 
 def all_sum(x: Tensor, group) -> Tensor:
     """The sum of x over the group, in a new tensor without gradient. With one rank, x itself."""
-    if group_size(group) == 1:
-        return x
+    return x if group_size(group) == 1 else _all_reduced(x, group)
+
+
+def _all_reduced(x, group):
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
     return total

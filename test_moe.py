@@ -46,10 +46,11 @@ import parallel
 from kernels import (
     activation, activation_back, apply_router_token_dropping, combine_rows,
     compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-    get_updated_expert_bias, group_limited_topk, grouped_mm, linear, pad_routing_map, permute,
-    plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn, sort_chunks_by_idxs,
-    swiglu, swiglu_back, switch_load_balancing_loss_func, topk_routing_with_score_function,
-    unpermute, weighted_swiglu, weighted_swiglu_back, z_loss_func)
+    get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
+    plan_permutation, project, quantile_expert_bias, required_bias_histogram, sinkhorn,
+    sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
+    topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
+    z_loss_func)
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
     finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
@@ -1533,9 +1534,9 @@ def test_experts_errors():
         mlp(fc2_bias=zeros(4, 1)) => fc2_bias has shape [4, 1]
         mlp(fc1_bias=zeros(4, 2, 4).double()); mlp(fc2=zeros(4, 8, 4).double()) => TypeError: tokens
         mlp(fc2_bias=zeros(4, 8).double()); mlp(x.double()) => TypeError: tokens is torch.float
-        linear(x, zeros(5, 7)) => weight has shape [5, 7]; needs [out, in = 8]
-        linear(x, zeros(5, 8), norm=x[0, :5]) => norm has shape [5]; needs [in = 8]
-        linear(x, zeros(5, 8).double()) => TypeError: rows is torch.float32
+        project(x, zeros(5, 7)) => weight has shape [5, 7]; needs [out, in = 8]
+        project(x, zeros(5, 8), norm=x[0, :5]) => norm has shape [5]; needs [in = 8]
+        project(x, zeros(5, 8).double()) => TypeError: rows is torch.float32
         mlp(kind="silu") => kind is 'silu'
         mlp(kind="relu2"); mlp(kind=relu2) => needs [E = 4, P = 1
         mlp(kind=relu2, alpha=1.0) => kind is ReLU2(), with its constants; found alpha
@@ -1780,8 +1781,8 @@ def test_experts_batches_match_loop(monkeypatch, T, E, K, backend):
 def test_experts_batches_of_any_dtype_leave_unrouted_rows_alone(monkeypatch, dtype, tol):
     """grouped_mm: NaN in the rows past the last offset, which spare slots read."""
     offsets = torch.tensor([3, 4, 0, *[3, 4] * 8]).cumsum(0).int()      # some slots are spare
-    blocks, parts = kernels._plan_batches(tuple(offsets.tolist()))
-    assert [blocks, len(sum(parts, []))] == [[], 2]
+    blocks, batches = kernels._plan_batches(tuple(offsets.tolist()))
+    assert [blocks, len(batches)] == [[], 2]
     rows = torch.randn(70, 8).to(dtype)
     weights = torch.randn(19, 8, 16).to(dtype).requires_grad_()
     rows[63:] = NAN
@@ -1804,8 +1805,7 @@ def test_experts_batches_hold_each_expert_and_row_once():
         for load, indices in loads(T, E, K).items():
             counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
             offsets = counts.cumsum(0).int()
-            blocks, parts = kernels._plan_batches(tuple(offsets.tolist()))
-            batches = sum(parts, [])
+            blocks, batches = kernels._plan_batches(tuple(offsets.tolist()))
             on_host, index = kernels._read_in_batches(offsets, T * K)
             assert on_host.tolist() == offsets.tolist()
             experts, row = index[:E].tolist(), index[E:].tolist()
@@ -1825,9 +1825,8 @@ def test_experts_batches_hold_each_expert_and_row_once():
                 assert set(row[used_slots:]) <= {T * K}
                 assert used_slots <= 1.3 * counts.sum()
                 quarter = max(used_slots / 4, 4 * (len(used) - len(blocks)))
-                for part in parts:                       # without its last expert
-                    assert part[-1].end() - part[0].slot - part[-1].rows < quarter
-                assert len(parts) <= 4
+                for batch in batches:                    # without its last expert
+                    assert (len(batch.experts) - 1) * batch.rows < quarter
                 if load == "even" and T * K >= E:
                     assert all(batch.neighbours() for batch in batches) and len(batches) <= 4
                 assert len(blocks) + len(batches) <= (16 if load != "random" else 14), batches
@@ -2405,7 +2404,7 @@ def test_router_errors():
         router(x[:, 0], cu_seqlens=zeros(2)) => is [2] torch.float32; needs [n + 1] torch.int32 or
         router.route(x[:, 0], cu_seqlens=pack[None]) => cu_seqlens is [1, 2] torch.int64
         router.route(x[:, 0], cu_seqlens=pack[0]); router(x[:, 0], cu_seqlens=pack[:0]) => needs [n
-        attach(zeros(5), 0.1, zeros(()), "mse", None) => is 'mse'; known: load_balancing_loss
+        attach(zeros(5), 0.1, zeros(()), "mse", None) => is 'mse'; known: 'load_balancing_loss'
         """, router=(router := TopKRouter(small_config())), zeros=torch.zeros,
         attach=router.attach_and_log_load_balancing_loss, x=torch.zeros(5, 3, 8),
         mask=torch.zeros(3, 5).bool(), pack=torch.tensor([0, 5]))
@@ -3913,6 +3912,21 @@ def test_compile_without_host_sync(name):
         assert not [target for target in targets if op in target]
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compile_needs_no_numbers(name):
+    """On the meta device a layer gives shapes and dtypes, also under the autocast of another."""
+    config = small_config(shared_expert_intermediate_size=8, **VARIANTS[name])
+    with torch.device("meta"):
+        layer = MoELayer(config)
+    x = torch.empty(6, 2, 8, dtype=config.params_dtype, device="meta", requires_grad=True)
+    for autocast in (False, True):
+        with torch.autocast("cpu", enabled=autocast):
+            y = layer(x)
+        found = y, *grads(y, [x, *layer.parameters()])
+        for given, tensor in zip([x, x, *layer.parameters()], found, strict=True):
+            assert tensor.is_meta and [tensor.shape, tensor.dtype] == [given.shape, given.dtype]
+
+
 def all_kernels(tokens, logits, y, w):
     """A number that depends on every function of kernels.py."""
     T, E = logits.shape
@@ -3930,7 +3944,7 @@ def all_kernels(tokens, logits, y, w):
     plan = plan_permutation(indices, E)
     gathered = gather_rows(tokens, plan)
     out = out + combine_rows(grouped_mm(gathered, w, plan.offsets), plan, probs[:, :2])
-    out = out + linear(combine_rows(gathered, plan), w[0], w[1, 0], eps=1e-5)
+    out = out + project(combine_rows(gathered, plan), w[0], w[1, 0], eps=1e-5)
     chunks = sort_chunks_by_idxs(gathered, plan.counts, torch.arange(E - 1, -1, -1))[0]
 
     map_TE, scores = compute_routing_scores_for_aux_loss(logits, 2, "sigmoid")
@@ -3955,7 +3969,7 @@ def second_derivatives():
     yield "swiglu_back", lambda y: swiglu_back(y[:, :4], y), leaf(6, 8)
     yield "expert_mlp", lambda x: expert_mlp(x, torch.rand(6, 2), plan, fc1, fc2), leaf(6, 8)
     yield "grouped_mm", lambda x: grouped_mm(x.square(), fc2, plan.offsets), leaf(12, 8)
-    yield "linear", lambda x: linear(x.square(), fc1[0, 0], fc2[0, :, 0]), leaf(6, 8)
+    yield "project", lambda x: project(x.square(), fc1[0, 0], fc2[0, :, 0]), leaf(6, 8)
     yield "gather_rows", lambda x: gather_rows(x, plan), leaf(6, 8)
     yield "combine_rows", lambda x: combine_rows(x, plan, torch.rand(6, 2)), leaf(12, 8)
     yield "route", lambda x: topk_routing_with_score_function(x, 2)[0], leaf(6, 4)
@@ -3990,7 +4004,7 @@ def test_compile_second_derivatives_are_right_or_refused():
                         for y in (x + 1e-5 * v, x - 1e-5 * v)]
             close((got * v).sum(), (up - down) / 2e-5, 1e-5)
     assert refused == [
-        *kernels.ACTIVATIONS, "swiglu_back", "expert_mlp", "grouped_mm", "linear", "gather_rows",
+        *kernels.ACTIVATIONS, "swiglu_back", "expert_mlp", "grouped_mm", "project", "gather_rows",
         "combine_rows", "route", "z_loss", "gate", "shared", "router", "layer"]
     function = compiled(MoELayer(exact_config()))
     x = leaf(6, 6)
@@ -4078,6 +4092,13 @@ def test_compile_private_names_of_torch():
         same(function(torch.ones(2), by), torch.full((2,), float(math.ceil(by))))
     for dtype in (torch.bfloat16, torch.float16):
         assert isinstance(kernels.cpu_multiplies_in(dtype), bool)
+
+    one = torch.ones(1, 1)
+    assert not kernels.is_any_autocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kernels.is_any_autocast() and (one @ one).dtype == torch.bfloat16
+        with kernels.op_without_autocast():
+            assert (one @ one).dtype == torch.float32
 
     x = leaf(4, 3)
     assert x.sin().view(12)._is_view() and not kernels.as_no_view(x.sin(), (12,))._is_view()

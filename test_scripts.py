@@ -182,7 +182,7 @@ kernels.weighted_swiglu_back: g y weights
 kernels.grouped_mm: rows weights offsets
 kernels.expert_mlp: tokens probs plan fc1 fc2 fc1_bias fc2_bias kind=swiglu fp8_input_store
     constants
-kernels.linear: rows weight norm eps=1e-05
+kernels.project: rows weight norm eps=1e-05
 moe.replay_routing: model indices
 moe.load_balancing_metrics: model reduce
 moe.overlap_state_check: required_state next_state
