@@ -970,16 +970,13 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
     """
     def decorate(step):
         @kernels.writes_to_module
-        def run(self, *args, **kwargs):
-            result = step(self, *args, **kwargs)
-            self._overlap_state = next_state
-            return result
-
         @functools.wraps(step)
         def checked(self, *args, **kwargs):
             _check_step(self, step.__name__, required_state)
             try:
-                return run(self, *args, **kwargs)
+                result = step(self, *args, **kwargs)
+                self._overlap_state = next_state
+                return result
             except BaseException:
                 self.reset_overlap()
                 raise
@@ -1008,7 +1005,7 @@ def _check_step(shared, step, required_state):
 # an op that waits and copies. In a graph of torch 2.13 a wait alone could move behind the op
 # that reads the data, and the graph of a backward could not be split there.
 
-_SIDE_STREAMS: dict[torch.device, torch.Stream] = {}
+_SIDE_STREAMS = {}                           # device -> torch.Stream
 
 
 def _make_side_stream(device):
@@ -1054,7 +1051,7 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 class _ToSideStream(torch.autograd.Function):
-    """(input, *weights) -> (input for the current stream, input and weights for the side stream).
+    """(input, *weights) -> (input and weights for the side stream, input for the current stream).
 
     With `wait` the input for the side stream is a copy, for which that stream waits. In the
     backward the current stream waits for the gradients of the side stream. The join takes the
@@ -1069,10 +1066,10 @@ class _ToSideStream(torch.autograd.Function):
         ctx.stream = stream
         ctx.set_materialize_grads(False)
         input = tensors[0]
-        tensors = input, *tensors
+        tensors = *tensors, input
         outputs = [tensor.view_as(tensor) for tensor in tensors]
         if wait:
-            outputs[1] = _fork_stream(input)
+            outputs[0] = _fork_stream(input)
         else:
             input.record_stream(stream)
         frozen = [y for x, y in zip(tensors, outputs) if not x.requires_grad]
@@ -1081,18 +1078,17 @@ class _ToSideStream(torch.autograd.Function):
 
     @staticmethod
     @kernels.once_differentiable
-    def backward(ctx, grad_main, *grads):
+    def backward(ctx, *grads):
         # In a graph what needs no gradient gets zeros.
         _, _, *need = ctx.needs_input_grad
-        grads = [grad if needed else None for grad, needed in zip(grads, need)]
-        if not need[0]:
-            grad_main = None
-        first, *others = filter(torch.is_tensor, (*grads, grad_main))
+        grads = [grad if needed else None for grad, needed in zip(grads, (*need, need[0]))]
+        first, *others = filter(torch.is_tensor, grads)
         # In a graph this view is the last op on the side stream that reads the gradient.
         with ctx.stream:
             joined = first.view_as(first)
         joined = _join_stream(joined, others)
-        grad_input, *grad_weights = [joined if grad is first else grad for grad in grads]
+        grads = [joined if grad is first else grad for grad in grads]
+        grad_input, *grad_weights, grad_main = grads
         if grad_input is None:
             grad_input = grad_main
         elif grad_main is not None:
@@ -1102,22 +1098,20 @@ class _ToSideStream(torch.autograd.Function):
 
 
 class _BackwardStreamWait(torch.autograd.Function):
-    """input -> input. In the backward `stream` waits for the current one.
+    """input -> input. In the backward the side stream waits for the current one.
 
     What runs there next starts after what is launched already for the routed path.
     """
 
     @staticmethod
-    def forward(ctx, input, stream):
-        ctx.stream = stream
+    def forward(ctx, input):
         return input.view_as(input)
 
     @staticmethod
     @kernels.once_differentiable
     def backward(ctx, grad):
-        ctx.stream.wait_stream(_current_stream(grad.device))
-        # input, stream
-        return grad, None
+        _SIDE_STREAMS[grad.device].wait_stream(_current_stream(grad.device))
+        return grad
 
 
 class _FromSideStream(torch.autograd.Function):
@@ -1177,9 +1171,7 @@ class SharedExpertMLP(ParallelModule):
         P, H = config.parts, config.hidden_size
         self.fc1 = self.parameter(P, size // ranks, H)
         self.fc2 = self.parameter(H, size // ranks)
-        self.gate_weight = None
-        if gate:
-            self.gate_weight = self.parameter(1, H)
+        self.gate_weight = self.parameter(1, H) if gate else None
         self.reset_overlap()
         self.reset_parameters()
         _make_side_stream(self.fc1.device)
@@ -1241,7 +1233,7 @@ class SharedExpertMLP(ParallelModule):
         main_input = input
         tensors = [x for x in (input, self.fc1, self.fc2, self.gate_weight) if x is not None]
         if self.stream is not None:
-            main_input, *tensors = _ToSideStream.apply(
+            *tensors, main_input = _ToSideStream.apply(
                 self.stream, wait_current_stream, *tensors)
             if torch.compiler.is_compiling() and not tensors[0].requires_grad:
                 # A copy that is made of both: else a graph may put the fork behind the main path.
@@ -1264,7 +1256,7 @@ class SharedExpertMLP(ParallelModule):
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
         # The order in a graph is fixed when it is made.
         if self.stream is not None and not torch.compiler.is_compiling():
-            act = _BackwardStreamWait.apply(act, self.stream)
+            act = _BackwardStreamWait.apply(act)
         node = getattr(overlapped_comm_output, "grad_fn", None)
         if node is not None:
             set_tensor_grad_fn_sequence_sr(act, kernels.backward_order(node) - 1)
@@ -1330,11 +1322,11 @@ class SharedExpertMLP(ParallelModule):
 
     # -- over ranks --
 
-    def shard(self, name: str) -> tuple:
+    def shard(self, name):
         axis = None if name == "gate_weight" else 1
         return self.pg_collection.tp, axis
 
-    def gradient_group(self, name: str):
+    def gradient_group(self, name):
         # Without sequence parallelism every tp rank sees all tokens, so each has the whole
         # gradient of the gate.
         groups = self.pg_collection
@@ -1347,14 +1339,14 @@ class OverlappedDispatch(NamedTuple):
     dispatched: Dispatch
     shared: SharedExpertMLP
 
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
+    def wait_for_rows(self):
         self.shared.linear_fc1_forward_and_act()
         return self.dispatched.wait_for_rows()
 
-    def send_back(self, output: Tensor):
+    def send_back(self, output):
         return self.dispatched.send_back(output)
 
-    def wait_and_combine(self, handle) -> Tensor:
+    def wait_and_combine(self, handle):
         self.shared.linear_fc2_forward()
         self.shared.post_forward_comm()
         return self.dispatched.wait_and_combine(handle)

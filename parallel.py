@@ -6,17 +6,16 @@ To understand the layer in one process, read moe.py: without process groups noth
 communicates.
 """
 import re
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Iterable, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 
 if __package__:
     from . import kernels
@@ -71,9 +70,9 @@ class ProcessGroups:
 
         This is collective: every rank of the mesh has to call it. ValueError: other names.
         """
-        names = mesh.mesh_dim_names or ()
+        names = mesh.mesh_dim_names
         if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
-            raise ValueError(f"mesh has the dims {names or None}; needs names among dp, cp, tp, ep")
+            raise ValueError(f"mesh has the dims {names}; needs names among dp, cp, tp, ep")
 
         def group_over(wanted):
             dims = tuple(name for name in names if name in wanted.split())
@@ -123,7 +122,7 @@ class Splits(NamedTuple):
     receive: list[int]
     group: dist.ProcessGroup
 
-    def back(self) -> "Splits":
+    def back(self):
         """Those of the opposite exchange."""
         return Splits(self.receive, self.send, self.group)
 
@@ -143,7 +142,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
         # The shadow has the shape of the gradient that it carries: autograd compares the two.
-        shadow = rows.new_zeros(()).expand(rows.shape)
+        shadow = rows.new_zeros(()).expand_as(rows)
         return exchange(rows, splits), shadow
 
     @staticmethod
@@ -210,25 +209,26 @@ class Dispatch(Protocol):
 
 
 class Local(NamedTuple):
-    """Nothing crosses ranks, so there is nothing to wait for. kernels.expert_mlp gathers
-    the rows from the tokens and combines them, and the methods pass their input on.
+    """A Dispatch where nothing crosses ranks, so there is nothing to wait for.
+    kernels.expert_mlp gathers the rows from the tokens and combines them, and the methods
+    pass their input on.
     """
     tokens: Tensor
     probs: Tensor
     plan: kernels.Plan
 
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
+    def wait_for_rows(self):
         return self.tokens, self.probs, self.plan
 
-    def send_back(self, output: Tensor) -> Tensor:
+    def send_back(self, output):
         return output
 
-    def wait_and_combine(self, handle: Tensor) -> Tensor:
+    def wait_and_combine(self, handle):
         return handle
 
 
 class ExpertParallel:
-    """Rows go to the ranks that hold their experts, and back.
+    """A Dispatch: rows go to the ranks that hold their experts, and back.
 
     The ranks first exchange how many rows go where, and read it on the host: the one sync
     of the dispatch. With capacity_factor and pad_to_capacity every expert gets equally many
@@ -272,17 +272,17 @@ class ExpertParallel:
         self.rows_in_flight = AllToAll(rows[:sum(send)], self.splits)
         self.probs_in_flight = AllToAll(probs[:sum(send)], self.splits)
 
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
+    def wait_for_rows(self):
         rows_MH = self.rows_in_flight.wait()
         probs_M = self.probs_in_flight.wait()
         return rows_MH, probs_M[:, None], self.local_plan
 
-    def send_back(self, output: Tensor) -> AllToAll:
+    def send_back(self, output):
         return AllToAll(output, self.splits.back())
 
-    def wait_and_combine(self, handle: AllToAll) -> Tensor:
+    def wait_and_combine(self, handle):
         rows = handle.wait()
-        unrouted = self.plan.order.shape[0] - rows.shape[0]
+        unrouted = len(self.plan.order) - len(rows)
         return kernels.combine_rows(F.pad(rows, (0, 0, 0, unrouted)), self.plan)
 
 
@@ -291,31 +291,30 @@ class ExpertParallel:
 # _gather and _sum return views: in a graph of torch 2.11 a collective's output would lose its
 # gradient if it were returned as it is.
 
-def _gather(x, group, sequence_parallel):
+def _gather(group, sequence_parallel, x):
     """With sequence_parallel the x of all ranks, one after the other along the first axis;
     else x.
     """
     if not sequence_parallel:
         return x.view_as(x)
-    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    out = x.new_empty(len(x) * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out.view_as(out)
 
 
-def _sum(x, group, sequence_parallel):
+def _sum(group, sequence_parallel, x):
     """The sum of x over the group; with sequence_parallel this rank's part of it, along axis 0.
     """
     if not sequence_parallel:
         return all_sum(x, group).view_as(x)
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    out = x.new_empty(len(x) // group.size(), *x.shape[1:])
     dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
     return out.view_as(out)
 
 
 def _gather_and_sum(group, sequence_parallel):
     """The two as functions of x alone. Each is the other's gradient."""
-    over = {"group": group, "sequence_parallel": sequence_parallel}
-    return partial(_gather, **over), partial(_sum, **over)
+    return partial(_gather, group, sequence_parallel), partial(_sum, group, sequence_parallel)
 
 
 def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
@@ -324,8 +323,7 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    gather, add = _gather_and_sum(group, sequence_parallel)
-    return kernels.Adjoint.apply(x, (gather, add))
+    return kernels.Adjoint.apply(x, _gather_and_sum(group, sequence_parallel))
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
@@ -334,8 +332,8 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    gather, add = _gather_and_sum(group, sequence_parallel)
-    return kernels.Adjoint.apply(x, (add, gather))
+    sum_and_gather = _gather_and_sum(group, sequence_parallel)[::-1]
+    return kernels.Adjoint.apply(x, sum_and_gather)
 
 
 # ---- Modules over ranks: weights, sharded state dicts, gradients ----
@@ -362,11 +360,12 @@ def _own_part(parameter, group, axis):
 
     The first axis is that of the experts. What has none gets one of length 1.
     """
-    own, starts = parameter, [0] * parameter.ndim
+    own = parameter
+    shape = list(parameter.shape)
+    starts = [0] * parameter.ndim
     if isinstance(parameter, DTensor):
         own = parameter.to_local()
-        starts = kernels.place_of_part(parameter)
-    shape, starts = list(parameter.shape), list(starts)
+        starts = list(kernels.place_of_part(parameter))
     if axis is not None:
         starts[axis] += group_rank(group) * shape[axis]
         shape[axis] *= group_size(group)
@@ -412,8 +411,7 @@ class ParallelModule(nn.Module):
                 parts.append((own, shape, starts, getattr(self.config, self.std_fields[name])))
         for e in range(experts):
             for own, shape, (first, *starts), std in parts:
-                drawn = torch.empty(shape, dtype=torch.float32, device=own.device)
-                drawn.normal_(0.0, std)
+                drawn = torch.normal(0.0, std, shape, dtype=torch.float32, device=own.device)
                 if first <= e < first + len(own):
                     part = [slice(at, at + size) for at, size in zip(starts, own.shape[1:])]
                     own[e - first].copy_(drawn[tuple(part)])
@@ -475,10 +473,9 @@ def _place(module, path, tensor):
         return None, None, None
     group, axis = owner.shard(name)
     if made != path and axis is not None and group_size(group) > 1:
-        with torch.no_grad():
-            whole = getattr(owner.parametrizations[name], "original", None)
-            if whole is None:
-                whole = getattr(owner, name)
+        whole = getattr(owner.parametrizations[name], "original", None)
+        if whole is None:
+            whole = getattr(owner, name)
         if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
             raise ValueError(
                 f"{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is sharded "
@@ -539,7 +536,7 @@ def gradient_norm(
                              f"of tp; needs the module: parameters do not say which are sharded")
         shards = [(parameter, []) for parameter in module_or_parameters]
 
-    squares: dict[tuple, Tensor] = {}            # groups -> the sum over the parameters sharded so
+    squares = defaultdict(float)                 # groups -> the sum over the parameters sharded so
     for parameter, over in shards:
         grad = parameter.grad
         if grad is None:
@@ -551,7 +548,7 @@ def gradient_norm(
                     over.append(parameter.device_mesh.get_group(dim))
         dtype = torch.promote_types(grad.dtype, torch.float32)
         square = torch.linalg.vector_norm(grad, dtype=dtype).square()
-        squares[tuple(over)] = squares.get(tuple(over), 0.0) + square
+        squares[tuple(over)] += square
     sums = []
     for over, square in squares.items():
         for group in over:
