@@ -25,6 +25,9 @@ else:
 
 # ---- Process groups ----
 
+Group = dist.ProcessGroup | None             # None is a group of one rank
+
+
 @dataclass(frozen=True)
 class ProcessGroups:
     """torch.distributed groups. None is a group of one rank. Nothing communicates over a group
@@ -47,12 +50,12 @@ class ProcessGroups:
     global loss by R.
     ValueError: ep without tp_dp_cp.
     """
-    tp: dist.ProcessGroup | None = None
-    ep: dist.ProcessGroup | None = None
-    tp_cp: dist.ProcessGroup | None = None
-    dp_cp: dist.ProcessGroup | None = None
-    tp_dp_cp: dist.ProcessGroup | None = None
-    expt_dp: dist.ProcessGroup | None = None
+    tp: Group = None
+    ep: Group = None
+    tp_cp: Group = None
+    dp_cp: Group = None
+    tp_dp_cp: Group = None
+    expt_dp: Group = None
 
     def __deepcopy__(self, memo):
         return self                                  # a copy of a layer is on the same ranks
@@ -78,10 +81,7 @@ class ProcessGroups:
             dims = tuple(name for name in names if name in wanted.split())
             if not dims:
                 return None
-            part = mesh[dims]
-            if len(dims) > 1:
-                part = kernels.as_one_dim(part)
-            return part.get_group()
+            return kernels.as_one_dim(mesh[dims]).get_group()
 
         return cls(
             tp=group_over("tp"), ep=group_over("ep"), tp_cp=group_over("tp cp"),
