@@ -1087,8 +1087,8 @@ class _ToSideStream(torch.autograd.Function):
         with ctx.stream:
             joined = first.view_as(first)
         joined = _join_stream(joined, others)
-        grads = [joined if grad is first else grad for grad in grads]
-        grad_input, *grad_weights, grad_main = grads
+        grad_input, *grad_weights, grad_main = [
+            joined if grad is first else grad for grad in grads]
         if grad_input is None:
             grad_input = grad_main
         elif grad_main is not None:

@@ -240,7 +240,7 @@ class ExpertParallel:
         self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Plan, group,
         capacity_factor: float | None,
     ):
-        T, K = plan.inverse.shape
+        T, K = probs_TK.shape
         E, ranks = len(plan.counts), group.size()
         local = E // ranks                                   # experts of one rank
         if capacity_factor is not None:
