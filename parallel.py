@@ -233,13 +233,10 @@ class ExpertParallel:
     The ranks first exchange how many rows go where, and read it on the host: the one sync
     of the dispatch. With capacity_factor and pad_to_capacity every expert gets equally many
     rows from every rank: no exchange of counts, no sync. M is the number of rows that this
-    rank receives.
+    rank receives. Without padding capacity_factor is None.
     """
 
-    def __init__(
-        self, x_TH: Tensor, probs_TK: Tensor, plan: kernels.Plan, group,
-        capacity_factor: float | None,
-    ):
+    def __init__(self, x_TH, probs_TK, plan, group, capacity_factor):
         T, K = probs_TK.shape
         E, ranks = len(plan.counts), group.size()
         local = E // ranks                                   # experts of one rank
@@ -269,12 +266,10 @@ class ExpertParallel:
         self.plan = plan
         self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
         self.splits = Splits(send, receive, group)
-        self.rows_in_flight = AllToAll(rows[:sum(send)], self.splits)
-        self.probs_in_flight = AllToAll(probs[:sum(send)], self.splits)
+        self.in_flight = [AllToAll(x[:sum(send)], self.splits) for x in (rows, probs)]
 
     def wait_for_rows(self):
-        rows_MH = self.rows_in_flight.wait()
-        probs_M = self.probs_in_flight.wait()
+        rows_MH, probs_M = [x.wait() for x in self.in_flight]
         return rows_MH, probs_M[:, None], self.local_plan
 
     def send_back(self, output):
