@@ -25,7 +25,7 @@ else:
 
 # ---- Process groups ----
 
-Group = dist.ProcessGroup | None             # None is a group of one rank
+_Group = dist.ProcessGroup | None             # None is a group of one rank
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class ProcessGroups:
     global loss by R.
     ValueError: ep without tp_dp_cp.
     """
-    tp: Group = None
-    ep: Group = None
-    tp_cp: Group = None
-    dp_cp: Group = None
-    tp_dp_cp: Group = None
-    expt_dp: Group = None
+    tp: _Group = None
+    ep: _Group = None
+    tp_cp: _Group = None
+    dp_cp: _Group = None
+    tp_dp_cp: _Group = None
+    expt_dp: _Group = None
 
     def __deepcopy__(self, memo):
         return self                                  # a copy of a layer is on the same ranks
