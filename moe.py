@@ -32,7 +32,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 
 # Some of these are here for those who import them from moe.
 if __package__:
@@ -163,7 +162,7 @@ class MoEConfig:
     @functools.cached_property
     def choice_options(self) -> dict:
         """Keyword arguments of kernels.scores_for_choice."""
-        names = "score_function", "num_groups", "group_topk", "group_score_topk"
+        names = "topk", "score_function", "num_groups", "group_topk", "group_score_topk"
         return {name: getattr(self, name) for name in names}
 
     @functools.cached_property
@@ -505,11 +504,9 @@ class TopKRouter(Router):
 
         if self.config.input_jitter_eps:
             input = self.apply_input_jitter(input)
-        probs_TK, indices_TK = self._route_logits(
+        routing = self._route_logits(
             self.gating(input), padding_mask, topk_indices, cu_seqlens=cu_seqlens)
-        if dense_output:
-            return probs_TK, indices_TK
-        return self._to_map(probs_TK, indices_TK)
+        return routing if dense_output else self._to_map(*routing)
 
     def route(
         self, input: Tensor, padding_mask: Tensor | None = None,
@@ -593,7 +590,7 @@ class TopKRouter(Router):
             scores_TE = logits_TE
             if self.expert_bias is not None or config.num_groups is not None:
                 scores_TE = kernels.scores_for_choice(
-                    logits_TE, config.topk, expert_bias=self.expert_bias, **config.choice_options)
+                    logits_TE, expert_bias=self.expert_bias, **config.choice_options)
             indices_TK = scores_TE.topk(config.topk, dim=1).indices
             probs_TK = kernels.probs_of_chosen(logits_TE, indices_TK, **config.prob_options)
         return probs_TK.to(logits.dtype), indices_TK
@@ -1427,48 +1424,49 @@ class RouterCounts:
     last_losses [losses]             of it too, in the order of METRICS
     """
 
-    def __init__(self, config: MoEConfig, tp_cp_size: int):
+    def __init__(self, config, tp_cp_size):
         E = config.num_experts
 
-        def counter(*shape, wanted=True, dtype=torch.float32):
-            return kernels.with_fixed_address(torch.empty(shape, dtype=dtype)) if wanted else None
+        def counter(*shape, dtype=torch.float32):
+            return kernels.with_fixed_address(torch.empty(shape, dtype=dtype))
 
+        quantile = config.bias_update == "quantile"
         with_global = "global_aux_loss" in config.losses
-        self.local_tokens_per_expert = counter(E, wanted=config.enable_expert_bias)
-        self.bias_histogram = counter(
-            E, 1000, wanted=config.bias_update == "quantile", dtype=torch.int32)
-        self.global_tokens_per_expert = counter(E, wanted=with_global)
-        self.ga_steps = counter(wanted=with_global)
+        self.local_tokens_per_expert = counter(E) if config.enable_expert_bias else None
+        self.bias_histogram = counter(E, 1000, dtype=torch.int32) if quantile else None
+        self.global_tokens_per_expert = counter(E) if with_global else None
+        self.ga_steps = counter() if with_global else None
         self.last_tokens_per_expert = counter(E)
         self.last_losses = counter(len(METRICS))
         # Loss -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None}
         self.reset()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self):
+        """Name -> tensor."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
-    def count(self, counts_E: Tensor) -> None:
+    def count(self, counts_E):
         _update_once(self.last_tokens_per_expert, counts_E, add=False)
         if self.local_tokens_per_expert is not None:
             _update_once(self.local_tokens_per_expert, counts_E, add=True)
 
-    def log(self, name: str, loss: Tensor, sharers: int | None) -> None:
+    def log(self, name, loss, sharers):
         _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
         # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
         if self.sharers[name] != sharers:
             self.sharers[name] = sharers
 
-    def zero(self, *names: str) -> None:
+    def zero(self, *names):
         for name, tensor in self.tensors().items():
             if name in names:
                 tensor.zero_()
 
-    def reset(self) -> None:
+    def reset(self):
         self.zero(*self.tensors())
         self.last_losses.fill_(math.nan)
 
-    def move(self, fn: Callable) -> None:
+    def move(self, fn):
         """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
         grows by 1.
         """
@@ -1478,7 +1476,7 @@ class RouterCounts:
                 moved = tensor.to(moved.device)
             setattr(self, name, kernels.with_fixed_address(moved))
 
-    def follow(self, device: torch.device) -> None:
+    def follow(self, device):
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
         device, move parameters and buffers without `_apply`.
         """
@@ -1603,8 +1601,8 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     naming the router, a wrong shape or dtype, or None.
     """
     _routers(model)
-    modules = model.named_modules()
-    routers = {name: module for name, module in modules if isinstance(module, Router)}
+    routers = {
+        name: module for name, module in model.named_modules() if isinstance(module, Router)}
     if len(indices) != len(routers):
         raise ValueError(f"indices is for {len(indices)} layers; "
                          f"the model has {len(routers)} routers: {', '.join(routers)}")
@@ -1653,7 +1651,8 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     return {
         **{name: values for name, values in zip(METRICS, torch.stack(losses, 1)) if name in on},
         "max_violation": torch.stack(violations),
-        "tokens_per_expert": pad_sequence(counts, batch_first=True, padding_value=-1),
+        "tokens_per_expert": nn.utils.rnn.pad_sequence(
+            counts, batch_first=True, padding_value=-1),
     }
 
 
@@ -1753,8 +1752,7 @@ def _refused_balancing(c):
         yield both, "one type takes a float, several a tuple of the same length"
     kinds = set(c.balancing)
     if not kinds <= set(LOAD_BALANCING_TYPES):
-        known = ", ".join(LOAD_BALANCING_TYPES)
-        yield "load_balancing_type", f"needs {known}, or a tuple of them"
+        yield "load_balancing_type", f"needs {', '.join(LOAD_BALANCING_TYPES)}, or a tuple of them"
     repeated = sizes[0] not in (None, len(kinds))
     if repeated or len(kinds) > 1 and not kinds <= set(LOSS_NAMES):
         yield "load_balancing_type", 'each type at most once; "none" or "sinkhorn" goes alone'
@@ -1788,8 +1786,7 @@ def _refused_routing(c):
             group_score_topk=c.group_score_topk)
     if c.bias_update == "quantile":
         if _changed(c, "bias_update_rate"):
-            yield ("bias_update bias_update_rate",
-                   "quantile has no rate; leave bias_update_rate out")
+            yield "bias_update bias_update_rate", "quantile has no rate; leave the rate out"
         in_one = c.score_function in ("softmax", "sigmoid")
         if not in_one or c.topk == c.num_experts or c.num_groups is not None:
             yield ("bias_update topk num_experts num_groups score_function",
@@ -1800,8 +1797,7 @@ def _refused_routing(c):
 def _refused_experts(c):
     for name, constant in _CONSTANTS.items():
         if not hasattr(c.activation_function, constant) and _changed(c, name):
-            yield (f"activation {name}",
-                   f"{c.activation} has no such constant; leave {name} out")
+            yield f"activation {name}", f"{c.activation} has no such constant; leave {name} out"
     if c.apply_probs_on == "input" and c.topk > 1:
         yield ("apply_probs_on topk",
                '"input" is for topk = 1: it makes another input for every expert of a token; leave '

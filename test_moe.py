@@ -1950,7 +1950,8 @@ def test_config_makes_what_forwards_ask_for():
     for copied in (config, copy.deepcopy(config), dataclasses.replace(config, topk=3)):
         made = vars(copied)
         assert made["balancing"] == {"global_aux_loss": 0.2, "aux_loss": 0.1}
-        assert made["losses"] == made["balancing"] and made["prob_options"]["normalise"] == "softmax"
+        assert made["losses"] == made["balancing"]
+        assert made["prob_options"]["normalise"] == "softmax"
         assert made["activation_function"] == kernels.SiTU(beta=1.5, linear_beta=0.5)
     sinkhorn = dataclasses.replace(config, load_balancing_type="sinkhorn", aux_loss_coeff=0.0)
     assert not sinkhorn.losses and sinkhorn.balancing == {"sinkhorn": 0.0}
