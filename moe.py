@@ -1545,7 +1545,7 @@ def update_expert_bias(model: nn.Module) -> None:
 class RoutingRecord:
     """What the routers chose: see record_routing."""
 
-    def __init__(self, routers: list[Router]):
+    def __init__(self, routers):
         self._routers = routers
         self._kept = None
 
