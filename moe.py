@@ -32,7 +32,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 
 # Some of these are here for those who import them from moe.
 if __package__:
@@ -148,11 +147,6 @@ class MoEConfig:
         """The standard deviation that output projections are drawn with."""
         return self.init_std if self.output_init_std is None else self.output_init_std
 
-    @property
-    def padded_capacity_factor(self) -> float | None:
-        """capacity_factor, if every expert has as many rows as its capacity; else None."""
-        return self.capacity_factor if self.pad_to_capacity else None
-
     @functools.cached_property
     def balancing(self) -> dict[str, float]:
         """Balancing type -> its coefficient."""
@@ -166,24 +160,19 @@ class MoEConfig:
         return {kind: coeff for kind, coeff in self.balancing.items() if kind in LOSS_NAMES}
 
     @functools.cached_property
-    def normalisation(self) -> str | None:
-        """How the probs are normalised: see kernels.normalisation."""
-        return kernels.normalisation(
-            self.score_function, self.topk, use_pre_softmax=self.pre_softmax,
-            norm_topk_prob=self.norm_topk_prob)
-
-    @functools.cached_property
     def choice_options(self) -> dict:
         """Keyword arguments of kernels.scores_for_choice."""
-        names = "score_function", "num_groups", "group_topk", "group_score_topk"
+        names = "topk", "score_function", "num_groups", "group_topk", "group_score_topk"
         return {name: getattr(self, name) for name in names}
 
     @functools.cached_property
     def prob_options(self) -> dict:
         """Keyword arguments of kernels.probs_of_chosen."""
-        names = "score_function", "norm_eps", "scaling_factor"
-        options = {name: getattr(self, name) for name in names}
-        return {"normalise": self.normalisation, **options}
+        normalise = kernels.normalisation(
+            self.score_function, self.topk, use_pre_softmax=self.pre_softmax,
+            norm_topk_prob=self.norm_topk_prob)
+        return {"score_function": self.score_function, "normalise": normalise,
+                "norm_eps": self.norm_eps, "scaling_factor": self.scaling_factor}
 
     @functools.cached_property
     def activation_function(self) -> "kernels.Activation":
@@ -299,8 +288,8 @@ class MoELayer(ParallelModule):
         group = self.pg_collection.ep
         if group_size(group) == 1:
             return Local(x, probs, plan)
-        return ExpertParallel(
-            x, probs, plan=plan, group=group, capacity_factor=self.config.padded_capacity_factor)
+        capacity_factor = self.config.capacity_factor if self.config.pad_to_capacity else None
+        return ExpertParallel(x, probs, plan=plan, group=group, capacity_factor=capacity_factor)
 
 
 def _multiplied(x_TH, probs_T1):
@@ -323,12 +312,11 @@ class Router(ParallelModule, ABC):
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
         ranks = group_size(self.pg_collection.tp)
-        if ranks > 1 and not config.sequence_parallel:
-            raise ValueError(f"tp has {ranks} ranks and sequence_parallel is False: they would "
-                             f"route the same tokens; set sequence_parallel=True")
-        if ranks > 1 and config.batch_first:
-            raise ValueError(f"tp has {ranks} ranks and batch_first is True: they cut the first "
-                             f"axis, which has to be the sequence; leave batch_first out")
+        if ranks > 1 and (config.batch_first or not config.sequence_parallel):
+            raise ValueError(
+                f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
+                f"batch_first is {config.batch_first}: each rank routes its own part of the first "
+                f"axis, the sequence; set sequence_parallel=True and leave batch_first out")
         self.layer_number = None
         self.weight = self.parameter(config.num_experts, config.hidden_size)
         self.bias = None
@@ -373,15 +361,16 @@ class Router(ParallelModule, ABC):
         _loss_scale(self.weight.device)              # made here, not by the first compiled forward
 
     def _given_indices(self, topk_indices, axes):
-        """The indices [T, K] that replace the choice, of the argument or of replay_routing."""
-        name = "topk_indices"
-        K = self.config.topk
-        if self._replayed is not None:
-            name, topk_indices = self._replayed
-            if topk_indices is None:
-                raise ValueError(f"{name} is None: this router had not run in record_routing; "
-                                 f"needs a tensor [T, {K}] of an integer dtype")
-        return None if topk_indices is None else _check_indices(name, topk_indices, axes, K=K)
+        """The indices [T, K] int64 that replace the choice: replay_routing's, or the argument."""
+        name, indices = self._replayed or ("topk_indices", topk_indices)
+        if indices is None:
+            raise ValueError(f"{name} is None: this router had not run in record_routing; "
+                             f"needs a tensor [T, {self.config.topk}] of an integer dtype")
+        T, K = math.prod(axes), self.config.topk
+        if indices.shape not in ((T, K), (*axes, K)) or not kernels.is_integer(indices):
+            raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
+                             f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
+        return indices.flatten(0, -2).long()
 
     # -- what is counted, in training with grad --
 
@@ -393,7 +382,7 @@ class Router(ParallelModule, ABC):
     def _in_training_forward(self):
         return self.training and torch.is_grad_enabled()
 
-    def _apply_expert_bias(self, routing_map: Tensor) -> None:
+    def _apply_expert_bias(self, routing_map):
         """Adds the counts of the map [T, E], which is before dropping and without padding,
         to those of the expert bias: once per training forward with grad. For a router of your
         own; TopKRouter counts its indices.
@@ -505,7 +494,7 @@ class TopKRouter(Router):
         if len(axes) not in (1, 2) or H != self.config.hidden_size:
             _refuse_input(input, self.config)
         if padding_mask is not None:
-            _check_mask(padding_mask, axes)
+            padding_mask = _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, axes)
         if topk_indices is not None or self._replayed is not None:
@@ -515,11 +504,9 @@ class TopKRouter(Router):
 
         if self.config.input_jitter_eps:
             input = self.apply_input_jitter(input)
-        probs_TK, indices_TK = self._route_logits(
+        routing = self._route_logits(
             self.gating(input), padding_mask, topk_indices, cu_seqlens=cu_seqlens)
-        if dense_output:
-            return probs_TK, indices_TK
-        return self._to_map(probs_TK, indices_TK)
+        return routing if dense_output else self._to_map(*routing)
 
     def route(
         self, input: Tensor, padding_mask: Tensor | None = None,
@@ -531,7 +518,7 @@ class TopKRouter(Router):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
         if padding_mask is not None:
-            _check_mask(padding_mask, list(logits.shape[:-1]))
+            padding_mask = _check_mask(padding_mask, list(logits.shape[:-1]))
         return self._to_map(*self._route_logits(logits, padding_mask))
 
     # -- the choice --
@@ -545,15 +532,14 @@ class TopKRouter(Router):
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
-    def _route_logits(self, logits, padding_mask=None, topk_indices=None, cu_seqlens=None):
+    def _route_logits(self, logits, padding_T, topk_indices=None, cu_seqlens=None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
         config = self.config
-        if config.force_load_balancing:
-            logits = _RandomLogits.apply(logits)
-        if config.z_loss_coeff:
-            logits = self.apply_z_loss(logits, padding_mask)
         logits_TE = logits.flatten(0, -2)
-        padding_T = None if padding_mask is None else padding_mask.flatten()
+        if config.force_load_balancing:
+            logits_TE = _RandomLogits.apply(logits_TE)
+        if config.z_loss_coeff:
+            logits_TE = self.apply_z_loss(logits_TE, padding_T)
 
         # Choose. The tokens of padding are unrouted.
         if config.enable_expert_bias:
@@ -574,7 +560,8 @@ class TopKRouter(Router):
         # Balance and count
         if self._in_training_forward():
             if config.losses:
-                probs_TK = self._apply_losses(probs_TK, logits, padding_T, cu_seqlens=cu_seqlens)
+                probs_TK = self._apply_losses(
+                    probs_TK, logits_TE, padding_T, axes=logits.shape[:-1], cu_seqlens=cu_seqlens)
             self.counts.count(kernels.count_experts(chosen_TK, config.num_experts))
             if self.bias_histogram is not None:
                 self._update_histogram(logits_TE.detach(), padding_T)
@@ -603,7 +590,7 @@ class TopKRouter(Router):
             scores_TE = logits_TE
             if self.expert_bias is not None or config.num_groups is not None:
                 scores_TE = kernels.scores_for_choice(
-                    logits_TE, config.topk, expert_bias=self.expert_bias, **config.choice_options)
+                    logits_TE, expert_bias=self.expert_bias, **config.choice_options)
             indices_TK = scores_TE.topk(config.topk, dim=1).indices
             probs_TK = kernels.probs_of_chosen(logits_TE, indices_TK, **config.prob_options)
         return probs_TK.to(logits.dtype), indices_TK
@@ -650,14 +637,14 @@ class TopKRouter(Router):
         """Assignments beyond an expert's capacity become unrouted. The probs that remain are
         not normalised again.
         """
-        E = self.config.num_experts
-        probs_TE, map_TE = kernels.routing_to_map(probs_TK.detach(), indices_TK, E)
+        probs_TE, map_TE = kernels.routing_to_map(
+            probs_TK.detach(), indices_TK, self.config.num_experts)
         kept_TE = self._cut_to_capacity(probs_TE, map_TE)
         return self._unroute(probs_TK, indices_TK, ~kernels.pick(kept_TE, indices_TK))
 
     def _unroute(self, probs_TK, indices_TK, where):
-        E = self.config.num_experts
-        return probs_TK.masked_fill(where, 0.0), indices_TK.masked_fill(where, E)
+        unrouted_TK = indices_TK.masked_fill(where, self.config.num_experts)
+        return probs_TK.masked_fill(where, 0.0), unrouted_TK
 
     def _cut_to_capacity(self, probs_TE, map_TE, pad=False):
         """The routing_map of kernels.apply_router_token_dropping."""
@@ -686,7 +673,7 @@ class TopKRouter(Router):
         return bool(self.config.losses)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """logits [S, B, E] with the z-loss attached, in training with grad (arXiv 2202.08906).
+        """logits [.., E] with the z-loss attached, in training with grad (arXiv 2202.08906).
 
         Over tp_cp each rank has its part: coeff · Σ logsumexp² over its valid tokens,
         divided by the valid tokens of all.
@@ -707,18 +694,17 @@ class TopKRouter(Router):
             logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=group,
             valid_token_count=tokens)
 
-    def _apply_losses(self, probs, logits, padding_T, cu_seqlens):
-        """probs [T, K] with every balance loss that is on. logits [S, B, E], with
-        batch_first [B, S, E], or [T, E]: one sequence, or a pack with the bounds cu_seqlens.
+    def _apply_losses(self, probs, logits_TE, padding_T, axes, cu_seqlens):
+        """probs [T, K] with every balance loss that is on. The tokens have the axes [S, B], with
+        batch_first [B, S], or [T]: one sequence, or a pack with the bounds cu_seqlens.
         """
         map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
-            logits.flatten(0, -2), self.config.topk, score_function=self.config.score_function,
+            logits_TE, self.config.topk, score_function=self.config.score_function,
             padding_mask=padding_T)
         losses = self.config.losses
         if "aux_loss" in losses:
             probs = self._apply_aux_loss(probs, scores_TE, map_TE)
         if "seq_aux_loss" in losses:
-            axes = logits.shape[:-1]
             probs = self._apply_loss_of_sequences(probs, scores_TE, map_TE, axes, cu_seqlens)
         if "global_aux_loss" in losses:
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
@@ -736,9 +722,7 @@ class TopKRouter(Router):
             by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B, s=S) for x in by_sequence]
         return self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
 
-    def _apply_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
-    ) -> Tensor:
+    def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the switch loss attached (arXiv 2101.03961).
 
         scores and routing_map [T, E] are those of the balance losses, zero where padding
@@ -748,18 +732,13 @@ class TopKRouter(Router):
         counts_E = all_sum(routing_map.sum(0), group)
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
-    def _apply_seq_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int,
-        bsz: int,
-    ) -> Tensor:
+    def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
         """probs with the switch loss of each sequence attached: the mean over the B = bsz
         sequences of S = seq_length tokens on this rank. Each has its own counts and its own
         valid tokens, over tp_cp. A sequence of padding gives 0.
         """
-        E = self.config.num_experts
         group = self.pg_collection.tp_cp
-        counts_BE = routing_map.view(seq_length, bsz * E).sum(0).view(bsz, E)
-        counts_BE = all_sum(counts_BE, group)
+        counts_BE = all_sum(routing_map.unflatten(0, (seq_length, bsz)).sum(0), group)
         return self._attach_switch_loss(
             "seq_aux_loss", probs, scores_for_aux_loss, counts_BE, group)
 
@@ -787,15 +766,15 @@ class TopKRouter(Router):
             valid=counts_BE.sum().to(scores.dtype) / self.config.topk,
             share=T / sequences.to(scores.dtype))
 
-    def _apply_global_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor,
-    ) -> Tensor:
+    def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are those
         of tp_dp_cp, averaged over the forwards since reset_global_aux_loss_tracker.
         """
         groups = self.pg_collection
         local_E = routing_map.sum(0)
-        sums_E, steps = self.counts.add_to_global(all_sum(local_E, groups.tp_dp_cp))
+        sums_E, steps = _running_sums(
+            self.global_tokens_per_expert, self.ga_steps,
+            all_sum(local_E, groups.tp_dp_cp).float())
         mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
         valid = all_sum(local_E.sum(), groups.tp_cp) / self.config.topk
         return self._attach_switch_loss(
@@ -833,14 +812,10 @@ class TopKRouter(Router):
         sharers = None if reduce_group_has_dp else group_size(reduce_group)
         self.counts.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
         if self.config.calculate_per_token_loss:
-            aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
+            if valid_token_count is None:
+                valid_token_count = activation.shape[0] * group_size(self.pg_collection.tp_cp)
+            aux_loss = aux_loss * valid_token_count
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
-
-
-    def _tokens_of(self, activation, valid_token_count):
-        if valid_token_count is None:
-            return activation.shape[0] * group_size(self.pg_collection.tp_cp)
-        return valid_token_count
 
 
 # ---- Experts ----
@@ -900,7 +875,19 @@ class Experts(ParallelModule):
 
 # ---- Latent experts: into a space of ℓ dimensions, and back ----
 
-class LatentDown(ParallelModule):
+class _Projection(ParallelModule):
+    """rows -> norm(rows) · weightᵀ, where norm is an RMSNorm, or None."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        dtype = rows.dtype
+        weight = self.weight
+        if kernels.is_any_autocast():
+            rows, weight = _as_autocast(rows, weight)
+        eps = self.config.latent_norm_eps
+        return kernels.project(rows, weight, norm=self.norm, eps=eps).to(dtype)
+
+
+class LatentDown(_Projection):
     """x [T, H] -> x · weightᵀ [T, ℓ], with ℓ = latent_size: the space in which the routed
     experts are (arXiv 2601.18089).
     """
@@ -908,18 +895,13 @@ class LatentDown(ParallelModule):
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
         self.weight = self.parameter(config.latent_size, config.hidden_size)
+        self.norm = None
         self.reset_parameters()
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        x, weight = x_TH, self.weight
-        if kernels.is_any_autocast():
-            x, weight = _as_autocast(x, weight)
-        return kernels.project(x, weight).to(x_TH.dtype)
 
-
-class LatentUp(ParallelModule):
-    """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. With latent_norm the norm is
-    an RMSNorm, else there is none.
+class LatentUp(_Projection):
+    """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. Without latent_norm there is
+    no norm.
     """
     std_fields = {"weight": "output_std"}
 
@@ -930,14 +912,6 @@ class LatentUp(ParallelModule):
         if config.latent_norm:
             self.norm = self.parameter(config.latent_size)
         self.reset_parameters()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        dtype = rows.dtype
-        weight = self.weight
-        if kernels.is_any_autocast():
-            rows, weight = _as_autocast(rows, weight)
-        eps = self.config.latent_norm_eps
-        return kernels.project(rows, weight, norm=self.norm, eps=eps).to(dtype)
 
 
 # ---- Shared expert: the order of its five steps ----
@@ -1361,13 +1335,9 @@ with torch.inference_mode(False):            # this file may be imported inside 
 
 def _loss_scale(device):
     if device not in _LOSS_SCALE:
-        _add_loss_scale(device)
+        with torch.inference_mode(False):
+            _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
     return _LOSS_SCALE[device]
-
-
-def _add_loss_scale(device):
-    with torch.inference_mode(False):
-        _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
@@ -1446,52 +1416,49 @@ class RouterCounts:
     last_losses [losses]             of it too, in the order of METRICS
     """
 
-    def __init__(self, config: MoEConfig, tp_cp_size: int):
+    def __init__(self, config, tp_cp_size):
         E = config.num_experts
 
-        def counter(*shape, wanted=True, dtype=torch.float32):
-            return kernels.with_fixed_address(torch.empty(shape, dtype=dtype)) if wanted else None
+        def counter(*shape, dtype=torch.float32):
+            return kernels.with_fixed_address(torch.empty(shape, dtype=dtype))
 
         quantile = config.bias_update == "quantile"
         with_global = "global_aux_loss" in config.losses
-        self.local_tokens_per_expert = counter(E, wanted=config.enable_expert_bias)
-        self.bias_histogram = counter(E, 1000, wanted=quantile, dtype=torch.int32)
-        self.global_tokens_per_expert = counter(E, wanted=with_global)
-        self.ga_steps = counter(wanted=with_global)
+        self.local_tokens_per_expert = counter(E) if config.enable_expert_bias else None
+        self.bias_histogram = counter(E, 1000, dtype=torch.int32) if quantile else None
+        self.global_tokens_per_expert = counter(E) if with_global else None
+        self.ga_steps = counter() if with_global else None
         self.last_tokens_per_expert = counter(E)
         self.last_losses = counter(len(METRICS))
         # Loss -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None}
         self.reset()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self):
+        """Name -> tensor."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
-    def count(self, counts_E: Tensor) -> None:
+    def count(self, counts_E):
         _update_once(self.last_tokens_per_expert, counts_E, add=False)
         if self.local_tokens_per_expert is not None:
             _update_once(self.local_tokens_per_expert, counts_E, add=True)
 
-    def add_to_global(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-        """The running sums with these counts, and the forwards in them."""
-        return _running_sums(self.global_tokens_per_expert, self.ga_steps, counts_E.float())
-
-    def log(self, name: str, loss: Tensor, sharers: int | None) -> None:
+    def log(self, name, loss, sharers):
         _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
         # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
         if self.sharers[name] != sharers:
             self.sharers[name] = sharers
 
-    def zero(self, *names: str) -> None:
+    def zero(self, *names):
         for name, tensor in self.tensors().items():
             if name in names:
                 tensor.zero_()
 
-    def reset(self) -> None:
+    def reset(self):
         self.zero(*self.tensors())
         self.last_losses.fill_(math.nan)
 
-    def move(self, fn: Callable) -> None:
+    def move(self, fn):
         """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
         grows by 1.
         """
@@ -1501,7 +1468,7 @@ class RouterCounts:
                 moved = tensor.to(moved.device)
             setattr(self, name, kernels.with_fixed_address(moved))
 
-    def follow(self, device: torch.device) -> None:
+    def follow(self, device):
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
         device, move parameters and buffers without `_apply`.
         """
@@ -1535,20 +1502,6 @@ def finish_step(model: nn.Module) -> None:
         router.reset_global_aux_loss_tracker()
 
 
-def _check_ranks_are_known(router):
-    """Without process groups each rank would balance its own tokens, and the models would
-    drift apart.
-    """
-    if router.pg_collection.tp_dp_cp is not None or not dist.is_initialized():
-        return
-    if dist.get_world_size() > 1:
-        raise ValueError(
-            f"tp_dp_cp is None and {dist.get_world_size()} ranks run: the ranks' expert biases "
-            f"would drift apart. For one model on all ranks give the layer their group, "
-            f"MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for independent models "
-            f"ProcessGroups(tp_dp_cp=group) with a group of one rank")
-
-
 def update_expert_bias(model: nn.Module) -> None:
     """Updates the expert bias of every router. finish_step calls it.
 
@@ -1558,8 +1511,14 @@ def update_expert_bias(model: nn.Module) -> None:
     ranks run, and the router does not know over which to pool the counts.
     """
     routers = [router for router in _routers(model) if router.expert_bias is not None]
+    ranks = group_size(dist.group.WORLD)
     for router in routers:
-        _check_ranks_are_known(router)
+        if ranks > 1 and router.pg_collection.tp_dp_cp is None:
+            raise ValueError(
+                f"tp_dp_cp is None and {ranks} ranks run: each would balance its own tokens, and "
+                f"their expert biases would drift apart. For one model on all ranks give the layer "
+                f"their group, MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for "
+                f"independent models ProcessGroups(tp_dp_cp=group) with a group of one rank")
     for router in routers:
         router._maintain_float32_expert_bias()
         config = router.config
@@ -1578,7 +1537,7 @@ def update_expert_bias(model: nn.Module) -> None:
 class RoutingRecord:
     """What the routers chose: see record_routing."""
 
-    def __init__(self, routers: list[Router]):
+    def __init__(self, routers):
         self._routers = routers
         self._kept = None
 
@@ -1634,8 +1593,8 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     naming the router, a wrong shape or dtype, or None.
     """
     _routers(model)
-    modules = model.named_modules()
-    routers = {name: module for name, module in modules if isinstance(module, Router)}
+    routers = {
+        name: module for name, module in model.named_modules() if isinstance(module, Router)}
     if len(indices) != len(routers):
         raise ValueError(f"indices is for {len(indices)} layers; "
                          f"the model has {len(routers)} routers: {', '.join(routers)}")
@@ -1681,36 +1640,28 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
         on |= {LOSS_NAMES[kind] for kind in router.config.losses}
         if router.config.z_loss_coeff:
             on.add("z_loss")
-    by_name = zip(METRICS, torch.stack(losses, 1))
     return {
-        **{name: values for name, values in by_name if name in on},
+        **{name: values for name, values in zip(METRICS, torch.stack(losses, 1)) if name in on},
         "max_violation": torch.stack(violations),
-        "tokens_per_expert": pad_sequence(counts, batch_first=True, padding_value=-1),
+        "tokens_per_expert": nn.utils.rnn.pad_sequence(
+            counts, batch_first=True, padding_value=-1),
     }
 
 
 # ---- Checks of a router's arguments ----
 
 def _refuse_input(input, config):
-    H = config.hidden_size
     axes = "B, S" if config.batch_first else "S, B"
-    raise ValueError(f"input has shape {list(input.shape)}; needs [{axes}, {H}] or [T, {H}]")
+    raise ValueError(f"input has shape {list(input.shape)}; "
+                     f"needs [{axes}, {config.hidden_size}] or [T, {config.hidden_size}]")
 
 
 def _check_mask(padding_mask, axes):
+    """[T]."""
     if list(padding_mask.shape) != axes or padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
                          f"needs {axes} torch.bool, True = padding")
-
-
-def _check_indices(name, indices, axes, K):
-    """[T, K] int64."""
-    T = math.prod(axes)
-    fits = indices.shape == (*axes, K) or indices.shape == (T, K)
-    if not fits or not kernels.is_integer(indices):
-        raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
-                         f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
-    return indices.flatten(0, -2).long()
+    return padding_mask.flatten()
 
 
 def _check_bounds(cu_seqlens, axes):
@@ -1793,31 +1744,28 @@ def _refused_balancing(c):
         yield both, "one type takes a float, several a tuple of the same length"
     kinds = set(c.balancing)
     if not kinds <= set(LOAD_BALANCING_TYPES):
-        known = ", ".join(LOAD_BALANCING_TYPES)
-        yield "load_balancing_type", f"needs {known}, or a tuple of them"
+        yield "load_balancing_type", f"needs {', '.join(LOAD_BALANCING_TYPES)}, or a tuple of them"
     repeated = sizes[0] not in (None, len(kinds))
-    if repeated or len(kinds) > 1 and "none" in kinds:
-        yield "load_balancing_type", 'each type at most once, and "none" beside no other'
-    for kind, coeff in c.losses.items():
-        if not 0 < coeff < math.inf:
+    if repeated or len(kinds) > 1 and not kinds <= set(LOSS_NAMES):
+        yield "load_balancing_type", 'each type at most once; "none" or "sinkhorn" goes alone'
+    for kind, coeff in c.balancing.items():
+        if kind in LOSS_NAMES and not 0 < coeff < math.inf:
             yield both, f"{kind} needs a positive coefficient; give one, or leave the type out"
-    if c.balancing.get("none"):
-        yield both, "a coefficient of no loss; name the type, or leave it out"
+        if kind not in LOSS_NAMES and coeff:
+            yield both, f"{kind} is no loss; name one, or leave the coefficient out"
     if "sinkhorn" in kinds:
-        others = "num_groups scaling_factor enable_expert_bias norm_topk_prob pre_softmax"
+        others = ("num_groups scaling_factor enable_expert_bias norm_topk_prob pre_softmax "
+                  "score_function")
         for name in others.split():
-            if getattr(c, name):
+            if getattr(c, name) not in (None, False, "softmax"):
                 yield (f"load_balancing_type {name}",
                        f"sinkhorn has its own choice and probs; leave {name} out")
-        if c.balancing != {"sinkhorn": 0.0} or c.score_function != "softmax":
-            yield (f"{both} score_function",
-                   "sinkhorn goes alone, without a coefficient, and with softmax")
 
 
 def _refused_routing(c):
     if c.topk > c.num_experts:
         yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
-    if c.topk == 1 and c.normalisation and "sinkhorn" not in c.balancing:
+    if c.topk == 1 and c.prob_options["normalise"] and "sinkhorn" not in c.balancing:
         yield ("topk norm_topk_prob pre_softmax",
                "the one prob is always 1, so the router gets no gradient; set pre_softmax=True or "
                "norm_topk_prob=False")
@@ -1830,8 +1778,7 @@ def _refused_routing(c):
             group_score_topk=c.group_score_topk)
     if c.bias_update == "quantile":
         if _changed(c, "bias_update_rate"):
-            yield ("bias_update bias_update_rate",
-                   "quantile has no rate; leave bias_update_rate out")
+            yield "bias_update bias_update_rate", "quantile has no rate; leave the rate out"
         in_one = c.score_function in ("softmax", "sigmoid")
         if not in_one or c.topk == c.num_experts or c.num_groups is not None:
             yield ("bias_update topk num_experts num_groups score_function",
@@ -1842,8 +1789,7 @@ def _refused_routing(c):
 def _refused_experts(c):
     for name, constant in _CONSTANTS.items():
         if not hasattr(c.activation_function, constant) and _changed(c, name):
-            yield (f"activation {name}",
-                   f"{c.activation} has no such constant; leave {name} out")
+            yield f"activation {name}", f"{c.activation} has no such constant; leave {name} out"
     if c.apply_probs_on == "input" and c.topk > 1:
         yield ("apply_probs_on topk",
                '"input" is for topk = 1: it makes another input for every expert of a token; leave '

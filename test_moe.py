@@ -1933,7 +1933,8 @@ def test_config_errors():
         sinkhorn(num_groups=2, group_topk=1); sinkhorn(scaling_factor=2.0) => its own choice
         sinkhorn(enable_expert_bias=True); sinkhorn(norm_topk_prob=True) => its own choice
         sinkhorn(pre_softmax=True) => 'sinkhorn', pre_softmax
-        sinkhorn(aux_loss_coeff=0.1); sinkhorn(score_function="sigmoid") => sinkhorn goes alone
+        sinkhorn(score_function="sigmoid") => 'sinkhorn', score_function = 'sigmoid': sinkhorn has
+        sinkhorn(aux_loss_coeff=0.1) => aux_loss_coeff = 0.1: sinkhorn is no loss
         losses(load_balancing_type=("sinkhorn", "aux_loss"), aux_loss_coeff=(0, 0.1)) => goes alone
         quantile(bias_update_rate=1e-2) => bias_update = 'quantile', bias_update_rate = 0.01
         quantile(topk=8); quantile(num_groups=4, group_topk=2) => quantile needs topk < num_experts
@@ -1949,7 +1950,8 @@ def test_config_makes_what_forwards_ask_for():
     for copied in (config, copy.deepcopy(config), dataclasses.replace(config, topk=3)):
         made = vars(copied)
         assert made["balancing"] == {"global_aux_loss": 0.2, "aux_loss": 0.1}
-        assert made["losses"] == made["balancing"] and made["normalisation"] == "softmax"
+        assert made["losses"] == made["balancing"]
+        assert made["prob_options"]["normalise"] == "softmax"
         assert made["activation_function"] == kernels.SiTU(beta=1.5, linear_beta=0.5)
     sinkhorn = dataclasses.replace(config, load_balancing_type="sinkhorn", aux_loss_coeff=0.0)
     assert not sinkhorn.losses and sinkhorn.balancing == {"sinkhorn": 0.0}
@@ -2545,7 +2547,8 @@ def test_router_over_two_ranks_without_communication():
     """What tp refuses; and a loss without valid_token_count counts the rows of both ranks."""
     config = small_config(calculate_per_token_loss=True)
     first = dict(sequence_parallel=True, batch_first=True)
-    for changes, error in (({}, "set sequence_parallel=True"), (first, "leave batch_first out")):
+    for changes, error in (({}, "is False and .*; set sequence_parallel=True"),
+                           (first, "batch_first is True: .* leave batch_first out")):
         with pytest.raises(ValueError, match=error):
             TopKRouter(dataclasses.replace(config, **changes), ProcessGroups(tp=TwoRanks()))
     TopKRouter(dataclasses.replace(config, sequence_parallel=True), ProcessGroups(tp=TwoRanks()))
