@@ -1815,8 +1815,8 @@ def test_experts_batches_hold_each_expert_and_row_once():
                 assert sorted(used) == counts.nonzero().flatten().tolist()
                 used_slots = 0
                 for batch in batches:
-                    assert batch.slot == used_slots
-                    assert batch.ids(experts) == batch.experts == sorted(batch.experts)
+                    assert batch.slots.start == used_slots
+                    assert experts[batch.ids] == batch.experts == sorted(batch.experts)
                     for e in batch.experts:
                         own = list(range(int(offsets[e] - counts[e]), int(offsets[e])))
                         spare = [T * K] * (batch.rows - len(own))
@@ -1828,7 +1828,7 @@ def test_experts_batches_hold_each_expert_and_row_once():
                 for batch in batches:                    # without its last expert
                     assert (len(batch.experts) - 1) * batch.rows < quarter
                 if load == "even" and T * K >= E:
-                    assert all(batch.neighbours() for batch in batches) and len(batches) <= 4
+                    assert all(batch.neighbours for batch in batches) and len(batches) <= 4
                 assert len(blocks) + len(batches) <= (16 if load != "random" else 14), batches
 
 
