@@ -1417,8 +1417,9 @@ _ELEMENTS_AT_ONCE = 2 ** 21
 
 def _is_large(y):
     """Whether y is taken by parts."""
-    large = not torch.compiler.is_compiling() and y.numel() >= 2 * _ELEMENTS_AT_ONCE
-    return large and y.ndim > 1 and len(y) >= 128
+    if torch.compiler.is_compiling() or y.ndim == 1:
+        return False
+    return y.numel() >= 2 * _ELEMENTS_AT_ONCE and len(y) >= 128
 
 
 def _by_parts(function, *tensors):
@@ -1429,9 +1430,9 @@ def _by_parts(function, *tensors):
     # the same order, as without parts. The results are equal to the bit.
     y = tensors[0]
     step = 64 * max(1, _ELEMENTS_AT_ONCE * len(y) // (64 * y.numel()))
-    starts = range(0, len(y) - step + 1, step)                         # the last takes what remains
+    bounds = [*range(0, len(y) - step + 1, step), len(y)]              # the last takes what remains
     results = None
-    for start, end in zip(starts, [*starts[1:], len(y)]):
+    for start, end in zip(bounds, bounds[1:]):
         values = function(*[x if x is None else x[start:end] for x in tensors])
         if results is None:
             results = [x if x is None else x.new_empty(len(y), *x.shape[1:]) for x in values]
@@ -1488,8 +1489,7 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
-        y = kept.to(g.dtype)
-        grad_y, grad_weights, _ = _activate_back(y, g, weights, ctx.function)
+        grad_y, grad_weights, _ = _activate_back(kept.to(g.dtype), g, weights, ctx.function)
         # y, weights, function, fp8_input_store
         return grad_y, grad_weights, None, None
 
@@ -1664,10 +1664,7 @@ def _loops_in_torch(a, b, rows_each):
 
 def _blocks(ends):
     """(expert, first row, end) of every expert, given the list of the offsets."""
-    start = 0
-    for expert, end in enumerate(ends):
-        yield expert, start, end
-        start = end
+    return zip(range(len(ends)), [0, *ends], ends)
 
 
 class _Batch(NamedTuple):
@@ -1813,14 +1810,14 @@ def _multiply(rows, weights, bias, offsets, index):
     return out[:N]
 
 
-def _empty_product(x, token_N, weights, bias, offsets, index=None):
+def _empty_product(x, token_N, weights, bias, offsets, index):
     return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
 
 
 @op(_empty_product, cudagraph_unsafe=True)
 def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
-    index: Tensor | None = None,
+    index: Tensor | None,
 ) -> Tensor:
     rows = _Rows(x, token_N)
     if index is None and bias is None and _loops_in_torch(x, weights, rows.count() / len(weights)):
@@ -1854,14 +1851,14 @@ def _multiply_rows(a, b, offsets, index):
     return out
 
 
-def _empty_weight_grad(a, token_a, b, token_b, offsets, index=None):
+def _empty_weight_grad(a, token_a, b, token_b, offsets, index):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
 @op(_empty_weight_grad, cudagraph_unsafe=True)
 def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
-    index: Tensor | None = None,
+    index: Tensor | None,
 ) -> Tensor:
     rows_a, rows_b = _Rows(a, token_a), _Rows(b, token_b)
     if index is None and _loops_in_torch(a, b, rows_a.count() / len(offsets)):
@@ -1922,7 +1919,7 @@ def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         row_N = torch.arange(out.shape[0], device=out.device)
-        expert_N = torch.bucketize(row_N, offsets, right=True)
+        expert_N = _expert_of(row_N, offsets)
         out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
     return out
 
@@ -1955,10 +1952,10 @@ def _weight_grad(a, b, read):
 
 
 # This is an op for _exact_fp32: a sum is not rounded as products may be.
-@op(lambda rows, offsets, index=None: rows.new_empty(offsets.shape[0], rows.shape[1]),
+@op(lambda rows, offsets, index: rows.new_empty(offsets.shape[0], rows.shape[1]),
     cudagraph_unsafe=True)
 @_exact_fp32()
-def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None = None) -> Tensor:
+def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
     ones = rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
     return _rows_times_rows(rows, None, ones, None, offsets, index)[..., 0].clone()
 
@@ -2119,8 +2116,8 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     # atomic add.
     expert_TK = _expert_of(plan.inverse, plan.offsets)
     slots = zip(probs.split(1, dim=1), expert_TK.split(1, dim=1))
-    E = len(fc2_bias)
-    probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)
+    probs_TE = sum(
+        routing_to_map(p_T1, expert_T1, len(fc2_bias))[0] for p_T1, expert_T1 in slots)
     wide = torch.promote_types(y.dtype, torch.float32)
     bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t())
     return (y + bias_TH).to(y.dtype)
