@@ -1292,17 +1292,13 @@ class SwiGLU(Activation):
         act = self.act(clamped)
         grad_a = self.act_back(g * linear, clamped)
         grad_b = g * act
-        if self.clamp_value is not None:
-            grad_a, grad_b = self.within_bounds(grad_a, grad_b, a, b)
+        v = self.clamp_value
+        if v is not None:
+            # The gradient passes at the bound. (That of torch.clamp does so only up to torch 2.13.)
+            # NaN counts as outside.
+            grad_a = grad_a.masked_fill(~(a <= v), 0.0)
+            grad_b = grad_b.masked_fill(~(b.abs() <= v), 0.0)
         return act * linear, grad_a, grad_b
-
-    def within_bounds(self, grad_a, grad_b, a, b):
-        """The gradient passes at the bound. (That of torch.clamp does so only up to torch 2.13.)
-        NaN counts as outside.
-        """
-        outside_a = ~(a <= self.clamp_value)
-        outside_b = ~(b.abs() <= self.clamp_value)
-        return grad_a.masked_fill(outside_a, 0.0), grad_b.masked_fill(outside_b, 0.0)
 
 
 @dataclass(frozen=True)
@@ -1755,7 +1751,6 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """
     on_host = offsets.to("cpu", copy=True)
     ends = tuple(on_host.tolist())
-    E = len(ends)
     starts = 0, *ends
     table = []
     slot = 0
@@ -1765,7 +1760,7 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
             slot += batch.rows
     # Slots beyond the last batch are those of an expert without rows.
     L = 13 * num_rows // 10
-    table += [(0, L, 0, 0)] * (E + 1 - len(table))
+    table += [(0, L, 0, 0)] * (len(starts) - len(table))
     # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
     table = torch.tensor([*zip(*table)], dtype=torch.int32, device="cpu")
     table = table.to(offsets.device, non_blocking=offsets.is_cuda)
@@ -1775,7 +1770,7 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     expert_L = torch.bucketize(slot_L, slot_ends_E, right=True)
     row_L = slot_L + shifts_E.index_select(0, expert_L)
     row_L.masked_fill_(row_L >= row_ends_E.index_select(0, expert_L), num_rows)
-    return on_host, torch.cat((experts_E[:E], row_L))
+    return on_host, torch.cat((experts_E[:-1], row_L))
 
 
 def _work(offsets, index):
@@ -2099,8 +2094,7 @@ class _ExpertMLP(torch.autograd.Function):
             grad_rows = _product(_Rows(grad_hidden), fc1, read)
             grad_tokens = _sum_rows(grad_rows, inverse, offsets if read.native else None)
         if need_probs:
-            grad_probs = grad_probs_N1.flatten()[inverse]
-            grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0)
+            grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
         # options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets
         return (
             None, grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, None, None, None)
@@ -2154,13 +2148,11 @@ def expert_mlp(
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
-    function = kind
     if isinstance(kind, str) or constants or torch.compiler.is_compiling():
-        function = make_activation(kind, **constants)
-    T, K = plan.inverse.shape
+        kind = make_activation(kind, **constants)
     check_shapes(
-        {"T": T, "K": K, "E": len(plan.counts), "P": function.parts}, tokens=(tokens, "T H"),
-        probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
+        {"E": len(plan.counts), "P": kind.parts}, inverse=(plan.inverse, "T K"),
+        tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
@@ -2171,7 +2163,7 @@ def expert_mlp(
         fc1_bias = fc1_bias.flatten(1)
     # Not by einops: in a checkpointed region of a graph it could not note the type Parameter.
     y = _ExpertMLP.apply(
-        (function, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
+        (kind, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
         plan.order, plan.inverse, plan.offsets)
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
@@ -2193,9 +2185,7 @@ class _Project(torch.autograd.Function):
     def forward(ctx, eps, rows, weight, norm):
         ctx.save_for_backward(rows, weight, norm)
         ctx.eps = eps
-        normed = rows
-        if norm is not None:
-            normed, _, _ = _rms_norm(rows, norm, eps)
+        normed = rows if norm is None else _rms_norm(rows, norm, eps)[0]
         return normed @ weight.t()
 
     @staticmethod
