@@ -1275,15 +1275,13 @@ class SwiGLU(Activation):
 
     def factors(self, a, b):
         """act's argument, and the factor of act."""
-        if self.clamp_value is not None:
-            a, b = self.clamped(a, b)
+        v = self.clamp_value
+        if v is not None:
+            a = a.clamp(max=v)
+            b = b.clamp(-v, v)
         if self.linear_offset:
             b = b + self.linear_offset
         return a, b
-
-    def clamped(self, a, b):
-        v = self.clamp_value
-        return a.clamp(max=v), b.clamp(-v, v)
 
     def value(self, a, b):
         a, linear = self.factors(a, b)
@@ -1294,17 +1292,13 @@ class SwiGLU(Activation):
         act = self.act(clamped)
         grad_a = self.act_back(g * linear, clamped)
         grad_b = g * act
-        if self.clamp_value is not None:
-            grad_a, grad_b = self.within_bounds(grad_a, grad_b, a, b)
+        v = self.clamp_value
+        if v is not None:
+            # The gradient passes at the bound. (That of torch.clamp does so only up to torch 2.13.)
+            # NaN counts as outside.
+            grad_a = grad_a.masked_fill(~(a <= v), 0.0)
+            grad_b = grad_b.masked_fill(~(b.abs() <= v), 0.0)
         return act * linear, grad_a, grad_b
-
-    def within_bounds(self, grad_a, grad_b, a, b):
-        """The gradient passes at the bound. (That of torch.clamp does so only up to torch 2.13.)
-        NaN counts as outside.
-        """
-        outside_a = ~(a <= self.clamp_value)
-        outside_b = ~(b.abs() <= self.clamp_value)
-        return grad_a.masked_fill(outside_a, 0.0), grad_b.masked_fill(outside_b, 0.0)
 
 
 @dataclass(frozen=True)
@@ -1419,8 +1413,9 @@ _ELEMENTS_AT_ONCE = 2 ** 21
 
 def _is_large(y):
     """Whether y is taken by parts."""
-    large = not torch.compiler.is_compiling() and y.numel() >= 2 * _ELEMENTS_AT_ONCE
-    return large and y.ndim > 1 and len(y) >= 128
+    if torch.compiler.is_compiling() or y.ndim == 1:
+        return False
+    return y.numel() >= 2 * _ELEMENTS_AT_ONCE and len(y) >= 128
 
 
 def _by_parts(function, *tensors):
@@ -1431,9 +1426,9 @@ def _by_parts(function, *tensors):
     # the same order, as without parts. The results are equal to the bit.
     y = tensors[0]
     step = 64 * max(1, _ELEMENTS_AT_ONCE * len(y) // (64 * y.numel()))
-    starts = range(0, len(y) - step + 1, step)                         # the last takes what remains
+    bounds = [*range(0, len(y) - step + 1, step), len(y)]              # the last takes what remains
     results = None
-    for start, end in zip(starts, [*starts[1:], len(y)]):
+    for start, end in zip(bounds, bounds[1:]):
         values = function(*[x if x is None else x[start:end] for x in tensors])
         if results is None:
             results = [x if x is None else x.new_empty(len(y), *x.shape[1:]) for x in values]
@@ -1482,7 +1477,6 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, weights, function, fp8_input_store):
         ctx.function = function
-        ctx.dtype = y.dtype
         kept = _to_fp8(y) if fp8_input_store else y
         ctx.save_for_backward(kept, weights)
         return _activate(y, weights, function)
@@ -1491,8 +1485,7 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
-        y = kept.to(ctx.dtype)
-        grad_y, grad_weights, _ = _activate_back(y, g, weights, ctx.function)
+        grad_y, grad_weights, _ = _activate_back(kept.to(g.dtype), g, weights, ctx.function)
         # y, weights, function, fp8_input_store
         return grad_y, grad_weights, None, None
 
@@ -1502,13 +1495,9 @@ def _check_activation(y, weights, function, g=None):
     if width % function.parts:
         raise ValueError(f"y has shape {list(y.shape)}; {type(function).__name__} needs an even "
                          f"last axis, [.., 2F]")
-    width = width // function.parts
-    if weights is not None and weights.shape != (*rows, 1):
-        raise ValueError(f"weights has shape {list(weights.shape)}; needs {[*rows, 1]}, "
-                         f"one per row of y")
-    if g is not None and g.shape != (*rows, width):
-        raise ValueError(f"g has shape {list(g.shape)}; needs {[*rows, width]}, "
-                         f"the shape of the activation's output")
+    for name, x, columns in (("weights", weights, 1), ("g", g, width // function.parts)):
+        if x is not None and x.shape != (*rows, columns):
+            raise ValueError(f"{name} has shape {list(x.shape)}; needs {[*rows, columns]}")
 
 
 def activation(
@@ -1557,10 +1546,9 @@ def activation_back(
     """
     function = make_activation(kind, **constants)
     _check_activation(y, weights, function, g=g)
-    if torch.compiler.is_compiling():                    # which traces a backward, not an error
-        with torch.no_grad():
-            grad_y, grad_weights, _ = _activate_back(y, g, weights, function)
-    else:
+    # The compiler cannot trace a backward that is an error.
+    with_error = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    with torch.set_grad_enabled(with_error):
         grad_y, grad_weights = _ActivationBack.apply(g, y, weights, function)
     return grad_y if weights is None else (grad_y, grad_weights)
 
@@ -1619,9 +1607,9 @@ class _Rows(NamedTuple):
     def in_slots(self, row_L):
         """x, and the row of x for each slot; any for a spare slot."""
         source_L = row_L.clamp(max=self.count() - 1)
-        if self.token_N is None:
-            return self.x, source_L
-        return self.x, self.token_N.index_select(0, source_L)
+        if self.token_N is not None:
+            source_L = self.token_N.index_select(0, source_L)
+        return self.x, source_L
 
 
 @functools.cache
@@ -1635,7 +1623,7 @@ def _slow_on_cpu(dtype):
 
 def _mm(a, b, out, bias=None):
     """out = a · b (+ bias), summed in fp32 at least, rounded once."""
-    if a.device.type == "cpu" and _slow_on_cpu(a.dtype) and a.shape[0] > 1:
+    if a.is_cpu and _slow_on_cpu(a.dtype) and a.shape[0] > 1:
         product = a.float() @ b.float()
         if bias is not None:
             product.add_(bias)
@@ -1672,44 +1660,35 @@ def _loops_in_torch(a, b, rows_each):
 
 def _blocks(ends):
     """(expert, first row, end) of every expert, given the list of the offsets."""
-    start = 0
-    for expert, end in enumerate(ends):
-        yield expert, start, end
-        start = end
+    return zip(range(len(ends)), [0, *ends], ends)
 
 
 class _Batch(NamedTuple):
     """Experts that one torch.bmm multiplies. Each has `rows` slots for its rows. Where it has
     fewer rows, its last slots are spare.
     """
-    experts: list[int]       # ascending
+    experts: list[int]         # ascending
+    neighbours: slice | None   # the experts as a slice; None if a number between them is missing
     rows: int
-    first: int               # the number of experts in the batches before
-    slot: int                # the number of slots in the batches before
-
-    def slots(self):
-        return slice(self.slot, self.slot + len(self.experts) * self.rows)
-
-    def ids(self, expert_E):
-        return expert_E[self.first:self.first + len(self.experts)]
+    ids: slice                 # where they are among the experts of all batches
+    slots: slice               # where their slots are among those of all batches
 
     def gather(self, x, source_L):
         """[experts, rows, ..]: the rows of x in the slots of this batch."""
-        return x.index_select(0, source_L[self.slots()]).unflatten(0, (-1, self.rows))
-
-    def neighbours(self):
-        """The experts as a slice, None if some number between them is missing."""
-        first, last = self.experts[0], self.experts[-1]
-        return slice(first, last + 1) if last - first < len(self.experts) else None
+        return x.index_select(0, source_L[self.slots]).unflatten(0, (-1, self.rows))
 
     def select(self, weights, ids):
         """weights[experts], a copy only if they are no neighbours."""
-        neighbours = self.neighbours()
-        if neighbours is not None:
-            return weights[neighbours]
+        if self.neighbours is not None:
+            return weights[self.neighbours]
         if weights.stride(2) != 1:
             return weights.mT.index_select(0, ids).mT    # copied as it lies in memory
         return weights.index_select(0, ids)
+
+
+def _neighbours(experts):
+    first, last = experts[0], experts[-1]
+    return slice(first, last + 1) if last - first < len(experts) else None
 
 
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
@@ -1745,37 +1724,33 @@ def _plan_batches(ends):
     quarter = max(slots / 4, 4 * len(rows_E))
     most_copied = math.ceil(len(rows_E) / 3)
     batches = []
-    first = slot = 0
+    ids = own_slots = slice(0, 0)
     for size, experts in classes.items():
         experts.sort()
         while experts:
-            batch = _Batch(experts[:math.ceil(quarter / size)], size, first=first, slot=slot)
-            if batch.neighbours() is None:
-                batch = batch._replace(experts=batch.experts[:most_copied])
-            batches.append(batch)
-            taken = len(batch.experts)
-            experts = experts[taken:]
-            first += taken
-            slot = batch.slots().stop
+            taken = experts[:math.ceil(quarter / size)]
+            if _neighbours(taken) is None:
+                taken = taken[:most_copied]
+            experts = experts[len(taken):]
+            ids = slice(ids.stop, ids.stop + len(taken))
+            own_slots = slice(own_slots.stop, own_slots.stop + len(taken) * size)
+            batches.append(_Batch(taken, _neighbours(taken), size, ids, own_slots))
     return blocks, batches
 
 
-def _empty_read(offsets, num_rows):
-    on_host = offsets.new_empty(len(offsets), device="cpu")
-    return on_host, offsets.new_empty(len(offsets) + num_rows + 3 * num_rows // 10)
-
-
-@op(_empty_read, cudagraph_unsafe=True)
+@op(lambda offsets, num_rows: (
+        torch.empty_like(offsets, device="cpu"),
+        offsets.new_empty(len(offsets) + 13 * num_rows // 10)),
+    cudagraph_unsafe=True)
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
     The index [E + L] int32 holds the experts of the batches in their order; and for each of
-    L = N + 3 N // 10 slots its row, N for a spare slot. What has E entries is made on the host,
+    L = 13 N // 10 slots its row, N for a spare slot. What has E entries is made on the host,
     what has L on the card.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = tuple(on_host.tolist())
-    E = len(ends)
     starts = 0, *ends
     table = []
     slot = 0
@@ -1784,17 +1759,18 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
             table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
             slot += batch.rows
     # Slots beyond the last batch are those of an expert without rows.
-    table += [(0, slot, 0, 0)] * (E + 1 - len(table))
+    L = 13 * num_rows // 10
+    table += [(0, L, 0, 0)] * (len(starts) - len(table))
     # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
     table = torch.tensor([*zip(*table)], dtype=torch.int32, device="cpu")
     table = table.to(offsets.device, non_blocking=offsets.is_cuda)
     experts_E, slot_ends_E, shifts_E, row_ends_E = table.unbind()
 
-    slot_L = torch.arange(num_rows + 3 * num_rows // 10, dtype=torch.int32, device=offsets.device)
-    expert_L = torch.bucketize(slot_L, slot_ends_E[:E], right=True)
+    slot_L = torch.arange(L, dtype=torch.int32, device=offsets.device)
+    expert_L = torch.bucketize(slot_L, slot_ends_E, right=True)
     row_L = slot_L + shifts_E.index_select(0, expert_L)
     row_L.masked_fill_(row_L >= row_ends_E.index_select(0, expert_L), num_rows)
-    return on_host, torch.cat((experts_E[:E], row_L))
+    return on_host, torch.cat((experts_E[:-1], row_L))
 
 
 def _work(offsets, index):
@@ -1818,25 +1794,25 @@ def _multiply(rows, weights, bias, offsets, index):
         expert_E, row_L = index.long().tensor_split([len(weights)])
         x, source_L = rows.in_slots(row_L)
     for batch in batches:
-        ids = batch.ids(expert_E)
+        ids = expert_E[batch.ids]
         factors = batch.gather(x, source_L), batch.select(weights, ids)
         if bias is None:
             product = torch.bmm(*factors)
         else:
             product = torch.baddbmm(bias.index_select(0, ids)[:, None], *factors)
-        out.index_copy_(0, row_L[batch.slots()], product.flatten(0, 1))
+        out.index_copy_(0, row_L[batch.slots], product.flatten(0, 1))
         del factors, product                             # before the next batch needs memory
     return out[:N]
 
 
-def _empty_product(x, token_N, weights, bias, offsets, index=None):
+def _empty_product(x, token_N, weights, bias, offsets, index):
     return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
 
 
 @op(_empty_product, cudagraph_unsafe=True)
 def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
-    index: Tensor | None = None,
+    index: Tensor | None,
 ) -> Tensor:
     rows = _Rows(x, token_N)
     if index is None and bias is None and _loops_in_torch(x, weights, rows.count() / len(weights)):
@@ -1857,28 +1833,27 @@ def _multiply_rows(a, b, offsets, index):
         _mm(a.block(start, end).t(), b.block(start, end), out=out[e])      # without rows: zeros
     if batches:
         expert_E, row_L = index.long().tensor_split([len(out)])
-        spare_L1 = (row_L == a.count())[:, None]
+        spare_L = row_L == a.count()
         sources = a.in_slots(row_L), b.in_slots(row_L)
     for batch in batches:
-        spare = spare_L1[batch.slots()].view(-1, batch.rows, 1)
+        spare = spare_L[batch.slots].view(-1, batch.rows, 1)
         block_a, block_b = [batch.gather(*source).masked_fill_(spare, 0.0) for source in sources]
-        neighbours = batch.neighbours()
-        if neighbours is None:
-            out.index_copy_(0, batch.ids(expert_E), torch.bmm(block_a.mT, block_b))
+        if batch.neighbours is None:
+            out.index_copy_(0, expert_E[batch.ids], torch.bmm(block_a.mT, block_b))
         else:
-            torch.bmm(block_a.mT, block_b, out=out[neighbours])
+            torch.bmm(block_a.mT, block_b, out=out[batch.neighbours])
         del block_a, block_b                             # before the next batch needs memory
     return out
 
 
-def _empty_weight_grad(a, token_a, b, token_b, offsets, index=None):
+def _empty_weight_grad(a, token_a, b, token_b, offsets, index):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
 @op(_empty_weight_grad, cudagraph_unsafe=True)
 def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
-    index: Tensor | None = None,
+    index: Tensor | None,
 ) -> Tensor:
     rows_a, rows_b = _Rows(a, token_a), _Rows(b, token_b)
     if index is None and _loops_in_torch(a, b, rows_a.count() / len(offsets)):
@@ -1889,7 +1864,7 @@ def _rows_times_rows(
 @torch.compiler.assume_constant_result
 def _cuda_generation(device):
     """The major number of the compute capability of a card from NVIDIA, else 0."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip:
         return 0
     return torch.cuda.get_device_capability(device)[0]
 
@@ -1928,7 +1903,7 @@ def _where_read(offsets, num_rows, *operands):
 
     One copy and one index serve forward and backward of a layer. The copy is their one sync.
     """
-    if offsets.device.type == "cpu":
+    if offsets.is_cpu:
         return _Read(offsets)
     if _native(*operands):
         return _Read(offsets, native=True)
@@ -1939,7 +1914,7 @@ def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         row_N = torch.arange(out.shape[0], device=out.device)
-        expert_N = torch.bucketize(row_N, offsets, right=True)
+        expert_N = _expert_of(row_N, offsets)
         out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
     return out
 
@@ -1950,7 +1925,7 @@ def _product(rows, weights, read, bias=None):
     """
     offsets, index, native = read
     if native:
-        return _native_product(rows.block(), weights, offsets, bias=bias)
+        return _native_product(rows.block(), weights, offsets, bias)
     return _rows_times_weights(*rows, weights, bias, offsets, index)
 
 
@@ -1972,12 +1947,12 @@ def _weight_grad(a, b, read):
 
 
 # This is an op for _exact_fp32: a sum is not rounded as products may be.
-@op(lambda rows, offsets, index=None: rows.new_empty(offsets.shape[0], rows.shape[1]),
+@op(lambda rows, offsets, index: rows.new_empty(offsets.shape[0], rows.shape[1]),
     cudagraph_unsafe=True)
 @_exact_fp32()
-def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None = None) -> Tensor:
+def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
     ones = rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
-    return _rows_times_rows(rows, None, ones, None, offsets, index)[:, :, 0].clone()
+    return _rows_times_rows(rows, None, ones, None, offsets, index)[..., 0].clone()
 
 
 def _bias_grad(rows, read):
@@ -1985,15 +1960,16 @@ def _bias_grad(rows, read):
     if not read.native:
         return _block_sums(rows, read.offsets, read.index)
     ones = rows.new_ones(rows.shape[0], 8)
-    return _native_weight_grad(rows, ones, read.offsets)[:, :, 0]
+    return _native_weight_grad(rows, ones, read.offsets)[..., 0]
 
 
-def _zero_unrouted(rows, read):
-    """The rows of a _product, with zeros from offsets[-1] on."""
-    if not read.native:
-        return rows
-    row_N = torch.arange(rows.shape[0], device=rows.device)
-    return rows.masked_fill((row_N >= read.offsets[-1])[:, None], 0.0)
+def _zeroed_product(rows, weights, read):
+    """The _product of rows [N, I], with zeros from offsets[-1] on."""
+    out = _product(_Rows(rows), weights, read)
+    if read.native:
+        row_N = torch.arange(out.shape[0], device=out.device)
+        out = out.masked_fill((row_N >= read.offsets[-1])[:, None], 0.0)
+    return out
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -2002,7 +1978,7 @@ class _GroupedMM(torch.autograd.Function):
         read = _where_read(offsets, rows.shape[0], rows, weights)
         ctx.native = read.native
         ctx.save_for_backward(rows, weights, read.offsets, read.index)
-        return _zero_unrouted(_product(_Rows(rows), weights, read), read)
+        return _zeroed_product(rows, weights, read)
 
     @staticmethod
     @once_differentiable
@@ -2016,8 +1992,7 @@ class _GroupedMM(torch.autograd.Function):
         grad_rows = grad_weights = None
         # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:
-            grad_rows = _product(_Rows(grad), weights.transpose(1, 2), read)
-            grad_rows = _zero_unrouted(grad_rows, read)
+            grad_rows = _zeroed_product(grad, weights.mT, read)
         if need_weights:
             grad_weights = _weight_grad(_Rows(rows), _Rows(grad), read)
         # rows, weights, offsets
@@ -2072,9 +2047,9 @@ class _ExpertMLP(torch.autograd.Function):
         token_N, probs_N1 = _token_and_prob(order, probs)
 
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
-        hidden = _product(_Rows(tokens, token_N), fc1.transpose(1, 2), read, bias=fc1_bias)
+        hidden = _product(_Rows(tokens, token_N), fc1.mT, read, bias=fc1_bias)
         act = _activate(hidden, probs_N1, *ctx.activation)
-        out = _product(_Rows(act), fc2.transpose(1, 2), read)
+        out = _product(_Rows(act), fc2.mT, read)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(
@@ -2119,8 +2094,7 @@ class _ExpertMLP(torch.autograd.Function):
             grad_rows = _product(_Rows(grad_hidden), fc1, read)
             grad_tokens = _sum_rows(grad_rows, inverse, offsets if read.native else None)
         if need_probs:
-            grad_probs = grad_probs_N1.flatten()[inverse]
-            grad_probs = grad_probs.masked_fill(inverse >= offsets[-1], 0.0)
+            grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
         # options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets
         return (
             None, grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, None, None, None)
@@ -2136,8 +2110,8 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     # atomic add.
     expert_TK = _expert_of(plan.inverse, plan.offsets)
     slots = zip(probs.split(1, dim=1), expert_TK.split(1, dim=1))
-    E = len(fc2_bias)
-    probs_TE = sum(routing_to_map(p_T1, expert_T1, E)[0] for p_T1, expert_T1 in slots)
+    probs_TE = sum(
+        routing_to_map(p_T1, expert_T1, len(fc2_bias))[0] for p_T1, expert_T1 in slots)
     wide = torch.promote_types(y.dtype, torch.float32)
     bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t())
     return (y + bias_TH).to(y.dtype)
@@ -2174,13 +2148,11 @@ def expert_mlp(
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
-    function = kind
     if isinstance(kind, str) or constants or torch.compiler.is_compiling():
-        function = make_activation(kind, **constants)
-    T, K = plan.inverse.shape
+        kind = make_activation(kind, **constants)
     check_shapes(
-        {"T": T, "K": K, "E": len(plan.counts), "P": function.parts}, tokens=(tokens, "T H"),
-        probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
+        {"E": len(plan.counts), "P": kind.parts}, inverse=(plan.inverse, "T K"),
+        tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
@@ -2191,7 +2163,7 @@ def expert_mlp(
         fc1_bias = fc1_bias.flatten(1)
     # Not by einops: in a checkpointed region of a graph it could not note the type Parameter.
     y = _ExpertMLP.apply(
-        (function, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
+        (kind, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
         plan.order, plan.inverse, plan.offsets)
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
@@ -2213,9 +2185,7 @@ class _Project(torch.autograd.Function):
     def forward(ctx, eps, rows, weight, norm):
         ctx.save_for_backward(rows, weight, norm)
         ctx.eps = eps
-        normed = rows
-        if norm is not None:
-            normed, _, _ = _rms_norm(rows, norm, eps)
+        normed = rows if norm is None else _rms_norm(rows, norm, eps)[0]
         return normed @ weight.t()
 
     @staticmethod

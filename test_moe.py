@@ -1634,7 +1634,7 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
 
     def garbage(rows_t, rows, offs):
-        grad = kernels._rows_times_rows(rows_t.t(), None, rows, None, offs)
+        grad = kernels._rows_times_rows(rows_t.t(), None, rows, None, offs, None)
         grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
         return grad
     monkeypatch.setattr(F, "grouped_mm", garbage)
@@ -1655,8 +1655,9 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
     plan = plan_permutation(torch.tensor(
         [[0, 4], [3, 0], [1, 3], [0, 1], [3, 4], [0, 3], [1, 0], [3, 1], [4, 0]]), 4)
     token_N = plan.order // 2
-    forward = functools.partial(kernels._rows_times_weights, offsets=plan.offsets)
-    back = functools.partial(kernels._rows_times_rows, offsets=plan.offsets)
+    forward = functools.partial(
+        kernels._rows_times_weights, offsets=plan.offsets, index=None)
+    back = functools.partial(kernels._rows_times_rows, offsets=plan.offsets, index=None)
     results = []
     called = []
     product = F.grouped_mm
@@ -1815,8 +1816,8 @@ def test_experts_batches_hold_each_expert_and_row_once():
                 assert sorted(used) == counts.nonzero().flatten().tolist()
                 used_slots = 0
                 for batch in batches:
-                    assert batch.slot == used_slots
-                    assert batch.ids(experts) == batch.experts == sorted(batch.experts)
+                    assert batch.slots.start == used_slots
+                    assert experts[batch.ids] == batch.experts == sorted(batch.experts)
                     for e in batch.experts:
                         own = list(range(int(offsets[e] - counts[e]), int(offsets[e])))
                         spare = [T * K] * (batch.rows - len(own))
@@ -1828,7 +1829,7 @@ def test_experts_batches_hold_each_expert_and_row_once():
                 for batch in batches:                    # without its last expert
                     assert (len(batch.experts) - 1) * batch.rows < quarter
                 if load == "even" and T * K >= E:
-                    assert all(batch.neighbours() for batch in batches) and len(batches) <= 4
+                    assert all(batch.neighbours for batch in batches) and len(batches) <= 4
                 assert len(blocks) + len(batches) <= (16 if load != "random" else 14), batches
 
 
@@ -4057,10 +4058,10 @@ def test_compile_ops_pass_opcheck():
             (kernels._scatter_columns, torch.rand(9, 2), indices, 4),
             (kernels._scatter_columns, indices, indices, 4, 7),
             (kernels._sinkhorn, x, 1e-4, None),
-            (kernels._rows_times_weights, x, token, w.transpose(1, 2), b, offsets),
-            (kernels._rows_times_weights, h, None, w, None, offsets),
-            (kernels._rows_times_rows, x, token, h, None, offsets),
-            (kernels._rows_times_rows, h, None, x, token, offsets),
+            (kernels._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
+            (kernels._rows_times_weights, h, None, w, None, offsets, None),
+            (kernels._rows_times_rows, x, token, h, None, offsets, None),
+            (kernels._rows_times_rows, h, None, x, token, offsets, None),
             (kernels._read_in_batches, offsets, 18),
             (kernels._read_in_batches, many, 18),
             (kernels._rows_times_weights, x, token, of_many, None, many, index),
@@ -4069,7 +4070,7 @@ def test_compile_ops_pass_opcheck():
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
             (kernels._sum_weighted, x, torch.rand(8)),
-            (kernels._block_sums, h, offsets),
+            (kernels._block_sums, h, offsets, None),
             (moe._update_once, torch.zeros(4), torch.ones(4), True),
             (moe._running_sums, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
         torch.library.opcheck(op, args)
