@@ -509,10 +509,10 @@ def topk_routing_with_score_function(
     if (num_groups is None) != (group_topk is None):
         raise ValueError(f"num_groups = {num_groups} and group_topk = {group_topk} go together: "
                          f"give both or neither")
-    given = precomputed_indices
-    if given is not None and not is_integer(given):
-        raise TypeError(f"precomputed_indices is {given.dtype}; needs an integer dtype")
-    if given is None and num_groups is not None:
+    if precomputed_indices is not None and not is_integer(precomputed_indices):
+        raise TypeError(f"precomputed_indices is {precomputed_indices.dtype}; "
+                        f"needs an integer dtype")
+    if precomputed_indices is None and num_groups is not None:
         check_groups(
             topk, E, num_groups=num_groups, group_topk=group_topk,
             group_score_topk=group_score_topk)
@@ -522,8 +522,8 @@ def topk_routing_with_score_function(
         score_function, topk, use_pre_softmax=use_pre_softmax, norm_topk_prob=norm_topk_prob)
     options = {"score_function": score_function, "normalise": normalise, "norm_eps": norm_eps,
                "scaling_factor": scaling_factor}
-    if given is not None:
-        probs_TK, indices_TK = probs_of_given(logits_TE, given, **options)
+    if precomputed_indices is not None:
+        probs_TK, indices_TK = probs_of_given(logits_TE, precomputed_indices, **options)
     else:
         scores_TE = logits_TE
         if expert_bias is not None or num_groups is not None:
@@ -664,7 +664,7 @@ def switch_load_balancing_loss_func(
     ...                                 num_experts=3, moe_aux_loss_coeff=0.5)
     tensor(0.5000)
     """
-    counts = tokens_per_expert if tokens_per_expert.ndim == 2 else tokens_per_expert[None]
+    counts = torch.atleast_2d(tokens_per_expert)
     check_shapes({"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(counts, "B E"))
     probs = upcast(probs)
     B, E = counts.shape
@@ -867,8 +867,7 @@ def required_bias_histogram(
                          f"needs 1 <= topk < num_experts = {E} and num_bins >= 1")
     with torch.no_grad():
         scores_TE = upcast(scores)
-        best = (scores_TE + expert_bias).topk(topk + 1, dim=1).values
-        alpha_T1 = best[:, -1:]
+        alpha_T1 = (scores_TE + expert_bias).topk(topk + 1, dim=1).values[:, -1:]
         low, width = _bias_bins(expert_bias, num_bins)
         bins_TE = (alpha_T1 - scores_TE - low) / width
         bins_TE = bins_TE.nan_to_num().clamp(0, num_bins - 1).long()
@@ -896,7 +895,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     running = histogram.cumsum(1)
     # Counts are compared times E: K/E would not be exact.
     wanted_E1 = running[:, -1:] * topk
-    bin_E1 = torch.searchsorted(running * E, wanted_E1)
+    bin_E1 = (running * E < wanted_E1).sum(1, keepdim=True)
     inside_E1 = histogram.gather(1, bin_E1)
     below_E1 = running.gather(1, bin_E1) - inside_E1
     share_E1 = (wanted_E1 - below_E1 * E).to(low.dtype) / (inside_E1 * E)
@@ -1061,7 +1060,7 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     N = plan.order.shape[0]
     counts = torch.full_like(plan.counts, capacity)
     # Not a cumsum of the counts: Inductor of torch 2.13 fails on that where C is symbolic.
-    offsets = capacity * torch.arange(1, E + 1, device=counts.device)
+    offsets = (capacity * torch.arange(1, E + 1, device=counts.device)).int()
 
     # By how much an expert's rows move: from their old start to the new one.
     moved_E = (offsets - counts) - (plan.offsets - plan.counts)
@@ -1070,9 +1069,9 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     inverse = inverse.masked_fill(expert_TK == E, E * capacity)
 
     assignment_1N = torch.arange(N, device=counts.device)[None]
-    order = _scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
-    order = F.pad(order.flatten(), (0, 1))               # the last: any, it is masked
-    return Plan(order, inverse, counts=counts, offsets=offsets.int())
+    order_1N = _scatter_columns(                         # the last: any unrouted one, it is masked
+        assignment_1N, inverse.reshape(1, -1), columns=E * capacity + 1, fill=N)
+    return Plan(order_1N.flatten(), inverse, counts=counts, offsets=offsets)
 
 
 # ---- Permute, [T, E] form: Megatron's functions ----
@@ -1165,11 +1164,11 @@ def unpermute(
             [4.]])
     """
     T, H = restore_shape
-    if probs is not None and routing_map is None:
-        raise ValueError("probs is given without routing_map, which says the expert of each row; "
-                         "pass the one given to permute")
     if routing_map is not None:
         routing_map = _as_map(routing_map)
+    elif probs is not None:
+        raise ValueError("probs is given without routing_map, which says the expert of each row; "
+                         "pass the one given to permute")
     check_shapes(
         {"T": T, "H": H}, permuted_tokens=(permuted_tokens, "rows H"),
         sorted_indices=(sorted_indices, "rows"), routing_map=(routing_map, "T E"),
