@@ -613,12 +613,9 @@ def compute_routing_scores_for_aux_loss(
     indices_TK = logits_TE.topk(topk, dim=1).indices
     map_TE = _map_of(indices_TK, logits_TE.shape[1])
     if padding_mask is not None:
-        map_TE, scores_TE = _without_padding(padding_mask, map_TE, scores_TE)
+        map_TE = map_TE & ~padding_mask[:, None]
+        scores_TE = scores_TE.masked_fill(padding_mask[:, None], 0.0)
     return map_TE, scores_TE
-
-
-def _without_padding(padding_mask, *tensors):
-    return [x.masked_fill(padding_mask[:, None], 0) for x in tensors]
 
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
@@ -672,15 +669,14 @@ def switch_load_balancing_loss_func(
     sequences = max(B, 1)
     if T % sequences:
         _refuse_sequences(B, T)
-    # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
-    probs_SC = probs.reshape(T // sequences, B * E)
     if isinstance(total_num_tokens, Tensor):
         total_B1 = total_num_tokens.clamp(min=1).view(-1, 1)
     else:
         total_B1 = max(total_num_tokens, 1)
     scale = moe_aux_loss_coeff * E / topk / sequences
     factors_BE = counts.to(probs.dtype) / total_B1 / total_B1 * scale
-    return weighted_token_sum(probs_SC, factors_BE.flatten())
+    # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
+    return weighted_token_sum(probs.reshape(T // sequences, B * E), factors_BE.flatten())
 
 
 def _refuse_sequences(B, T):
@@ -1180,10 +1176,9 @@ def unpermute(
 
     rows = upcast(permuted_tokens)
     if probs is not None:
-        E = probs.shape[1]
         row = torch.arange(rows.shape[0], device=rows.device)
         if drop_and_pad:
-            expert = row // max(rows.shape[0] // E, 1)
+            expert = row // max(rows.shape[0] // probs.shape[1], 1)
         else:
             ends_E = routing_map.sum(0).cumsum(0)
             expert = torch.bucketize(row, ends_E, right=True)
