@@ -364,9 +364,7 @@ def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """
     indices_TK = indices.long()
     same_TKK = indices_TK[:, :, None] == indices_TK[:, None, :]
-    slot_K = torch.arange(indices.shape[1], device=indices.device)
-    earlier_KK = slot_K < slot_K[:, None]
-    repeats_TK = (same_TKK & earlier_KK).any(-1)
+    repeats_TK = same_TKK.tril(-1).any(-1)               # the same as an earlier slot
     return indices_TK.masked_fill(repeats_TK, num_experts), same_TKK.sum(-1)
 
 
@@ -412,9 +410,9 @@ def normalisation(
     """How the probs of the chosen experts get the sum 1: "softmax" over the chosen logits, by
     their "sum", or None, not at all. norm_topk_prob None is Megatron's convention.
     """
-    if norm_topk_prob is None and score_function == "softmax":
-        return None if use_pre_softmax else "softmax"
     if norm_topk_prob is None:
+        if score_function == "softmax":
+            return None if use_pre_softmax else "softmax"
         norm_topk_prob = topk > 1
     return "sum" if norm_topk_prob else None
 
@@ -511,10 +509,10 @@ def topk_routing_with_score_function(
     if (num_groups is None) != (group_topk is None):
         raise ValueError(f"num_groups = {num_groups} and group_topk = {group_topk} go together: "
                          f"give both or neither")
-    given = precomputed_indices
-    if given is not None and not is_integer(given):
-        raise TypeError(f"precomputed_indices is {given.dtype}; needs an integer dtype")
-    if given is None and num_groups is not None:
+    if precomputed_indices is not None and not is_integer(precomputed_indices):
+        raise TypeError(f"precomputed_indices is {precomputed_indices.dtype}; "
+                        f"needs an integer dtype")
+    if precomputed_indices is None and num_groups is not None:
         check_groups(
             topk, E, num_groups=num_groups, group_topk=group_topk,
             group_score_topk=group_score_topk)
@@ -524,8 +522,8 @@ def topk_routing_with_score_function(
         score_function, topk, use_pre_softmax=use_pre_softmax, norm_topk_prob=norm_topk_prob)
     options = {"score_function": score_function, "normalise": normalise, "norm_eps": norm_eps,
                "scaling_factor": scaling_factor}
-    if given is not None:
-        probs_TK, indices_TK = probs_of_given(logits_TE, given, **options)
+    if precomputed_indices is not None:
+        probs_TK, indices_TK = probs_of_given(logits_TE, precomputed_indices, **options)
     else:
         scores_TE = logits_TE
         if expert_bias is not None or num_groups is not None:
@@ -615,12 +613,9 @@ def compute_routing_scores_for_aux_loss(
     indices_TK = logits_TE.topk(topk, dim=1).indices
     map_TE = _map_of(indices_TK, logits_TE.shape[1])
     if padding_mask is not None:
-        map_TE, scores_TE = _without_padding(padding_mask, map_TE, scores_TE)
+        map_TE = map_TE & ~padding_mask[:, None]
+        scores_TE = scores_TE.masked_fill(padding_mask[:, None], 0.0)
     return map_TE, scores_TE
-
-
-def _without_padding(padding_mask, *tensors):
-    return [x.masked_fill(padding_mask[:, None], 0) for x in tensors]
 
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
@@ -666,22 +661,22 @@ def switch_load_balancing_loss_func(
     ...                                 num_experts=3, moe_aux_loss_coeff=0.5)
     tensor(0.5000)
     """
-    counts = tokens_per_expert if tokens_per_expert.ndim == 2 else tokens_per_expert[None]
+    counts = torch.atleast_2d(tokens_per_expert)
     check_shapes({"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(counts, "B E"))
     probs = upcast(probs)
     B, E = counts.shape
     T = probs.shape[0]
-    if B > 1 and T % B:
+    sequences = max(B, 1)
+    if T % sequences:
         _refuse_sequences(B, T)
-    # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
-    probs_SC = probs.reshape(T // max(B, 1), B * E)
     if isinstance(total_num_tokens, Tensor):
         total_B1 = total_num_tokens.clamp(min=1).view(-1, 1)
     else:
         total_B1 = max(total_num_tokens, 1)
-    scale = moe_aux_loss_coeff * E / topk / max(B, 1)
+    scale = moe_aux_loss_coeff * E / topk / sequences
     factors_BE = counts.to(probs.dtype) / total_B1 / total_B1 * scale
-    return weighted_token_sum(probs_SC, factors_BE.flatten())
+    # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
+    return weighted_token_sum(probs.reshape(T // sequences, B * E), factors_BE.flatten())
 
 
 def _refuse_sequences(B, T):
@@ -719,20 +714,16 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         A_TE = A_TE.masked_fill(padding_mask[:, None], 0.0)
         tokens = (~padding_mask).sum().clamp(min=1)
 
-    d0_T = A_TE.new_ones(T)
-    d1_E = A_TE.new_ones(E)
-    done = torch.zeros((), dtype=torch.bool, device=cost.device)
+    start_E = A_TE.new_ones(E)
     for _ in range(256):
-        new0_T = (1 / tokens) / (A_TE @ d1_E + 1e-8)
-        new1_E = (1 / E) / (new0_T @ A_TE + 1e-8)
-        last_E = d1_E
-        d0_T = torch.where(done, d0_T, new0_T)
-        d1_E = torch.where(done, d1_E, new1_E)
-        done = done | ((d1_E - last_E).abs().mean() <= tol)
+        d0_T = (1 / tokens) / (A_TE @ start_E + 1e-8)
+        d1_E = (1 / E) / (d0_T @ A_TE + 1e-8)
+        done = (d1_E - start_E).abs().mean() <= tol
         # On a CPU the loop ends here. On other devices a read of `done` would sync: there
-        # all 256 rounds run, and change nothing once done.
+        # all 256 rounds run, and once done each repeats the last one.
         if cost.device.type == "cpu" and done:
             break
+        start_E = torch.where(done, start_E, d1_E)
     return d1_E * A_TE * d0_T[:, None]
 
 
@@ -770,16 +761,15 @@ def _place_by_key(keys: Tensor) -> Tensor:
     """
     order_TE = keys.argsort(dim=0, descending=True, stable=True)
     place_T1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    return torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand(keys.shape))
+    return torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(keys))
 
 
 def _place_by_position(routing_map):
     """[T, E] int64: the place of each token in its column: first the routed in order, then
     the others.
     """
-    routed_TE = routing_map.long()
-    place_of_routed_TE = routed_TE.cumsum(0)
-    place_of_others_TE = (1 - routed_TE).cumsum(0) + routed_TE.sum(0)
+    place_of_routed_TE = routing_map.cumsum(0)
+    place_of_others_TE = (~routing_map).cumsum(0) + routing_map.sum(0)
     return torch.where(routing_map, place_of_routed_TE, place_of_others_TE) - 1
 
 
@@ -813,7 +803,7 @@ def apply_router_token_dropping(
     within_TE = place_TE < capacity
     kept_TE = routing_map & within_TE
     probs_TE = routing_probs.masked_fill(~kept_TE, 0.0)
-    return (probs_TE, within_TE) if pad_to_capacity else (probs_TE, kept_TE)
+    return probs_TE, (within_TE if pad_to_capacity else kept_TE)
 
 
 def get_updated_expert_bias(
@@ -836,10 +826,9 @@ def get_updated_expert_bias(
         # The sum against E·n, not the mean against n: in integers, so that an even load
         # gives exactly 0, however many tokens there are. Averaged counts have a rest.
         E = counts.shape[-1]
+        missing_of = lambda n: n.sum(-1, keepdim=True) - n * E
         whole = counts.long()
-        rest = counts - whole
-        missing = whole.sum(-1, keepdim=True) - whole * E
-        missing = missing + (rest.sum(-1, keepdim=True) - rest * E)
+        missing = missing_of(whole) + missing_of(counts - whole)
         return expert_bias + missing.sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
@@ -874,18 +863,16 @@ def required_bias_histogram(
                          f"needs 1 <= topk < num_experts = {E} and num_bins >= 1")
     with torch.no_grad():
         scores_TE = upcast(scores)
-        best = (scores_TE + expert_bias).topk(topk + 1, dim=1).values
-        alpha_T1 = best[:, -1:]
+        alpha_T1 = (scores_TE + expert_bias).topk(topk + 1, dim=1).values[:, -1:]
         low, width = _bias_bins(expert_bias, num_bins)
         bins_TE = (alpha_T1 - scores_TE - low) / width
         bins_TE = bins_TE.nan_to_num().clamp(0, num_bins - 1).long()
-        if padding_mask is not None:
-            bins_TE = bins_TE.masked_fill(padding_mask[:, None], num_bins)
 
-        # One count for all: every expert has a row of num_bins + 1 slots, the last for padding.
-        slots_TE = torch.arange(E, device=scores.device) * (num_bins + 1) + bins_TE
-        counts = count_experts(slots_TE, E * (num_bins + 1))
-        return counts.view(E, num_bins + 1)[:, :num_bins].int()
+        # One count for all: bin i of expert e is slot e · num_bins + i.
+        slots_TE = torch.arange(E, device=scores.device) * num_bins + bins_TE
+        if padding_mask is not None:
+            slots_TE = slots_TE.masked_fill(padding_mask[:, None], E * num_bins)     # not counted
+        return count_experts(slots_TE, E * num_bins).view(E, num_bins).int()
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
@@ -905,7 +892,6 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     # Counts are compared times E: K/E would not be exact.
     wanted_E1 = running[:, -1:] * topk
     bin_E1 = (running * E < wanted_E1).sum(1, keepdim=True)
-    bin_E1 = bin_E1.clamp(max=num_bins - 1)
     inside_E1 = histogram.gather(1, bin_E1)
     below_E1 = running.gather(1, bin_E1) - inside_E1
     share_E1 = (wanted_E1 - below_E1 * E).to(low.dtype) / (inside_E1 * E)
@@ -944,7 +930,7 @@ class Plan(NamedTuple):
 
 def _empty_plan(indices, num_experts):
     T, K = indices.shape
-    new = functools.partial(indices.new_empty, dtype=torch.int64)
+    new = indices.new_empty
     return new(T * K), new(K, T), new(num_experts), new(num_experts).int()
 
 
@@ -1022,7 +1008,7 @@ def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
     >>> gather_rows(torch.tensor([[1.], [2.], [3.]]), plan).flatten()
     tensor([2., 1., 0.])
     """
-    check_shapes({"T": plan.inverse.shape[0]}, tokens=(tokens, "T H"))
+    check_shapes(inverse=(plan.inverse, "T K"), tokens=(tokens, "T H"))
     return Adjoint.apply(
         tokens, (_spread_rows, _collect_rows), plan.order, plan.inverse, plan.offsets)
 
@@ -1039,9 +1025,9 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
     >>> combine_rows(torch.tensor([[1.], [2.]]), plan, probs=torch.tensor([[0.5, 3.0]]))
     tensor([[4.]])
     """
-    T, K = plan.inverse.shape
-    N = plan.order.shape[0]
-    check_shapes({"N": N, "T": T, "K": K}, rows=(rows, "N H"), probs=(probs, "T K"))
+    check_shapes(
+        order=(plan.order, "N"), inverse=(plan.inverse, "T K"), rows=(rows, "N H"),
+        probs=(probs, "T K"))
     weighted = rows
     if probs is not None:
         weighted = upcast(rows) * gather_probs(probs, plan)[:, None]
@@ -1067,21 +1053,21 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     would sync the device.
     """
     E = len(plan.counts)
-    device = plan.order.device
-    start_E = plan.offsets.long() - plan.counts
-    expert_TK = _expert_of(plan.inverse, plan.offsets)
-    slot_TK = plan.inverse - start_E[expert_TK.clamp(max=E - 1)]
-    inverse = (expert_TK * capacity + slot_TK).masked_fill(expert_TK == E, E * capacity)
-
     N = plan.order.shape[0]
-    assignment_1N = torch.arange(N, device=device)[None]
-    order = _scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
-    order = F.pad(order.flatten(), (0, 1))               # the last: any, it is masked
-
     counts = torch.full_like(plan.counts, capacity)
     # Not a cumsum of the counts: Inductor of torch 2.13 fails on that where C is symbolic.
-    offsets = (capacity * torch.arange(1, E + 1, device=device)).int()
-    return Plan(order, inverse, counts=counts, offsets=offsets)
+    offsets = (capacity * torch.arange(1, E + 1, device=counts.device)).int()
+
+    # By how much an expert's rows move: from their old start to the new one.
+    moved_E = (offsets - counts) - (plan.offsets - plan.counts)
+    expert_TK = _expert_of(plan.inverse, plan.offsets)
+    inverse = plan.inverse + moved_E[expert_TK.clamp(max=E - 1)]
+    inverse = inverse.masked_fill(expert_TK == E, E * capacity)
+
+    assignment_1N = torch.arange(N, device=counts.device)[None]
+    order_1N = _scatter_columns(                         # the last: any unrouted one, it is masked
+        assignment_1N, inverse.reshape(1, -1), columns=E * capacity + 1, fill=N)
+    return Plan(order_1N.flatten(), inverse, counts=counts, offsets=offsets)
 
 
 # ---- Permute, [T, E] form: Megatron's functions ----
@@ -1093,10 +1079,8 @@ def _compiled(function):
 
 def _assignment_probs(probs, token, expert):
     """[rows]: probs[token, expert] of probs [T, E]; 0 for token T."""
-    T, E = probs.shape
-    flat = F.pad(rearrange(probs, "t e -> (t e)"), (0, 1))
-    place = torch.where(token < T, token * E + expert, T * E)
-    return flat.index_select(0, place)
+    padded = F.pad(probs, (0, 1, 0, 1))                  # zeros for token T and for expert E
+    return padded.flatten().index_select(0, token * padded.shape[1] + expert)
 
 
 def permute(
@@ -1143,16 +1127,13 @@ def permute(
     row = torch.arange(num_out_tokens, device=tokens.device)
     if drop_and_pad:
         capacity = num_out_tokens // E
-        place_TE = _place_by_position(routing_map)
-        slot_TE = torch.arange(E, device=tokens.device) * capacity + place_TE
-        slot_TE = torch.where(place_TE < capacity, slot_TE, num_out_tokens)
-        token_TE = torch.arange(T, device=tokens.device)[:, None].expand(T, E)
-        token = _scatter_columns(
-            token_TE.reshape(1, -1), slot_TE.view(1, -1), columns=num_out_tokens, fill=T).flatten()
+        slot_TE = _place_by_position(routing_map).clamp(max=capacity)      # C: in no row
+        token_ET = torch.arange(T, device=tokens.device).expand(E, T)
+        token = _scatter_columns(token_ET, slot_TE.t(), columns=capacity, fill=T).flatten()
         expert = row // max(capacity, 1)
     else:
         # Row i is the i-th one of the map, read column by column. It is found by bisection.
-        ones_so_far = rearrange(routing_map, "t e -> (e t)").long().cumsum(0)
+        ones_so_far = rearrange(routing_map, "t e -> (e t)").cumsum(0)
         place = torch.searchsorted(ones_so_far, row + 1)         # E·T beyond the last one
         token = torch.where(place < E * T, place % max(T, 1), T)
         expert = place // max(T, 1)
@@ -1179,11 +1160,11 @@ def unpermute(
             [4.]])
     """
     T, H = restore_shape
-    if probs is not None and routing_map is None:
-        raise ValueError("probs is given without routing_map, which says the expert of each row; "
-                         "pass the one given to permute")
     if routing_map is not None:
         routing_map = _as_map(routing_map)
+    elif probs is not None:
+        raise ValueError("probs is given without routing_map, which says the expert of each row; "
+                         "pass the one given to permute")
     check_shapes(
         {"T": T, "H": H}, permuted_tokens=(permuted_tokens, "rows H"),
         sorted_indices=(sorted_indices, "rows"), routing_map=(routing_map, "T E"),
@@ -1195,13 +1176,12 @@ def unpermute(
 
     rows = upcast(permuted_tokens)
     if probs is not None:
-        E = probs.shape[1]
         row = torch.arange(rows.shape[0], device=rows.device)
         if drop_and_pad:
-            expert = row // max(rows.shape[0] // E, 1)
+            expert = row // max(rows.shape[0] // probs.shape[1], 1)
         else:
             ends_E = routing_map.sum(0).cumsum(0)
-            expert = torch.bucketize(row, ends_E, right=True).clamp(max=E - 1)
+            expert = torch.bucketize(row, ends_E, right=True)
         rows = rows * _assignment_probs(probs, sorted_indices, expert)[:, None]
     out = rows.new_zeros(T + 1, H).index_add(0, sorted_indices, rows)     # row T takes the ignored
     return out[:T].to(permuted_tokens.dtype)
@@ -1225,13 +1205,12 @@ def sort_chunks_by_idxs(
         raise ValueError(f"probs has {probs.shape[0]} rows and input {input.shape[0]}; "
                          f"they need the same number")
     starts = split_sizes.cumsum(0) - split_sizes
-    new_sizes = split_sizes[sorted_idxs]
-    new_ends = new_sizes.cumsum(0)
-    shifts = starts[sorted_idxs] - (new_ends - new_sizes)        # new place of a chunk -> old one
+    new_sizes = split_sizes[sorted_idxs].long()
+    new_starts = new_sizes.cumsum(0) - new_sizes
+    shifts = starts[sorted_idxs] - new_starts                    # new place of a chunk -> old one
 
     row = torch.arange(input.shape[0], device=input.device)
-    chunk = torch.bucketize(row, new_ends, right=True)
-    source = row + shifts[chunk.clamp(max=len(new_ends) - 1)]
+    source = row + shifts.repeat_interleave(new_sizes, output_size=input.shape[0])
     if probs is not None:
         probs = probs.index_select(0, source)
     return input.index_select(0, source), probs
