@@ -1030,17 +1030,17 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
         probs=(probs, "T K"))
     weighted = rows
     if probs is not None:
-        weighted = upcast(rows) * gather_probs(probs, plan)[:, None]
+        weighted = upcast(rows) * gather_probs(probs, plan)
     out = Adjoint.apply(
         weighted, (_collect_rows, _spread_rows), plan.order, plan.inverse, plan.offsets)
     return out.to(rows.dtype)
 
 
 def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
-    """probs [T, K] -> [N], the prob of each row. Unrouted rows get 0; the backward is a gather.
+    """probs [T, K] -> [N, 1], the prob of each row. Unrouted rows get 0; the backward is a gather.
     """
     by_assignment = plan._replace(inverse=plan.inverse.reshape(-1, 1))
-    return gather_rows(probs.reshape(-1, 1), by_assignment).view(-1)
+    return gather_rows(probs.reshape(-1, 1), by_assignment)
 
 
 def pad_plan(plan: Plan, capacity: int) -> Plan:
@@ -1065,9 +1065,9 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     inverse = inverse.masked_fill(expert_TK == E, E * capacity)
 
     assignment_1N = torch.arange(N, device=counts.device)[None]
-    order_1N = _scatter_columns(                         # the last: any unrouted one, it is masked
-        assignment_1N, inverse.reshape(1, -1), columns=E * capacity + 1, fill=N)
-    return Plan(order_1N.flatten(), inverse, counts=counts, offsets=offsets)
+    order = _scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
+    order = F.pad(order.flatten(), (0, 1))               # the last: any, it is masked
+    return Plan(order, inverse, counts=counts, offsets=offsets)
 
 
 # ---- Permute, [T, E] form: Megatron's functions ----

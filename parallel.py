@@ -227,6 +227,23 @@ class Local(NamedTuple):
         return handle
 
 
+def _cut(x, rows):
+    return x[:rows]
+
+
+def _extend(x, rows):
+    """x with zeros behind it."""
+    return F.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
+def _first_rows(x, rows):
+    """x[:rows], for a number that comes from the device: a graph of torch 2.11 cannot hold the
+    gradient of such a slice.
+    """
+    functions = partial(_cut, rows=rows), partial(_extend, rows=x.shape[0])
+    return kernels.Adjoint.apply(x, functions)
+
+
 class ExpertParallel:
     """A Dispatch: rows go to the ranks that hold their experts, and back.
 
@@ -266,19 +283,18 @@ class ExpertParallel:
         self.plan = plan
         self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
         self.splits = Splits(send, receive, group)
-        self.in_flight = [AllToAll(x[:sum(send)], self.splits) for x in (rows, probs)]
+        routed = [_first_rows(x, sum(send)) for x in (rows, probs)]
+        self.in_flight = [AllToAll(x, self.splits) for x in routed]
 
     def wait_for_rows(self):
-        rows_MH, probs_M = [x.wait() for x in self.in_flight]
-        return rows_MH, probs_M[:, None], self.local_plan
+        rows_MH, probs_M1 = [x.wait() for x in self.in_flight]
+        return rows_MH, probs_M1, self.local_plan
 
     def send_back(self, output):
         return AllToAll(output, self.splits.back())
 
     def wait_and_combine(self, handle):
-        rows = handle.wait()
-        unrouted = len(self.plan.order) - len(rows)
-        return kernels.combine_rows(F.pad(rows, (0, 0, 0, unrouted)), self.plan)
+        return kernels.combine_rows(_extend(handle.wait(), len(self.plan.order)), self.plan)
 
 
 # ---- Over tp: into the sharded product and out of it ----

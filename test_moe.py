@@ -1034,7 +1034,7 @@ def test_permute_index_form_equals_map_form(T, E, K):
     rows, row_probs, index = permute(tokens, routing_map, probs_TE, num_out_tokens=T * K)
     same(gather_rows(tokens, plan), rows)
     same((plan.order // K)[:n], index[:n])
-    same(kernels.gather_probs(probs, plan), row_probs)
+    same(kernels.gather_probs(probs, plan), row_probs[:, None])
     same(plan.counts, routing_map.sum(0))
     places = [(e, t) for t in range(T) for e in indices[t].tolist() if e < E]
     want = added_loop(places, tokens, probs_TE)
