@@ -1514,7 +1514,7 @@ def order_of_a_step(layer) -> str:
     exchange, wait, tolist = parallel.exchange, parallel.wait, Tensor.tolist
 
     def exchanged(rows, *args, **kwargs):
-        kind = "rows" if rows.ndim == 2 else "counts" if rows.dtype == torch.int64 else "probs"
+        kind = "counts" if rows.ndim == 1 else "probs" if rows.shape[1] == 1 else "rows"
         trace.append(f"ep  {kind} issued")
         return exchange(rows, *args, **kwargs)
 
