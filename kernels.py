@@ -1652,9 +1652,10 @@ class _Batch(NamedTuple):
     ids: slice                 # where they are among the experts of all batches
     slots: slice               # where their slots are among those of all batches
 
-    def gather(self, x, source_L):
-        """[experts, rows, ..]: the rows of x in the slots of this batch."""
-        return x.index_select(0, source_L[self.slots]).unflatten(0, (-1, self.rows))
+    def own(self, x, part):
+        """[experts, rows, ..]: the slots of this batch in x, which has those of its part."""
+        start = part[0].slots.start
+        return x[self.slots.start - start:self.slots.stop - start].unflatten(0, (-1, self.rows))
 
     def select(self, weights, ids):
         """weights[experts], a copy only if they are no neighbours."""
@@ -1672,15 +1673,16 @@ def _neighbours(experts):
 
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
 def _plan_batches(ends):
-    """(blocks, batches) of the offsets `ends`: every expert with rows is in one of them, once.
+    """(blocks, parts) of the offsets `ends`: every expert with rows is in one of them, once.
 
     An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
     others form classes of similar size. A class takes experts in descending order, each with as
     many slots as its first has rows, while all slots so far are at most 1.3 times the rows.
 
-    To bound the memory of a product, a class is cut into batches. A batch ends with the expert
-    that completes a quarter of all slots, or four slots for each expert if that is more. It has
-    at most a third of the experts, unless they are neighbours, whose weights are not copied.
+    To bound the memory of a product, the slots are cut into parts, lists of batches. A part
+    ends with the expert that completes a quarter of all slots, or four slots for each expert
+    if that is more. A batch is of one class and one part. It has at most a third of the
+    experts, unless they are neighbours, whose weights are not copied.
     """
     blocks = []
     rows_E = {}
@@ -1702,19 +1704,24 @@ def _plan_batches(ends):
 
     quarter = max(slots / 4, 4 * len(rows_E))
     most_copied = math.ceil(len(rows_E) / 3)
-    batches = []
+    parts = []
+    left = 0                                     # of the quarter of this part
     ids = own_slots = slice(0, 0)
     for size, experts in classes.items():
         experts.sort()
         while experts:
-            taken = experts[:math.ceil(quarter / size)]
+            if left <= 0:
+                parts.append([])
+                left = quarter
+            taken = experts[:math.ceil(left / size)]
             if _neighbours(taken) is None:
                 taken = taken[:most_copied]
             experts = experts[len(taken):]
             ids = slice(ids.stop, ids.stop + len(taken))
             own_slots = slice(own_slots.stop, own_slots.stop + len(taken) * size)
-            batches.append(_Batch(taken, _neighbours(taken), size, ids, own_slots))
-    return blocks, batches
+            left -= len(taken) * size
+            parts[-1].append(_Batch(taken, _neighbours(taken), size, ids, own_slots))
+    return blocks, parts
 
 
 @op(lambda offsets, num_rows: (
@@ -1733,7 +1740,7 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     starts = 0, *ends
     table = []
     slot = 0
-    for batch in _plan_batches(ends)[1]:
+    for batch in sum(_plan_batches(ends)[1], []):
         for e in batch.experts:
             table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
             slot += batch.rows
@@ -1753,7 +1760,7 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _work(offsets, index):
-    """(blocks, batches): what is multiplied alone, and what together. Without an index, which is
+    """(blocks, parts): what is multiplied alone, and what in batches. Without an index, which is
     on a CPU, nothing is a batch.
     """
     ends = offsets.tolist()
@@ -1762,25 +1769,31 @@ def _work(offsets, index):
 
 def _multiply(rows, weights, bias, offsets, index):
     """The products of _rows_times_weights, but for unrouted rows. Spare slots write to row N."""
-    blocks, batches = _work(offsets, index)
+    blocks, parts = _work(offsets, index)
     N = rows.count()
-    out = rows.x.new_empty(N + 1 if batches else N, weights.shape[2])
+    out = rows.x.new_empty(N + 1 if parts else N, weights.shape[2])
     for e, start, end in blocks:
         if start < end:
             bias_e = bias if bias is None else bias[e]
             _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
-    if batches:
+    if parts:
         expert_E, row_L = index.long().tensor_split([len(weights)])
         x, source_L = rows.in_slots(row_L)
-    for batch in batches:
-        ids = expert_E[batch.ids]
-        factors = batch.gather(x, source_L), batch.select(weights, ids)
-        if bias is None:
-            product = torch.bmm(*factors)
-        else:
-            product = torch.baddbmm(bias.index_select(0, ids)[:, None], *factors)
-        out.index_copy_(0, row_L[batch.slots], product.flatten(0, 1))
-        del factors, product                             # before the next batch needs memory
+    for part in parts:
+        span = slice(part[0].slots.start, part[-1].slots.stop)
+        block = x.index_select(0, source_L[span])
+        product = out.new_empty(len(block), out.shape[1])
+        for batch in part:
+            ids = expert_E[batch.ids]
+            factors = batch.own(block, part), batch.select(weights, ids)
+            if bias is None:
+                torch.bmm(*factors, out=batch.own(product, part))
+            else:
+                bias_b = bias.index_select(0, ids)[:, None]
+                torch.baddbmm(bias_b, *factors, out=batch.own(product, part))
+            del factors
+        out.index_copy_(0, row_L[span], product)
+        del block, product                               # before the next part needs memory
     return out[:N]
 
 
@@ -1804,24 +1817,28 @@ def _rows_times_weights(
 
 def _multiply_rows(a, b, offsets, index):
     """The products of _rows_times_rows. Spare slots hold zeros."""
-    blocks, batches = _work(offsets, index)
+    blocks, parts = _work(offsets, index)
     out = a.x.new_empty(len(offsets), a.x.shape[1], b.x.shape[1])
     if index is not None and 0 in offsets.diff(prepend=offsets.new_zeros(1)):
         out.zero_()                                      # experts without rows are in no batch
     for e, start, end in blocks:
         _mm(a.block(start, end).t(), b.block(start, end), out=out[e])      # without rows: zeros
-    if batches:
+    if parts:
         expert_E, row_L = index.long().tensor_split([len(out)])
-        spare_L = row_L == a.count()
+        spare_L1 = (row_L == a.count())[:, None]
         sources = a.in_slots(row_L), b.in_slots(row_L)
-    for batch in batches:
-        spare = spare_L[batch.slots].view(-1, batch.rows, 1)
-        block_a, block_b = [batch.gather(*source).masked_fill_(spare, 0.0) for source in sources]
-        if batch.neighbours is None:
-            out.index_copy_(0, expert_E[batch.ids], torch.bmm(block_a.mT, block_b))
-        else:
-            torch.bmm(block_a.mT, block_b, out=out[batch.neighbours])
-        del block_a, block_b                             # before the next batch needs memory
+    for part in parts:
+        span = slice(part[0].slots.start, part[-1].slots.stop)
+        block_a, block_b = [
+            x.index_select(0, source_L[span]).masked_fill_(spare_L1[span], 0.0)
+            for x, source_L in sources]
+        for batch in part:
+            factors = batch.own(block_a, part).mT, batch.own(block_b, part)
+            if batch.neighbours is None:
+                out.index_copy_(0, expert_E[batch.ids], torch.bmm(*factors))
+            else:
+                torch.bmm(*factors, out=out[batch.neighbours])
+        del block_a, block_b, factors                    # before the next part needs memory
     return out
 
 
