@@ -230,27 +230,31 @@ def _multiplies_into_fp32(a, b, dtype, out_dtype):
 
 
 class _LinearIn(torch.autograd.Function):
-    """rows · weightᵀ, computed in dtype and returned in it."""
+    """tokens [.., H] · weightᵀ -> [T, E], computed in dtype and returned in it."""
 
     @staticmethod
-    def forward(ctx, dtype, rows, weight):
-        ctx.save_for_backward(rows, weight)
+    def forward(ctx, dtype, tokens, weight):
+        ctx.save_for_backward(tokens, weight)        # not the rows below, which may be a copy
         ctx.dtype = dtype
-        return _product_in(rows, weight.t(), dtype=dtype, out_dtype=dtype)
+        tokens_TH = tokens.reshape(-1, tokens.shape[-1])
+        return _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows, weight = ctx.saved_tensors
-        _, need_rows, need_weight = ctx.needs_input_grad
-        grad_rows = grad_weight = None
-        # grad_rows = grad · weight, grad_weight = gradᵀ · rows
-        if need_rows:
-            grad_rows = _product_in(grad, weight, dtype=ctx.dtype, out_dtype=rows.dtype)
+        tokens, weight = ctx.saved_tensors
+        _, need_tokens, need_weight = ctx.needs_input_grad
+        grad_tokens = grad_weight = None
+        # grad_tokens = grad · weight, grad_weight = gradᵀ · tokens
+        if need_tokens:
+            grad_TH = _product_in(grad, weight, dtype=ctx.dtype, out_dtype=tokens.dtype)
+            grad_tokens = grad_TH.view(tokens.shape)
         if need_weight:
-            grad_weight = _product_in(grad.t(), rows, dtype=ctx.dtype, out_dtype=weight.dtype)
-        # dtype, rows, weight
-        return None, grad_rows, grad_weight
+            tokens_TH = tokens.reshape(-1, tokens.shape[-1])
+            grad_weight = _product_in(
+                grad.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
+        # dtype, tokens, weight
+        return None, grad_tokens, grad_weight
 
 
 class _AddBias(torch.autograd.Function):
@@ -264,8 +268,11 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_bias = _sum_tokens(upcast(grad)).to(ctx.dtype)
         # logits, bias
-        return grad, _sum_tokens(upcast(grad)).to(ctx.dtype)
+        return grad, grad_bias
 
 
 def router_gating_linear(
@@ -283,11 +290,10 @@ def router_gating_linear(
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
-    *axes, H = tokens.shape
-    logits_TE = _LinearIn.apply(router_dtype, tokens.reshape(-1, H), weight)
+    logits_TE = _LinearIn.apply(router_dtype, tokens, weight)
     if bias is not None:
         logits_TE = _AddBias.apply(logits_TE, bias)
-    return logits_TE.view(*axes, weight.shape[0])
+    return logits_TE.view(*tokens.shape[:-1], weight.shape[0])
 
 
 # ---- Route: logits -> which experts, with which probs ----
@@ -388,12 +394,12 @@ def scores_for_choice(
     num_groups: int | None = None, group_topk: int | None = None,
     group_score_topk: int | None = None,
 ) -> Tensor:
-    """scores + expert_bias [T, E], with groups -inf outside of each token's best ones, from logits
-    [T, E] in fp32 at least.
+    """scores + expert_bias [T, E], from logits [T, E] in fp32 at least. With groups they are -inf
+    outside of a token's best groups.
 
-    The choice is their top K, where there is a bias or where there are groups. Elsewhere it is that
-    of the logits: they have the order of the scores, without the ties of saturated scores. For the
-    arguments see topk_routing_with_score_function. Nothing is checked here.
+    With a bias or groups the choice is their top K. Otherwise it is the top K of the logits, which
+    have the order of the scores without the ties of saturated ones. For the arguments see
+    topk_routing_with_score_function. Nothing is checked here.
     """
     scores = SCORE_FUNCTIONS[score_function](logits.detach())
     if expert_bias is not None:
@@ -610,8 +616,7 @@ def compute_routing_scores_for_aux_loss(
     scores_TE = SCORE_FUNCTIONS[score_function](logits_TE)
     if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-    indices_TK = logits_TE.topk(topk, dim=1).indices
-    map_TE = _map_of(indices_TK, logits_TE.shape[1])
+    map_TE = _map_of(logits_TE.topk(topk, dim=1).indices, logits_TE.shape[1])
     if padding_mask is not None:
         map_TE = map_TE & ~padding_mask[:, None]
         scores_TE = scores_TE.masked_fill(padding_mask[:, None], 0.0)
@@ -886,6 +891,8 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
+    if not 1 <= topk < E:
+        raise ValueError(f"topk is {topk}; needs 1 <= topk < num_experts = {E}")
     low, width = _bias_bins(expert_bias, num_bins)
     histogram = histogram.long()
     running = histogram.cumsum(1)
@@ -2144,10 +2151,11 @@ def expert_mlp(
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
+    function = kind
     if isinstance(kind, str) or constants or torch.compiler.is_compiling():
-        kind = make_activation(kind, **constants)
+        function = make_activation(kind, **constants)
     check_shapes(
-        {"E": len(plan.counts), "P": kind.parts}, inverse=(plan.inverse, "T K"),
+        {"E": len(plan.counts), "P": function.parts}, inverse=(plan.inverse, "T K"),
         tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
@@ -2159,7 +2167,7 @@ def expert_mlp(
         fc1_bias = fc1_bias.flatten(1)
     # Not by einops: in a checkpointed region of a graph it could not note the type Parameter.
     y = _ExpertMLP.apply(
-        (kind, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
+        (function, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
         plan.order, plan.inverse, plan.offsets)
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)

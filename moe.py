@@ -272,7 +272,7 @@ class MoELayer(ParallelModule):
             y = y + beside.to(y.dtype)
         return self.result(y, probs_TK)
 
-    def result(self, y: Tensor, probs: Tensor) -> Tensor:
+    def result(self, y: Tensor, probs: Tensor):
         """What forward returns: y. Override this to return the router's probs [T, K] too."""
         return y
 
@@ -315,8 +315,8 @@ class Router(ParallelModule, ABC):
         if ranks > 1 and (config.batch_first or not config.sequence_parallel):
             raise ValueError(
                 f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
-                f"batch_first is {config.batch_first}: each rank routes its own part of the first "
-                f"axis, the sequence; set sequence_parallel=True and leave batch_first out")
+                f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
+                f"batch_first=False: each rank routes its own part of the first axis, the sequence")
         self.layer_number = None
         self.weight = self.parameter(config.num_experts, config.hidden_size)
         self.bias = None
@@ -490,8 +490,8 @@ class TopKRouter(Router):
         over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
         own part, for the same n sequences. The values are not checked either.
         """
-        *axes, H = input.shape
-        if len(axes) not in (1, 2) or H != self.config.hidden_size:
+        axes = list(input.shape[:-1])
+        if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:
             _refuse_input(input, self.config)
         if padding_mask is not None:
             padding_mask = _check_mask(padding_mask, axes)
@@ -785,7 +785,7 @@ class TopKRouter(Router):
         `valid` is the count of valid tokens, if the counts do not say it.
         """
         config = self.config
-        coeff = config.balancing.get(kind, 0.0)
+        coeff = self.get_aux_loss_coeff(kind)
         tokens = counts.sum(-1).to(scores.dtype) / config.topk
         loss = kernels.switch_load_balancing_loss_func(
             scores, counts, total_num_tokens=tokens, topk=config.topk,
@@ -812,10 +812,13 @@ class TopKRouter(Router):
         sharers = None if reduce_group_has_dp else group_size(reduce_group)
         self.counts.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
         if self.config.calculate_per_token_loss:
-            if valid_token_count is None:
-                valid_token_count = activation.shape[0] * group_size(self.pg_collection.tp_cp)
-            aux_loss = aux_loss * valid_token_count
+            aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
+
+    def _tokens_of(self, activation, valid_token_count):
+        if valid_token_count is None:
+            return activation.shape[0] * group_size(self.pg_collection.tp_cp)
+        return valid_token_count
 
 
 # ---- Experts ----
@@ -1335,9 +1338,13 @@ with torch.inference_mode(False):            # this file may be imported inside 
 
 def _loss_scale(device):
     if device not in _LOSS_SCALE:
-        with torch.inference_mode(False):
-            _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
+        _add_loss_scale(device)
     return _LOSS_SCALE[device]
+
+
+def _add_loss_scale(device):
+    with torch.inference_mode(False):
+        _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
@@ -1747,12 +1754,12 @@ def _refused_balancing(c):
         yield "load_balancing_type", f"needs {', '.join(LOAD_BALANCING_TYPES)}, or a tuple of them"
     repeated = sizes[0] not in (None, len(kinds))
     if repeated or len(kinds) > 1 and not kinds <= set(LOSS_NAMES):
-        yield "load_balancing_type", 'each type at most once; "none" or "sinkhorn" goes alone'
+        yield "load_balancing_type", 'each type at most once; "none" and "sinkhorn" go alone'
     for kind, coeff in c.balancing.items():
         if kind in LOSS_NAMES and not 0 < coeff < math.inf:
             yield both, f"{kind} needs a positive coefficient; give one, or leave the type out"
         if kind not in LOSS_NAMES and coeff:
-            yield both, f"{kind} is no loss; name one, or leave the coefficient out"
+            yield both, f"{kind!r} is no loss; name a loss, or leave the coefficient out"
     if "sinkhorn" in kinds:
         others = ("num_groups scaling_factor enable_expert_bias norm_topk_prob pre_softmax "
                   "score_function")

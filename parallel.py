@@ -266,8 +266,8 @@ class ExpertParallel:
             # Issued before the rows are gathered, so that it runs beside that.
             each = [local] * ranks
             counts_in_flight = exchange(plan.counts, Splits(each, each, group))
-            # Add one unrouted row. Then the slices below are always shorter than the
-            # tensor, so that the compiler needs only one graph.
+            # Add one unrouted row. Then _first_rows always cuts something off, so that the
+            # compiler needs only one graph.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
         probs = kernels.gather_probs(probs_TK, plan)

@@ -979,6 +979,7 @@ def test_balance_errors():
         required(logits[None], bias, 2) => scores has shape [1, 6, 4]
         quantile_expert_bias(logits, bias, 2) => expert_bias has shape [4]; needs [E = 6]
         quantile_expert_bias(bias, bias, 2) => histogram has shape [4]
+        quantile_expert_bias(logits[:4], bias, 4) => topk is 4; needs 1 <= topk < num_experts = 4
         """, loss=switch_load_balancing_loss_func, drop=apply_router_token_dropping,
         required=required_bias_histogram, logits=logits, routing_map=routing_map, bias=logits[0])
 
@@ -1937,8 +1938,8 @@ def test_config_errors():
         sinkhorn(enable_expert_bias=True); sinkhorn(norm_topk_prob=True) => its own choice
         sinkhorn(pre_softmax=True) => 'sinkhorn', pre_softmax
         sinkhorn(score_function="sigmoid") => 'sinkhorn', score_function = 'sigmoid': sinkhorn has
-        sinkhorn(aux_loss_coeff=0.1) => aux_loss_coeff = 0.1: sinkhorn is no loss
-        losses(load_balancing_type=("sinkhorn", "aux_loss"), aux_loss_coeff=(0, 0.1)) => goes alone
+        sinkhorn(aux_loss_coeff=0.1) => aux_loss_coeff = 0.1: 'sinkhorn' is no loss
+        losses(load_balancing_type=("sinkhorn", "aux_loss"), aux_loss_coeff=(0, 0.1)) => go alone
         quantile(bias_update_rate=1e-2) => bias_update = 'quantile', bias_update_rate = 0.01
         quantile(topk=8); quantile(num_groups=4, group_topk=2) => quantile needs topk < num_experts
         quantile(score_function="sqrtsoftplus") => quantile needs topk < num_experts
@@ -2399,6 +2400,7 @@ def test_router_errors():
     check_error_table("""
         router.routing(zeros(5, 3, 6), mask) => is [3, 5] torch.bool; needs [5, 3] torch.bool, True
         router(zeros(8)) => input has shape [8]; needs [S, B, 8] or [T, 8]
+        router(zeros(())) => input has shape []; needs [S, B, 8] or [T, 8]
         router(zeros(2, 5, 3, 8)) => input has shape [2, 5, 3, 8]
         router.route(x, None, zeros(5, 2).long()) => topk_indices is [5, 2] torch.int64
         router.route(x, None, zeros(5, 2).long()) => needs [15, 2] or [5, 3, 2] of an integer dtype
@@ -2550,8 +2552,8 @@ def test_router_over_two_ranks_without_communication():
     """What tp refuses; and a loss without valid_token_count counts the rows of both ranks."""
     config = small_config(calculate_per_token_loss=True)
     first = dict(sequence_parallel=True, batch_first=True)
-    for changes, error in (({}, "is False and .*; set sequence_parallel=True"),
-                           (first, "batch_first is True: .* leave batch_first out")):
+    for changes, error in (({}, "sequence_parallel is False and .*; needs sequence_parallel=True"),
+                           (first, "batch_first is True; .* and batch_first=False")):
         with pytest.raises(ValueError, match=error):
             TopKRouter(dataclasses.replace(config, **changes), ProcessGroups(tp=TwoRanks()))
     TopKRouter(dataclasses.replace(config, sequence_parallel=True), ProcessGroups(tp=TwoRanks()))
@@ -2724,6 +2726,30 @@ def test_router_hooks_fire():
     x = torch.randn(4, 8)
     layer(x), layer.router.route(x), layer.router(x)
     assert len(calls) == 3
+
+
+def test_router_keeps_no_copy_of_a_transposed_input():
+    """[B, S, H] that is handed on as [S, B, H]: kept as it is, though the product needs a copy."""
+    router = TopKRouter(small_config(hidden_size=512))
+    x = torch.randn(4, 8, 512).transpose(0, 1).requires_grad_()
+    kept = saved_bytes(lambda: router(x), exclude=[x, *router.parameters()])
+    assert kept == saved_bytes(
+        lambda: router(x.detach().contiguous()), exclude=[*router.parameters()]) - x.nbytes
+
+
+def test_router_asks_for_the_coefficient():
+    """A subclass may change it from step to step."""
+    class Twice(TopKRouter):
+        def get_aux_loss_coeff(self, aux_loss_type):
+            return 2 * super().get_aux_loss_coeff(aux_loss_type)
+    x = torch.randn(5, 3, 8)
+    found = []
+    for kind in (TopKRouter, Twice):
+        torch.manual_seed(0)
+        router = kind(small_config(load_balancing_type="aux_loss", aux_loss_coeff=0.1))
+        found += grads(0 * router.route(x)[0].sum(), [router.weight])
+    assert found[0].any()
+    close(found[1], 2 * found[0])
 
 
 def test_router_balance_losses_see_the_plain_top_k():
@@ -3606,19 +3632,21 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-# frozen -> calls in the backward of rows_times_weights, rows_times_rows, block_sums, mm and
-# product_in. The last is the router's product, and that of fc2_bias.
+# frozen -> calls in the backward of rows_times_weights, rows_times_rows, block_sums, mm,
+# product_in and sum_tokens. product_in is the router's product, and that of fc2_bias; sum_tokens is
+# for the router's bias, and for the norm.
 FROZEN = {
-    "": [2, 2, 1, 4, 4],
-    "experts": [2, 0, 0, 4, 3],
-    "experts.fc1": [2, 1, 0, 4, 4],                           # and its bias
-    "experts.fc2": [2, 1, 1, 4, 3],
-    "router": [2, 2, 1, 4, 3],
-    "x": [2, 2, 1, 3, 3],
-    "latent_down": [2, 2, 1, 3, 4],
-    "x latent": [1, 2, 1, 1, 3],
-    "x latent experts": [1, 0, 0, 1, 2],
-    "x latent router experts.fc1": [0, 1, 0, 1, 1],
+    "": [2, 2, 1, 4, 4, 2],
+    "experts": [2, 0, 0, 4, 3, 2],
+    "experts.fc1": [2, 1, 0, 4, 4, 2],                        # and its bias
+    "experts.fc2": [2, 1, 1, 4, 3, 2],
+    "router": [2, 2, 1, 4, 3, 1],
+    "router.bias": [2, 2, 1, 4, 4, 1],
+    "x": [2, 2, 1, 3, 3, 2],
+    "latent_down": [2, 2, 1, 3, 4, 2],
+    "x latent": [1, 2, 1, 1, 3, 1],
+    "x latent experts": [1, 0, 0, 1, 2, 1],
+    "x latent router experts.fc1": [0, 1, 0, 1, 1, 0],
 }
 
 
@@ -3646,7 +3674,8 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how):
             got = grads(loss, [named[name] for name in live])
         close(got, [want[name] for name in live])
         counted = [calls.count(op) for op in (
-            "rows_times_weights", "rows_times_rows", "block_sums", "mm", "product_in")]
+            "rows_times_weights", "rows_times_rows", "block_sums", "mm", "product_in",
+            "sum_tokens")]
         assert counted == FROZEN[frozen], frozen
 
 
