@@ -564,7 +564,7 @@ class TopKRouter(Router):
                     probs_TK, logits_TE, padding_T, axes=logits.shape[:-1], cu_seqlens=cu_seqlens)
             self.counts.count(kernels.count_experts(chosen_TK, config.num_experts))
             if self.bias_histogram is not None:
-                self._update_histogram(logits_TE.detach(), padding_T)
+                self._update_histogram(logits_TE, padding_T)
         return probs_TK, indices_TK
 
     def choose(

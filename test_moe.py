@@ -794,7 +794,7 @@ def test_balance_sinkhorn_matches_loop_and_stays_finite():
 
 
 def test_balance_capacity_in_python_floats():
-    assert get_capacity(10, 3, 1.0) == 4
+    assert get_capacity(10, 3, 1.0) == 4 and get_capacity(0, 3, 1.0) == 0
     assert get_capacity(10, 3, 1.0, min_capacity=7) == 7
     for N, E, factor, capacity in [
             (7, 49, 7.0, 1), (100, 3, 1.1, 37), (2048 * 8, 64, 1.25, 320), (29, 7, 0.3, 2)]:
@@ -1642,6 +1642,18 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     read = kernels._Read(offsets, native=True)
     monkeypatch.setattr(kernels, "_cuda_generation", lambda device: 10)
     same(kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), read), want)
+
+
+def test_experts_without_rows_are_not_multiplied(monkeypatch):
+    """Of the loop on a CPU, which a bias makes sure of."""
+    ends = []
+    product = kernels._mm
+    monkeypatch.setattr(
+        kernels, "_mm", lambda *args, **kwargs: ends.append(len(args[0])) or product(*args, **kwargs))
+    offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
+    kernels._rows_times_weights(
+        torch.randn(9, 6), None, torch.randn(5, 6, 4), torch.randn(5, 4), offsets, None)
+    assert ends == [4, 5]
 
 
 @about_the_cpu("torch's loop in C++")
