@@ -367,7 +367,9 @@ class Router(ParallelModule, ABC):
             raise ValueError(f"{name} is None: this router had not run in record_routing; "
                              f"needs a tensor [T, {self.config.topk}] of an integer dtype")
         T, K = math.prod(axes), self.config.topk
-        if indices.shape not in ((T, K), (*axes, K)) or not kernels.is_integer(indices):
+        # Not by `in`: in a graph that takes sizes for different that are symbolic.
+        fits = indices.shape == (T, K) or indices.shape == (*axes, K)
+        if not fits or not kernels.is_integer(indices):
             raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
                              f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
         return indices.flatten(0, -2).long()

@@ -3187,7 +3187,7 @@ def test_shared_expert_and_layer_over_two_tp_ranks(rank, ranks):
         close(mine(x), y)
     check_error_table("""
         SharedExpertMLP(odd, False, groups) => size is 7; needs a multiple of the tp size, 2
-        MoELayer(exact_config(), groups) => set sequence_parallel=True
+        MoELayer(exact_config(), groups) => needs sequence_parallel=True and batch_first=False
     """, odd=exact_config(shared_expert_intermediate_size=7), groups=groups)
 
     groups = ProcessGroups.from_mesh(mesh_of(tp=ranks))
