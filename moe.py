@@ -739,8 +739,9 @@ class TopKRouter(Router):
         sequences of S = seq_length tokens on this rank. Each has its own counts and its own
         valid tokens, over tp_cp. A sequence of padding gives 0.
         """
+        E = self.config.num_experts
         group = self.pg_collection.tp_cp
-        counts_BE = all_sum(routing_map.unflatten(0, (seq_length, bsz)).sum(0), group)
+        counts_BE = all_sum(routing_map.view(seq_length, bsz, E).sum(0), group)
         return self._attach_switch_loss(
             "seq_aux_loss", probs, scores_for_aux_loss, counts_BE, group)
 

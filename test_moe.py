@@ -4140,7 +4140,7 @@ def test_compile_private_names_of_torch():
     for dtype in (torch.bfloat16, torch.float16):
         assert isinstance(kernels.cpu_multiplies_in(dtype), bool)
 
-    one = torch.ones(1, 1)
+    one = torch.ones(1, 1, device="cpu")
     assert not kernels.is_any_autocast()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert kernels.is_any_autocast() and (one @ one).dtype == torch.bfloat16
