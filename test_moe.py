@@ -4129,7 +4129,7 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
         "update_once"]
 
 
-def test_compile_private_names_of_torch():
+def test_compile_private_names_of_torch(monkeypatch):
     """What the section of this name in kernels.py relies on, each by its effect or its absence."""
     assert kernels.as_number(2.5) == 2.5
     function = torch.compile(
@@ -4139,6 +4139,9 @@ def test_compile_private_names_of_torch():
         same(function(torch.ones(2), by), torch.full((2,), float(math.ceil(by))))
     for dtype in (torch.bfloat16, torch.float16):
         assert isinstance(kernels.cpu_multiplies_in(dtype), bool)
+        with monkeypatch.context() as without:
+            without.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+            assert kernels.cpu_multiplies_in(dtype) is False
 
     one = torch.ones(1, 1, device="cpu")
     assert not kernels.is_any_autocast()
