@@ -1667,7 +1667,7 @@ def _refuse_input(input, config):
 
 
 def _check_mask(padding_mask, axes):
-    """[T]."""
+    """padding_mask as [T]."""
     if list(padding_mask.shape) != axes or padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
                          f"needs {axes} torch.bool, True = padding")
