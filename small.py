@@ -1,0 +1,356 @@
+"""A Mixture-of-Experts layer for one device, in one file. Copy it: it needs torch alone.
+
+    layer = MoE(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2, expert_bias=True)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    compiled = torch.compile(layer, fullgraph=True)
+    for x, target in data:                               # x [.., 64]
+        (compiled(x) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        layer.update_bias()
+
+T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, F FFN size of an
+expert. Capitals at the end of a name are the tensor's axes: prob_N1 is [N, 1].
+
+    x [T, H] ─> route ─> probs, indices [T, K] ─> sort_by_expert: N rows
+    x[token] [N, H] · fc1[e]ᵀ ─> hidden [N, 2F] ─> silu(gate) · up · prob [N, F] · fc2[e]ᵀ
+             ─> rows [N, H] ─> y [T, H], the sum of each token's K rows
+
+Kept for the backward are x, hidden, ids and probs; the activation is computed again. The same input
+gives bitwise the same output and gradients.
+"""
+import functools
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> Tensor:
+    """What the layer computes. x [T, H], router [E, H], fc1 [E, 2, F, H], fc2 [E, H, F]."""
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        chosen, experts = (router @ x[t]).topk(topk)
+        for prob, e in zip(chosen.softmax(-1), experts):
+            gate, up = fc1[e] @ x[t]
+            y[t] += prob * (fc2[e] @ (F.silu(gate) * up))
+    return y
+
+
+def op(fake):
+    """Decorator: the compiler calls the function as it is. `fake` returns empty results."""
+    def register(function):
+        # With the name of this module, so that the ops of two copies do not collide.
+        name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
+        tags = [torch.Tag.cudagraph_unsafe]
+        registered = torch.library.custom_op(name, function, mutates_args=(), tags=tags)
+        registered.register_fake(fake)
+        return registered
+    return register
+
+
+@op(lambda value, grad: torch.empty_like(value))
+def in_backward(value: Tensor, grad: Tensor) -> Tensor:
+    """A copy that the compiler has to make in the backward, since it has grad as an argument. What
+    is made of it (rows, casts, the activation) is then not made in the forward, and kept.
+    """
+    return value.clone()
+
+
+def cast(x, dtype):
+    """x in dtype. (A last cast without effect would give wrong gradients on torch 2.11.)"""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def upcast(x):
+    """x in fp32 at least."""
+    return cast(x, torch.promote_types(x.dtype, torch.float32))
+
+
+# ---- Plan: rows sorted by expert. Index E is unrouted: its rows come last ----
+
+def empty_plan(indices, num_experts, on_host):
+    new, (T, K) = indices.new_empty, indices.shape
+    offsets = new(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)
+    return [new(T * K), new(K, T), new(num_experts), offsets]
+
+
+@op(empty_plan)
+def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Tensor]:
+    """indices [T, K] -> order [N] (row -> assignment t·K + k), inverse [K, T] (assignment -> row),
+    counts [E], offsets [E] int32: where the rows of each expert end.
+    """
+    numbers = functools.partial(torch.arange, device=indices.device)
+    ids_N, order_N = indices.flatten().sort(stable=True)     # an expert's tokens stay in order
+    inverse_N = torch.empty_like(order_N).scatter_(0, order_N, numbers(len(order_N)))
+    inverse_KT = inverse_N.view(indices.shape).t().contiguous()
+    offsets_E = torch.searchsorted(ids_N, numbers(num_experts), right=True, out_int32=True)
+    counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)).long()
+    return [order_N, inverse_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
+
+
+# ---- Grouped products: the rows of each expert, and its matrix ----
+# In bf16 H100 and B200 read the offsets themselves (`native`). Elsewhere the host reads them: for a
+# card sort_by_expert copies them there, once for the six products of forward and backward.
+
+@torch.compiler.assume_constant_result
+def capability(device) -> int:
+    """9 for H100 and H200, 10 for B200 and B300; 0 for what is no card of NVIDIA."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device)[0] if is_nvidia else 0
+
+
+def empty_product(a, b, offsets):
+    sizes = a.shape[0], b.shape[-1]
+    return a.new_empty(sizes if b.ndim == 3 else (offsets.shape[0], *sizes))
+
+
+@op(empty_product)
+def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    out = empty_product(a, b, offsets)
+    start = 0
+    for e, end in enumerate(offsets.tolist()):
+        if b.ndim == 3:
+            torch.mm(a[start:end], b[e], out=out[start:end])
+        else:
+            torch.mm(a[:, start:end], b[start:end], out=out[e])        # without rows: zeros
+        start = end
+    return out
+
+
+def grouped_mm(a, b, offsets, native):
+    """a [N, I] · b [E, I, O] -> [N, O], where unrouted rows may hold anything, or
+    a [I, N] · b [N, O] -> [E, I, O], for each expert over its rows.
+    """
+    if not native:
+        return loop_over_experts(a, b, offsets)
+    out = F.grouped_mm(a, b, offs=offsets)
+    if b.ndim == 2 and capability(a.device) == 10:       # experts without rows hold anything there
+        empty_E = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+        out = out.masked_fill(empty_E[:, None, None], 0.0)
+    return out
+
+
+# ---- Experts ----
+
+def swiglu(hidden, prob=1.0):
+    """silu(gate) · up · prob of hidden [.., 2F], in fp32 at least, rounded once."""
+    gate, up = upcast(hidden).chunk(2, -1)
+    return cast(F.silu(gate) * up * prob, hidden.dtype)
+
+
+def swiglu_back(grad, hidden, prob=1.0):
+    """(gradient of hidden, gradient of prob, swiglu itself)"""
+    gate, up = upcast(hidden).chunk(2, -1)
+    grad, act = upcast(grad), F.silu(gate)
+    grad_gate = torch.ops.aten.silu_backward(grad * prob * up, gate)
+    grad_hidden = torch.cat([x.to(hidden.dtype) for x in (grad_gate, grad * prob * act)], -1)
+    grad_prob = (grad * (act * up)).sum(-1, keepdim=True)
+    return grad_hidden, grad_prob, cast(act * up * prob, hidden.dtype)
+
+
+class SwiGLU(torch.autograd.Function):
+    """swiglu that keeps its input alone."""
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.save_for_backward(hidden)
+        return swiglu(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return swiglu_back(grad, *ctx.saved_tensors)[0]
+
+
+def sum_rows(rows, inverse, padding):
+    """[T, H]: Σ_k rows[inverse[k, t]] without atomics, in fp32 at least; zeros for padding."""
+    total_TH = upcast(rows[inverse[0]])
+    for row_T in inverse[1:]:
+        total_TH = total_TH + upcast(rows[row_T])
+    if padding is not None:
+        total_TH = total_TH.masked_fill(padding[:, None], 0.0)
+    return cast(total_TH, rows.dtype)
+
+
+class Experts(torch.autograd.Function):
+    """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H]."""
+    @staticmethod
+    def forward(ctx, x, probs, fc1, fc2, order, inverse, offsets, padding, native):
+        token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
+        hidden = grouped_mm(x[token_N], fc1.mT, offsets, native)
+        rows = grouped_mm(swiglu(hidden, prob_N1), fc2.mT, offsets, native)
+        ctx.save_for_backward(x, probs, fc1, fc2, order, inverse, offsets, padding, hidden)
+        ctx.native = native
+        return sum_rows(rows, inverse, padding)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("create_graph is True; this layer has first derivatives alone")
+        x, probs, fc1, fc2, order, inverse, offsets, padding, hidden = ctx.saved_tensors
+        order = in_backward(order, grad)
+        token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
+        grad_rows = grad[token_N]
+        grad_act = grouped_mm(grad_rows, fc2, offsets, ctx.native)
+        grad_hidden, grad_prob_N1, act = swiglu_back(grad_act, hidden, prob_N1)
+        grad_fc2 = grouped_mm(grad_rows.t(), act, offsets, ctx.native)
+        grad_fc1 = grouped_mm(grad_hidden.t(), x[token_N], offsets, ctx.native)
+        grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, padding)
+        grad_probs = grad_prob_N1.flatten()[inverse].t().to(probs.dtype)
+        # x, probs, fc1, fc2, order, inverse, offsets, padding, native
+        return grad_x, grad_probs, grad_fc1, grad_fc2, None, None, None, None, None
+
+
+# ---- Router ----
+
+class Logits(torch.autograd.Function):
+    """x [T, H] · router [E, H]ᵀ in fp32 at least. Keeps x as it is."""
+    @staticmethod
+    def forward(ctx, x, router):
+        ctx.save_for_backward(x, router)
+        return upcast(x) @ upcast(router).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, router = [in_backward(z, grad) for z in ctx.saved_tensors]
+        return (grad @ upcast(router)).to(x.dtype), (grad.t() @ upcast(x)).to(router.dtype)
+
+
+@op(lambda values, indices, columns: values.new_empty(values.shape[0], columns))
+def scatter(values: Tensor, indices: Tensor, columns: int) -> Tensor:
+    # An op, since Inductor's scatter may be read too early on a CPU (pytorch #185509).
+    return values.new_zeros(values.shape[0], columns).scatter_(1, indices, values)
+
+
+class Pick(torch.autograd.Function):
+    """scores[t, indices[t, k]]. In the backward the loss Σ_e factors[e] · Σ_t all_scores[t, e]
+    is as if it had been added to the main loss.
+    """
+    @staticmethod
+    def forward(ctx, scores, indices, all_scores, factors):
+        ctx.save_for_backward(indices, factors)
+        ctx.shape = scores.shape
+        return scores.gather(1, indices)
+
+    @staticmethod
+    def backward(ctx, grad):
+        indices, factors = ctx.saved_tensors
+        grad_loss = None if factors is None else factors.expand(ctx.shape)
+        return scatter(grad, indices, ctx.shape[1]), None, grad_loss, None
+
+
+# ---- Layer ----
+
+class MoE(nn.Module):
+    """x [.., H] -> the same shape and dtype: y_t = Σ_k p_tk · expert(x_t), plus shared(x_t).
+
+    score_function: "softmax" over the K chosen logits, or "sigmoid" of the chosen, divided by
+    their sum if K > 1 (arXiv 2412.19437). expert_bias: a bias [E] that only chooses, always in
+    fp32: see update_bias. aux_loss_coeff: of the loss coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e],
+    where n_e tokens have e among the top K of their logits (arXiv 2101.03961). Its gradient is in
+    the backward of a training forward: do not add it. With n microbatches a step divide it by n.
+    shared_ffn_hidden_size: of an expert for every token.
+
+    Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
+    in fp32 at least. One host sync a forward on a card, none on H100 and B200 in bf16.
+    """
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, num_experts: int, topk: int,
+        score_function: str = "softmax", expert_bias: bool = False, aux_loss_coeff: float = 0.0,
+        shared_ffn_hidden_size: int | None = None,
+    ):
+        super().__init__()
+        if score_function not in ("softmax", "sigmoid"):
+            raise ValueError(f'score_function is {score_function!r}; needs "softmax" or "sigmoid"')
+        least = 2 if score_function == "softmax" else 1      # a softmax over one has no gradient
+        if not least <= topk <= num_experts:
+            raise ValueError(f"topk is {topk}; {score_function} needs {least} to {num_experts}")
+        self.topk, self.score_function, self.aux_loss_coeff = topk, score_function, aux_loss_coeff
+        E, H, W, Fs = num_experts, hidden_size, ffn_hidden_size, shared_ffn_hidden_size
+        new = lambda *shape: nn.Parameter(0.02 * torch.randn(shape))
+        self.router = new(E, H)
+        self.fc1 = new(E, 2, W, H)                                             # gate and up
+        self.fc2 = new(E, H, W)
+        self.shared_fc1 = new(2, Fs, H) if Fs else None
+        self.shared_fc2 = new(H, Fs) if Fs else None
+        self.register_buffer("expert_bias", torch.zeros(E) if expert_bias else None)
+        self.register_buffer("counts", torch.zeros(E, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
+        E, H, W = self.fc2.shape
+        device, dtype = x.device.type, self.fc2.dtype
+        autocast = torch.is_autocast_enabled(device)
+        if x.shape[-1] != H or not autocast and x.dtype != dtype:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; needs {dtype} [.., {H}]")
+        if padding_mask is not None:
+            found, needed = (padding_mask.dtype, padding_mask.shape), (torch.bool, x.shape[:-1])
+            if found != needed:
+                raise ValueError(f"padding_mask is {found}; needs {needed}")
+            padding_mask = padding_mask.flatten()
+        x_TH = x.flatten(0, -2)
+        with torch.autocast(device, enabled=False):
+            probs, indices = self.route(x, padding_mask)
+        if autocast:
+            dtype = torch.get_autocast_dtype(device)
+        # F.grouped_mm also needs weights that begin at multiples of 16 bytes: not checked.
+        fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024
+        native = fits and capability(x.device) in (9, 10)
+        order, inverse, counts, offsets = sort_by_expert(indices, E, not native)
+        if self.training and torch.is_grad_enabled():
+            self.counts += counts
+        x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
+        y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, offsets, padding_mask, native)
+        y = y.to(x.dtype).view(x.shape)
+        if self.shared_fc1 is not None:
+            hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
+            y = y + F.linear(SwiGLU.apply(hidden), self.shared_fc2).to(x.dtype)
+        return y
+
+    def route(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [.., H], padding [T] -> (probs [T, K] in fp32, indices [T, K]); E is unrouted."""
+        E, K = self.router.shape[0], self.topk
+        logits = Logits.apply(x.flatten(0, -2), self.router)
+        sigmoid = self.score_function == "sigmoid"
+        score = torch.sigmoid if sigmoid else functools.partial(torch.softmax, dim=-1)
+        best = indices = logits.topk(K).indices
+        if self.expert_bias is not None:
+            indices = (score(logits.detach()) + self.expert_bias).topk(K).indices
+        all_scores = factors = None
+        if self.aux_loss_coeff and self.training and torch.is_grad_enabled():
+            all_scores = score(logits)
+            if sigmoid:
+                all_scores = all_scores / (all_scores.sum(-1, keepdim=True) + 1e-20)
+            if padding is not None:
+                best = best.masked_fill(padding[:, None], E)
+                all_scores = all_scores.masked_fill(padding[:, None], 0.0)
+            counts = sort_by_expert(best, E, False)[2].to(logits.dtype)
+            T = (counts.sum() / K).clamp(min=1)
+            factors = counts / T / T * (self.aux_loss_coeff * E / K)
+        probs = Pick.apply(score(logits) if sigmoid else logits, indices, all_scores, factors)
+        if not sigmoid:
+            probs = probs.softmax(-1)
+        elif K > 1:
+            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+        if padding is not None:
+            probs = probs.masked_fill(padding[:, None], 0.0)
+            indices = indices.masked_fill(padding[:, None], E)
+        return probs, indices
+
+    @torch.no_grad()
+    def update_bias(self, rate: float = 1e-3) -> None:
+        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A
+        non-reentrant checkpoint counts all tokens twice, which changes no sign.
+        """
+        if self.expert_bias is None:
+            raise RuntimeError("update_bias needs expert_bias=True")
+        self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
+        self.counts.zero_()
+
+    def _apply(self, fn, recurse=True):
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)      # stays in fp32
+        return self

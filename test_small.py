@@ -1,0 +1,268 @@
+"""Tests of small.py: held equal to MoELayer, and to its own plain loop.
+
+    python -m pytest test_small.py
+    DEVICE=cuda python -m pytest test_small.py -k test_card_      on a card, see card/README.md
+"""
+import copy
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import kernels
+import moe
+import small
+from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
+from small import MoE
+from test_moe import (
+    DEVICE, about, about_the_cpu, check_error_table, checkpointed, close, compiled, error,
+    fresh_start, grads, is_native, launches_of, on_a_card, on_device, same, saved_bytes, slow_but,
+    syncs_of)
+
+H, F_, E, K = 12, 10, 6, 3
+CASES = {
+    "plain": {},
+    "sigmoid": dict(score_function="sigmoid"),
+    "bias": dict(score_function="sigmoid", expert_bias=True),
+    "softmax and bias": dict(expert_bias=True),
+    "loss": dict(aux_loss_coeff=0.1),
+    "sigmoid and loss": dict(score_function="sigmoid", aux_loss_coeff=0.1),
+    "shared": dict(shared_ffn_hidden_size=14),
+    "all": dict(
+        score_function="sigmoid", expert_bias=True, aux_loss_coeff=0.1, shared_ffn_hidden_size=14),
+}
+
+
+def pair(case: str, dtype=torch.float32, sizes=(H, F_, E, K)) -> tuple[MoE, MoELayer]:
+    """small.py's layer, and MoELayer with its weights and its bias."""
+    options = CASES[case]
+    layer = MoE(*sizes, **options).to(dtype)
+    if layer.expert_bias is not None:
+        layer.expert_bias.copy_(0.1 * torch.randn(sizes[2]))
+    coeff = options.get("aux_loss_coeff", 0.0)
+    config = MoEConfig(
+        *sizes, score_function=layer.score_function, params_dtype=dtype,
+        router_dtype=torch.promote_types(dtype, torch.float32),
+        enable_expert_bias=layer.expert_bias is not None,
+        load_balancing_type="aux_loss" if coeff else "none", aux_loss_coeff=coeff,
+        shared_expert_intermediate_size=options.get("shared_ffn_hidden_size"))
+    names = {
+        "router": "router.weight", "expert_bias": "router.expert_bias", "fc1": "experts.fc1",
+        "fc2": "experts.fc2", "shared_fc1": "shared_experts.fc1", "shared_fc2": "shared_experts.fc2"}
+    whole = MoELayer(config)
+    whole.load_state_dict({names[name]: value for name, value in layer.state_dict().items()})
+    return layer, whole
+
+
+def step(layer, x, *mask, autocast=False, function=None) -> list[torch.Tensor]:
+    """The output, and the gradients of x and all parameters."""
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        y = (layer if function is None else function)(x, *mask)
+    upstream = torch.arange(1.0, 1 + y.numel(), device=y.device).sin().view_as(y).to(y)
+    return [y, *grads(y, [x, *layer.parameters()], upstream)]
+
+
+def test_small_equals_its_loop():
+    """In fp64, where the layer is the loop but for rounding."""
+    layer = MoE(H, F_, E, K).double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_()
+    x = torch.randn(9, H, dtype=torch.float64, requires_grad=True)
+    y = small.moe_loop(x, layer.router, layer.fc1, layer.fc2, topk=K)
+    close(layer(x), y)
+    close(grads(layer(x), [x, *layer.parameters()]), grads(y, [x, *layer.parameters()]))
+
+
+@about_the_cpu("on a card the order of a sum is the card's")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_small_equals_the_layer(monkeypatch, case, dtype):
+    """To the bit in eager mode, with padding and under autocast too: output, gradients, counts."""
+    monkeypatch.setattr(kernels, "_slow_on_cpu", lambda dtype: False)   # all products in dtype
+    layer, whole = pair(case, dtype)
+    x = torch.randn(5, 7, H, dtype=dtype, requires_grad=True)
+    for masked, autocast in itertools.product((False, True), repeat=2):
+        mask = [torch.rand(5, 7) < 0.3] * masked
+        with about(masked, autocast):
+            same(step(layer, x, *mask, autocast=autocast), step(whole, x, *mask, autocast=autocast))
+            [counts] = load_balancing_metrics(whole)["tokens_per_expert"]
+            same(layer.counts.to(counts), counts)
+            layer.counts.zero_()
+    layer.eval()
+    same(layer(x[0]), whole.eval()(x[0]))
+    with torch.no_grad():
+        same(layer.train()(x[0]), whole.train()(x[0]))
+    assert not layer.counts.any()
+
+
+@pytest.mark.parametrize("case", slow_but(["all"], CASES))
+def test_small_compiled(case):
+    """One graph for the first T and one for all others; few tokens too, where Inductor's scatter
+    would lose a gradient, and more than 4096, where its sums over tokens would be made anew."""
+    layer, _ = pair(case)
+    function = compiled(layer, "inductor")
+    for T in (20, 8, 33, 4100):
+        x = torch.randn(T, 1, H, requires_grad=True)
+        mask = torch.rand(T, 1) < 0.2
+        with about(case, T):
+            want = step(layer, x, mask)
+            counts = layer.counts.clone()
+            close(step(layer, x, mask, function=function), want, 1e-5)
+            same(layer.counts, 2 * counts)
+            layer.counts.zero_()
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("backend", slow_but([None, "inductor"], [None, "aot_eager", "inductor"]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_keeps_as_few_bytes(dtype, backend):
+    """As the layer: x, fc1's output, ids, probs; with a loss also n_e [E], which the layer keeps
+    where no hook sees it."""
+    T, width, experts = 256, 64, 8
+    for case in ("plain", "shared", "sigmoid and loss"):
+        kept = []
+        for layer in pair(case, dtype, sizes=(width, 32, experts, 4)):
+            function = layer if backend is None else compiled(layer, backend)
+            x = torch.randn(T, width, dtype=dtype, requires_grad=True)
+            kept.append(saved_bytes(lambda: function(x), exclude=layer.parameters()))
+        more = 4 * experts * (case == "sigmoid and loss")
+        assert kept[0] <= kept[1] + more, (case, kept, more)
+
+
+@pytest.mark.parametrize("shape", [(0, H), (2, 0, H), (1, H), (2, 3, 4, H)])
+def test_small_any_number_of_tokens(shape):
+    layer, _ = pair("all")
+    x = torch.randn(shape, requires_grad=True)
+    for function in (layer, compiled(layer)):
+        y, *slopes = step(layer, x, function=function)
+        assert y.shape == x.shape
+        assert all(slope.isfinite().all() for slope in slopes)
+
+
+def test_small_padding_reaches_nothing():
+    """All padding, and memory that nobody writes holds NaN."""
+    layer, _ = pair("bias")
+    x = torch.randn(10, H, requires_grad=True)
+    mask = torch.arange(10) >= 6
+    torch.use_deterministic_algorithms(True)             # fills new memory with NaN
+    try:
+        y, slope, *_ = step(layer, x, mask)
+        some = step(layer, x, torch.ones(10, dtype=torch.bool))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    alone = x[:6].detach().requires_grad_()
+    want, want_slope, *_ = step(layer, alone)
+    same(y, torch.cat((want, torch.zeros(4, H))))
+    close(slope[:6], want_slope, 1e-6)
+    assert not slope[6:].any()
+    assert not any(tensor.any() for tensor in some)
+    assert layer.counts.sum() == 2 * 6 * K
+
+
+def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
+    layer, whole = pair("bias", torch.bfloat16)
+    before = layer.expert_bias.clone()
+    x = torch.randn(50, H, dtype=torch.bfloat16, requires_grad=True)
+    for model in (layer, whole):
+        model(x).sum().backward()
+    layer.update_bias()
+    update_expert_bias(whole)
+    same(layer.expert_bias, whole.router.expert_bias)
+    assert layer.expert_bias.dtype == torch.float32 and not before.equal(layer.expert_bias)
+    assert not layer.counts.any()
+    for name in ("half", "double", "float"):
+        same(getattr(copy.deepcopy(layer), name)().expert_bias, layer.expert_bias)
+    assert set(layer.state_dict()) == {"router", "fc1", "fc2", "expert_bias"}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_small_under_a_checkpoint(reentrant, backend):
+    """The same gradients. Non-reentrant, all tokens count twice, as update_bias says."""
+    layer, _ = pair("all")
+    x = torch.randn(20, H, requires_grad=True)
+    want = step(layer, x)
+    counts = layer.counts.clone()
+    layer.counts.zero_()
+    inner = layer if backend is None else compiled(layer, backend)
+    y = checkpointed(inner, reentrant)(x)
+    y.backward(torch.arange(1.0, 1 + y.numel()).sin().view_as(y))
+    close([y, x.grad, *[weight.grad for weight in layer.parameters()]], want, 1e-6)
+    same(layer.counts, counts if reentrant else 2 * counts)
+
+
+def test_small_repeats_to_the_bit():
+    layer, _ = pair("all")
+    x = torch.randn(40, H, requires_grad=True)
+    for function in (layer, compiled(layer, "inductor")):
+        same(step(layer, x, function=function), step(layer, x, function=function))
+
+
+def test_small_errors():
+    layer, _ = pair("shared")
+    x = torch.randn(4, H, requires_grad=True)
+    check_error_table("""
+        MoE(12, 10, 6, 3, score_function="relu") => score_function is 'relu'; needs "softmax" or
+        MoE(12, 10, 6, 7); MoE(12, 10, 6, 0) => needs 2 to 6
+        MoE(12, 10, 6, 1) => topk is 1; softmax needs 2 to 6
+        MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; sigmoid needs 1 to 6
+        layer(x[:, :5]) => x is torch.float32 [4, 5]; needs torch.float32 [.., 12]
+        layer(x.double()) => x is torch.float64 [4, 12]; needs torch.float32
+        layer(x, x > 0); layer(x, x[:, 0]) => padding_mask is
+        MoE(12, 10, 6, 3).update_bias() => RuntimeError: update_bias needs expert_bias=True
+        """, MoE=MoE, layer=layer, x=x)
+    assert "create_graph is True" in error(
+        torch.autograd.grad, layer(x).sum(), [x], create_graph=True)
+
+
+def test_small_example():
+    """The example in the docstring trains."""
+    text = re.search(r"(    layer = .*?)\n\n", small.__doc__, re.S)[1]
+    x = torch.randn(3, 2, 16, 64)
+    names = {"MoE": MoE, "torch": torch, "data": [(z, 0.1 * z) for z in x]}
+    exec("\n".join(line[4:] for line in text.splitlines()), names)
+    assert names["layer"].expert_bias.any() and not names["layer"].counts.any()
+
+
+def test_small_copies_do_not_collide(tmp_path):
+    """Two copies of the file in one process, one of them under another name."""
+    path = tmp_path / "other.py"
+    path.write_text(Path(small.__file__).read_text())
+    spec = importlib.util.spec_from_file_location("package.other", path)
+    other = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(other)
+    assert other.scatter._qualname != small.scatter._qualname
+    assert other.MoE(H, F_, E, K)(torch.ones(2, H)).shape == (2, H)
+
+
+@on_a_card
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("case", ["plain", "all"])
+def test_card_small(case, dtype, tol):
+    """As on the CPU, with padding: eager and compiled, the same bits again, and a sync a step at
+    most, none where the product is the card's."""
+    layer, _ = pair(case, dtype, sizes=(32, 16, 8, 2))
+    there = copy.deepcopy(layer).to(DEVICE)
+    native = is_native(dtype)
+    for function in (there, compiled(there, "inductor", dynamic=True)):
+        for T in (10, 19):
+            x = torch.randn(T, 2, 32, dtype=dtype, requires_grad=True)
+            mask = torch.rand(T, 2) < 0.2
+            want = step(layer, x, mask)
+            on_card = x.detach().to(DEVICE).requires_grad_(), mask.to(DEVICE)
+
+            def run():
+                return step(there, *on_card, function=function)
+            with about(case, T, type(function)):
+                got = run()
+                same(run(), got)
+                for value, right in zip(got, want, strict=True):
+                    error = (value.cpu() - right).float().norm() / right.float().norm()
+                    assert error < tol, error
+                assert syncs_of(run) == (0 if native else 1)
+    assert counters["stats"]["unique_graphs"] == 1
