@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import families
 import kernels
 import moe
+import small
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = ACCELERATOR.type if ACCELERATOR else "cpu"
@@ -338,7 +339,7 @@ def loop_over_experts(
     return y_TH.view_as(x)
 
 
-# ---- What else one could use: the bare products, a dense FFN, Hugging Face's block ----
+# ---- What else one could use: small.py, the bare products, a dense FFN, Hugging Face's block ----
 
 def bare_products(layer: moe.MoELayer, x: Tensor) -> dict[str, Candidate]:
     """The products that no layer can do without, in two ways: two in a forward, four more in a
@@ -369,6 +370,13 @@ def bare_products(layer: moe.MoELayer, x: Tensor) -> dict[str, Candidate]:
         candidates["products by F.grouped_mm"] = Candidate(products(torchs), inputs, grads)
     check(candidates, in_fp64(products(per_expert), like), x.dtype)
     return candidates
+
+
+def small_layer(case: Case, layer: moe.MoELayer) -> nn.Module:
+    """small.py's layer with the weights of ours."""
+    other = small.MoE(case.H, case.F, case.E, case.K).to(DEVICE, case.dtype)
+    other.load_state_dict(dict(zip(other.state_dict(), layer.parameters())))
+    return other
 
 
 def dense_ffn(case: Case, x: Tensor, grads: list[Tensor]) -> dict[str, Candidate]:
@@ -421,6 +429,7 @@ def bench_case(report: Report, case: Case) -> None:
     """The layer beside the bare products, a dense FFN and Hugging Face's block."""
     layer, x, grads = layer_and_input(case.config(), case.T)
     candidates = Candidate(layer, [x], grads).both("layer")
+    candidates |= Candidate(small_layer(case, layer), [x], grads).both("small.py")
     if HAS_TRANSFORMERS:
         for how in ("grouped_mm", "eager"):
             block = hugging_face_block(case, layer, how)
@@ -429,8 +438,8 @@ def bench_case(report: Report, case: Case) -> None:
     right = in_fp64(partial(loop_over_experts, case.K), like=candidates[OURS])
     check(candidates, right, case.dtype)
     candidates |= dense_ffn(case, x, grads) | bare_products(layer, x)
-    report.compare(case, FORWARD, candidates, ["products", PEER])
-    report.compare(case, BOTH, candidates, ["products", PEER])
+    for what in (FORWARD, BOTH):
+        report.compare(case, what, candidates, ["products", PEER, "small.py, compiled"])
 
     N = case.T * case.K
     needed = (case.T * case.H + N * 2 * case.F) * case.dtype.itemsize   # the input, fc1's output
@@ -439,7 +448,7 @@ def bench_case(report: Report, case: Case) -> None:
         ratio = (bytes_kept(candidates[name]) - plan) / needed
         report.figure(case, f"bytes kept / (T·H + N·2F), {name}", value=ratio)
     for name, candidate in candidates.items():
-        if name.startswith(("layer", "Hugging Face")):
+        if name.startswith(("layer", "small.py", "Hugging Face")):
             kept = bytes_kept(candidate) / case.T / 1e3
             report.figure(case, f"kB kept a token, {name}", value=kept)
 

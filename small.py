@@ -10,14 +10,8 @@
         layer.update_bias()
 
 T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, F FFN size of an
-expert. Capitals at the end of a name are the tensor's axes: prob_N1 is [N, 1].
-
-    x [T, H] ─> route ─> probs, indices [T, K] ─> sort_by_expert: N rows
-    x[token] [N, H] · fc1[e]ᵀ ─> hidden [N, 2F] ─> silu(gate) · up · prob [N, F] · fc2[e]ᵀ
-             ─> rows [N, H] ─> y [T, H], the sum of each token's K rows
-
-Kept for the backward are x, hidden, ids and probs; the activation is computed again. The same input
-gives bitwise the same output and gradients.
+expert. Capitals at the end of a name are the tensor's axes: prob_N1 is [N, 1]. The same input gives
+bitwise the same output and gradients.
 """
 import functools
 import re
@@ -40,8 +34,7 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 def op(fake):
     """Decorator: the compiler calls the function as it is. `fake` returns empty results."""
-    def register(function):
-        # With the name of this module, so that the ops of two copies do not collide.
+    def register(function):                  # by the module's name, so that copies do not collide
         name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
         tags = [torch.Tag.cudagraph_unsafe]
         registered = torch.library.custom_op(name, function, mutates_args=(), tags=tags)
@@ -52,9 +45,8 @@ def op(fake):
 
 @op(lambda value, grad: torch.empty_like(value))
 def in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    """A copy that the compiler has to make in the backward, since it has grad as an argument. What
-    is made of it (rows, casts, the activation) is then not made in the forward, and kept.
-    """
+    # With grad as an argument neither the copy nor what is made of it (rows, the activation) can be
+    # moved into the forward, and kept, by the compiler.
     return value.clone()
 
 
@@ -68,18 +60,12 @@ def upcast(x):
     return cast(x, torch.promote_types(x.dtype, torch.float32))
 
 
-# ---- Plan: rows sorted by expert. Index E is unrouted: its rows come last ----
-
-def empty_plan(indices, num_experts, on_host):
-    new, (T, K) = indices.new_empty, indices.shape
-    offsets = new(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)
-    return [new(T * K), new(K, T), new(num_experts), offsets]
-
-
-@op(empty_plan)
+@op(lambda indices, num_experts, on_host: [
+    *map(indices.new_empty, (indices.numel(), indices.t().shape, num_experts)),
+    torch.empty(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)])
 def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Tensor]:
     """indices [T, K] -> order [N] (row -> assignment t·K + k), inverse [K, T] (assignment -> row),
-    counts [E], offsets [E] int32: where the rows of each expert end.
+    counts [E], offsets [E] int32 (where the rows of an expert end). Index E, unrouted, comes last.
     """
     numbers = functools.partial(torch.arange, device=indices.device)
     ids_N, order_N = indices.flatten().sort(stable=True)     # an expert's tokens stay in order
@@ -90,10 +76,8 @@ def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Ten
     return [order_N, inverse_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
 
 
-# ---- Grouped products: the rows of each expert, and its matrix ----
 # In bf16 H100 and B200 read the offsets themselves (`native`). Elsewhere the host reads them: for a
 # card sort_by_expert copies them there, once for the six products of forward and backward.
-
 @torch.compiler.assume_constant_result
 def capability(device) -> int:
     """9 for H100 and H200, 10 for B200 and B300; 0 for what is no card of NVIDIA."""
@@ -131,8 +115,6 @@ def grouped_mm(a, b, offsets, native):
         out = out.masked_fill(empty_E[:, None, None], 0.0)
     return out
 
-
-# ---- Experts ----
 
 def swiglu(hidden, prob=1.0):
     """silu(gate) · up · prob of hidden [.., 2F], in fp32 at least, rounded once."""
@@ -173,12 +155,15 @@ def sum_rows(rows, inverse, padding):
 
 
 class Experts(torch.autograd.Function):
-    """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H]."""
+    """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H].
+
+    Kept for the backward are x, hidden, ids and probs. The activation is computed again.
+    """
     @staticmethod
     def forward(ctx, x, probs, fc1, fc2, order, inverse, offsets, padding, native):
         token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
-        hidden = grouped_mm(x[token_N], fc1.mT, offsets, native)
-        rows = grouped_mm(swiglu(hidden, prob_N1), fc2.mT, offsets, native)
+        hidden = grouped_mm(x[token_N], fc1.mT, offsets, native)                    # [N, 2F]
+        rows = grouped_mm(swiglu(hidden, prob_N1), fc2.mT, offsets, native)         # [N, H]
         ctx.save_for_backward(x, probs, fc1, fc2, order, inverse, offsets, padding, hidden)
         ctx.native = native
         return sum_rows(rows, inverse, padding)
@@ -201,8 +186,6 @@ class Experts(torch.autograd.Function):
         return grad_x, grad_probs, grad_fc1, grad_fc2, None, None, None, None, None
 
 
-# ---- Router ----
-
 class Logits(torch.autograd.Function):
     """x [T, H] · router [E, H]ᵀ in fp32 at least. Keeps x as it is."""
     @staticmethod
@@ -214,12 +197,6 @@ class Logits(torch.autograd.Function):
     def backward(ctx, grad):
         x, router = [in_backward(z, grad) for z in ctx.saved_tensors]
         return (grad @ upcast(router)).to(x.dtype), (grad.t() @ upcast(x)).to(router.dtype)
-
-
-@op(lambda values, indices, columns: values.new_empty(values.shape[0], columns))
-def scatter(values: Tensor, indices: Tensor, columns: int) -> Tensor:
-    # An op, since Inductor's scatter may be read too early on a CPU (pytorch #185509).
-    return values.new_zeros(values.shape[0], columns).scatter_(1, indices, values)
 
 
 class Pick(torch.autograd.Function):
@@ -235,20 +212,21 @@ class Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         indices, factors = ctx.saved_tensors
-        grad_loss = None if factors is None else factors.expand(ctx.shape)
-        return scatter(grad, indices, ctx.shape[1]), None, grad_loss, None
+        # No scatter: that of Inductor may be read too early on a CPU (pytorch #185509).
+        column_E, grad_scores = torch.arange(ctx.shape[1], device=grad.device), 0.0
+        for index_T1, grad_T1 in zip(indices.split(1, 1), grad.split(1, 1)):
+            grad_scores = grad_scores + torch.where(index_T1 == column_E, grad_T1, 0.0)
+        return grad_scores, None, None if factors is None else factors.expand(ctx.shape), None
 
-
-# ---- Layer ----
 
 class MoE(nn.Module):
     """x [.., H] -> the same shape and dtype: y_t = Σ_k p_tk · expert(x_t), plus shared(x_t).
 
     score_function: "softmax" over the K chosen logits, or "sigmoid" of the chosen, divided by
-    their sum if K > 1 (arXiv 2412.19437). expert_bias: a bias [E] that only chooses, always in
-    fp32: see update_bias. aux_loss_coeff: of the loss coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e],
-    where n_e tokens have e among the top K of their logits (arXiv 2101.03961). Its gradient is in
-    the backward of a training forward: do not add it. With n microbatches a step divide it by n.
+    their sum if K > 1 (arXiv 2412.19437). expert_bias: a bias in fp32 that only chooses, see
+    update_bias. aux_loss_coeff: of the loss coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e],
+    where n_e tokens have e among the top K of their logits (arXiv 2101.03961). Its gradient is
+    added in training: do not add the loss. With n microbatches a step divide the coefficient by n.
     shared_ffn_hidden_size: of an expert for every token.
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are

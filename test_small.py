@@ -19,7 +19,7 @@ import small
 from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
 from small import MoE
 from test_moe import (
-    DEVICE, about, about_the_cpu, check_error_table, checkpointed, close, compiled, error,
+    DEVICE, EMULATED, about, about_the_cpu, check_error_table, checkpointed, close, compiled, error,
     fresh_start, grads, is_native, launches_of, on_a_card, on_device, same, saved_bytes, slow_but,
     syncs_of)
 
@@ -51,8 +51,9 @@ def pair(case: str, dtype=torch.float32, sizes=(H, F_, E, K)) -> tuple[MoE, MoEL
         load_balancing_type="aux_loss" if coeff else "none", aux_loss_coeff=coeff,
         shared_expert_intermediate_size=options.get("shared_ffn_hidden_size"))
     names = {
-        "router": "router.weight", "expert_bias": "router.expert_bias", "fc1": "experts.fc1",
-        "fc2": "experts.fc2", "shared_fc1": "shared_experts.fc1", "shared_fc2": "shared_experts.fc2"}
+        "router": "router.weight", "expert_bias": "router.expert_bias",
+        "fc1": "experts.fc1", "fc2": "experts.fc2",
+        "shared_fc1": "shared_experts.fc1", "shared_fc2": "shared_experts.fc2"}
     whole = MoELayer(config)
     whole.load_state_dict({names[name]: value for name, value in layer.state_dict().items()})
     return layer, whole
@@ -236,7 +237,7 @@ def test_small_copies_do_not_collide(tmp_path):
     spec = importlib.util.spec_from_file_location("package.other", path)
     other = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(other)
-    assert other.scatter._qualname != small.scatter._qualname
+    assert other.in_backward._qualname != small.in_backward._qualname
     assert other.MoE(H, F_, E, K)(torch.ones(2, H)).shape == (2, H)
 
 
@@ -266,3 +267,20 @@ def test_card_small(case, dtype, tol):
                     assert error < tol, error
                 assert syncs_of(run) == (0 if native else 1)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@on_a_card
+@pytest.mark.skipif(not EMULATED, reason="counts launches: on the emulated card alone")
+def test_card_small_launches():
+    """Where the product is the card's, as many for 8 experts as for 64. Elsewhere one for each
+    expert and product."""
+    launches = []
+    for experts in (8, 64):
+        layer, _ = pair("plain", torch.bfloat16, sizes=(64, 32, experts, 4))
+        layer.to(DEVICE)
+        function = compiled(layer, "inductor")
+        x = torch.randn(256, 64, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
+        step(layer, x, function=function)
+        launches.append(launches_of(lambda: function(x).sum().backward()))
+    assert launches[0] <= 80
+    assert launches[1] - launches[0] == (0 if is_native(torch.bfloat16) else 6 * (64 - 8))
