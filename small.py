@@ -144,13 +144,12 @@ class SwiGLU(torch.autograd.Function):
         return swiglu_back(grad, *ctx.saved_tensors)[0]
 
 
-def sum_rows(rows, inverse, padding):
-    """[T, H]: Σ_k rows[inverse[k, t]] without atomics, in fp32 at least; zeros for padding."""
-    total_TH = upcast(rows[inverse[0]])
-    for row_T in inverse[1:]:
-        total_TH = total_TH + upcast(rows[row_T])
-    if padding is not None:
-        total_TH = total_TH.masked_fill(padding[:, None], 0.0)
+def sum_rows(rows, inverse, counts):
+    """[T, H]: Σ_k rows[inverse[k, t]] without unrouted rows, in fp32 at least. No atomics."""
+    total_TH, routed = 0.0, counts.sum()
+    for row_T in inverse:
+        unrouted_T1 = (row_T >= routed)[:, None]
+        total_TH = total_TH + upcast(rows[row_T]).masked_fill(unrouted_T1, 0.0)
     return cast(total_TH, rows.dtype)
 
 
@@ -160,29 +159,30 @@ class Experts(torch.autograd.Function):
     Kept for the backward are x, hidden, ids and probs. The activation is computed again.
     """
     @staticmethod
-    def forward(ctx, x, probs, fc1, fc2, order, inverse, offsets, padding, native):
+    def forward(ctx, x, probs, fc1, fc2, order, inverse, counts, offsets, native):
         token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
         hidden = grouped_mm(x[token_N], fc1.mT, offsets, native)                    # [N, 2F]
         rows = grouped_mm(swiglu(hidden, prob_N1), fc2.mT, offsets, native)         # [N, H]
-        ctx.save_for_backward(x, probs, fc1, fc2, order, inverse, offsets, padding, hidden)
+        ctx.save_for_backward(x, probs, fc1, fc2, order, inverse, counts, offsets, hidden)
         ctx.native = native
-        return sum_rows(rows, inverse, padding)
+        return sum_rows(rows, inverse, counts)
 
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("create_graph is True; this layer has first derivatives alone")
-        x, probs, fc1, fc2, order, inverse, offsets, padding, hidden = ctx.saved_tensors
-        order = in_backward(order, grad)
+        x, probs, fc1, fc2, order, inverse, counts, offsets, hidden = ctx.saved_tensors
+        order, counts = in_backward(order, grad), in_backward(counts, grad)
         token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
         grad_rows = grad[token_N]
         grad_act = grouped_mm(grad_rows, fc2, offsets, ctx.native)
         grad_hidden, grad_prob_N1, act = swiglu_back(grad_act, hidden, prob_N1)
         grad_fc2 = grouped_mm(grad_rows.t(), act, offsets, ctx.native)
         grad_fc1 = grouped_mm(grad_hidden.t(), x[token_N], offsets, ctx.native)
-        grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, padding)
-        grad_probs = grad_prob_N1.flatten()[inverse].t().to(probs.dtype)
-        # x, probs, fc1, fc2, order, inverse, offsets, padding, native
+        grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, counts)
+        grad_probs_KT = grad_prob_N1.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
+        grad_probs = grad_probs_KT.t().to(probs.dtype)
+        # x, probs, fc1, fc2, order, inverse, counts, offsets, native
         return grad_x, grad_probs, grad_fc1, grad_fc2, None, None, None, None, None
 
 
@@ -279,7 +279,7 @@ class MoE(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.counts += counts
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, offsets, padding_mask, native)
+        y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native)
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))

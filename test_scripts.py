@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+import check
 import kernels
 import moe
 import parallel
@@ -117,13 +118,14 @@ def imported_modules(file: str) -> set[str]:
 
 @pytest.mark.parametrize("file, local", [
     ("small.py", set()),
+    ("check.py", set()),
     ("kernels.py", set()),
     ("parallel.py", {"kernels"}),
     ("moe.py", {"kernels", "parallel"}),
     ("families.py", {"moe", "transformers"}),       # the functions that need transformers import it
 ])
 def test_sources_import_torch_and_einops_alone(file, local):
-    known = {"torch"} if file == "small.py" else {"torch", "einops"}
+    known = {"torch"} if file in ("small.py", "check.py") else {"torch", "einops"}
     others = imported_modules(file) - known - local
     assert others <= sys.stdlib_module_names, f"{file} imports {others - sys.stdlib_module_names}"
 
@@ -209,6 +211,10 @@ small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax e
     aux_loss_coeff shared_ffn_hidden_size
 small.MoE.forward: x padding_mask
 small.moe_loop: x router fc1 fc2 topk
+check.check_experts: function dtype=torch.float32 device=cpu case
+check.check_router: function topk=2 score_function=softmax pre_softmax norm_topk_prob
+    norm_eps=1e-20 scaling_factor num_groups group_topk group_score_topk with_bias num_experts=16
+    device=cpu case
 """
 
 

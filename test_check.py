@@ -1,0 +1,366 @@
+"""Tests of check.py: it passes what is right, and flags planted mistakes.
+
+    python -m pytest test_check.py
+"""
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import check
+import kernels
+import moe
+import small
+from check import Row, check_experts, check_router
+from test_moe import DEVICE, compiled, error, fresh_start, on_a_card, on_device, slow_but
+
+HERE = Path(__file__).resolve().parent
+
+
+def by_expert(x, probs, indices, fc1, fc2):
+    """The textbook: for each expert, the rows of its tokens."""
+    y = torch.zeros_like(x)
+    for e in range(len(fc1)):
+        t, k = (indices == e).nonzero(as_tuple=True)
+        gate, up = (x[t] @ fc1[e].t()).chunk(2, -1)
+        rows = F.silu(gate) * up @ fc2[e].t() * probs[t, k, None]
+        y = y.index_add(0, t, rows.to(x.dtype))
+    return y
+
+
+def expert_mlp(x, probs, indices, fc1, fc2):
+    E, _, H = fc1.shape
+    plan = kernels.plan_permutation(indices, E)
+    return kernels.expert_mlp(x, probs, plan, fc1.view(E, 2, -1, H), fc2)
+
+
+def small_experts(x, probs, indices, fc1, fc2):
+    order, inverse, counts, offsets = small.sort_by_expert(indices, len(fc1), on_host=True)
+    return small.Experts.apply(
+        x, probs, fc1, fc2, order, inverse, counts, offsets, False)
+
+
+def moe_layer(x, probs, indices, fc1, fc2):
+    """MoELayer, with a router that gives these probs and indices."""
+    E, F2, H = fc1.shape
+    config = moe.MoEConfig(
+        H, F2 // 2, E, topk=indices.shape[1], pre_softmax=True, params_dtype=x.dtype)
+    layer = moe.MoELayer(config)
+    layer.router.forward = lambda *args, **kwargs: (probs, indices)
+    weights = {"experts.fc1": fc1.view(E, 2, -1, H), "experts.fc2": fc2}
+    return torch.func.functional_call(layer, weights, (x,))
+
+
+@pytest.mark.parametrize("function, dtype", slow_but([
+    (expert_mlp, torch.float32), (small_experts, torch.bfloat16)], [
+    *[(expert_mlp, dtype) for dtype in check.DTYPES.values()], (by_expert, torch.float32),
+    (by_expert, torch.bfloat16), (moe_layer, torch.float32), (moe_layer, torch.bfloat16),
+    (small_experts, torch.float32), (small_experts, torch.bfloat16),
+    (compiled(expert_mlp, "inductor"), torch.float32), (check.expert_loop, torch.float16)]))
+def test_check_passes_right_experts(function, dtype, capsys):
+    rows = check_experts(function, dtype, DEVICE)
+    assert [row.case for row in rows] == list(check.EXPERT_CASES)
+    assert [*rows[0].ratios] == ["y", "grad x", "grad probs", "grad fc1", "grad fc2"]
+    assert not any(row.wrong or row.refused for row in rows), capsys.readouterr().out
+
+
+def swapped(x, probs, indices, fc1, fc2):
+    up, gate = fc1.chunk(2, 1)
+    return by_expert(x, probs, indices, torch.cat((gate, up), 1), fc2)
+
+
+def loses_last_row(x, probs, indices, fc1, fc2):
+    last = indices.flatten().sort(stable=True).indices[-1:]
+    lost = torch.zeros(indices.numel(), dtype=torch.bool).index_fill(0, last, True)
+    return by_expert(x, probs, indices.masked_fill(lost.view_as(indices), len(fc1)), fc1, fc2)
+
+
+def repeats_count_once(x, probs, indices, fc1, fc2):
+    again = (indices[:, 1:] == indices[:, :1]).nonzero(as_tuple=True)
+    indices = indices.clone()
+    indices[:, 1:][again] = len(fc1)
+    return by_expert(x, probs, indices, fc1, fc2)
+
+
+def clamps(x, probs, indices, fc1, fc2):
+    """Unrouted assignments are computed by a real expert."""
+    return by_expert(x, probs, indices.clamp(max=len(fc1) - 1), fc1, fc2)
+
+
+def multiplies_by_zero(x, probs, indices, fc1, fc2):
+    """Every expert computes every token; what is not chosen is multiplied by 0."""
+    one_hot = F.one_hot(indices, len(fc1) + 1)[..., :-1].to(probs.dtype)
+    weights = (one_hot * probs[..., None]).sum(1).to(x.dtype)
+    gate, up = torch.einsum("th,efh->etf", x, fc1).chunk(2, -1)
+    return torch.einsum("te,etf,ehf->th", weights, F.silu(gate) * up, fc2)
+
+
+def ignores_strides(x, probs, indices, fc1, fc2):
+    fc1, fc2 = [torch.as_strided(w, w.shape, torch.empty_like(
+        w, memory_format=torch.contiguous_format).stride()) for w in (fc1, fc2)]
+    return by_expert(x, probs, indices, fc1, fc2)
+
+
+def ignores_strides_of_x(x, probs, indices, fc1, fc2):
+    H = x.shape[1]
+    return by_expert(torch.as_strided(x, x.shape, (H, 1)), probs, indices, fc1, fc2)
+
+
+def adds_in_fp16(x, probs, indices, fc1, fc2):
+    return sum(
+        by_expert(x, probs[:, k:k + 1], indices[:, k:k + 1], fc1, fc2).half()
+        for k in range(indices.shape[1])).to(x.dtype)
+
+
+def no_gradient_to_probs(x, probs, *args):
+    return by_expert(x, probs.detach(), *args)
+
+
+def prob_before_activation(x, probs, indices, fc1, fc2):
+    return sum(
+        by_expert(x * probs[:, k, None].to(x.dtype), torch.ones_like(probs[:, k:k + 1]),
+                  indices[:, k:k + 1], fc1, fc2) for k in range(indices.shape[1]))
+
+
+def normalises(x, probs, *args):
+    return by_expert(x, probs / probs.sum(1, keepdim=True).clamp(min=1e-9), *args)
+
+
+def too_few_experts(x, probs, indices, fc1, fc2):
+    """One with the largest number is never computed."""
+    return by_expert(x, probs, indices, fc1[:-1], fc2[:-1])
+
+
+class GradientOfX(torch.autograd.Function):
+    """The gradient of x is that of the first choice alone."""
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.function(grad), None
+
+
+def random_gradient(x, *args):
+    noise = lambda grad: grad * (1 + 1e-3 * torch.rand_like(grad))
+    return by_expert(GradientOfX.apply(x, noise), *args)
+
+
+def forgets_to_add(x, probs, indices, fc1, fc2):
+    """y is stored, not added: the last choice of a token wins."""
+    return by_expert(x, probs[:, -1:], indices[:, -1:], fc1, fc2)
+
+
+def narrow(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs, indices, fc1, fc2)[:, :-1]
+
+
+ALL = "random routing"
+WRONG = [
+    (swapped, ALL, "y"), (loses_last_row, ALL, "y"), (no_gradient_to_probs, ALL, "grad probs"),
+    (repeats_count_once, "a token names an expert twice", "y"),
+    (clamps, "unrouted assignments (index E)", "grad probs"),
+    (multiplies_by_zero, "NaN in tokens without experts", "grad fc1"),
+    (ignores_strides, "transposed weights", "y"),
+    (ignores_strides_of_x, "tokens are a strided view", "y"),
+    (adds_in_fp16, "large values", "y"), (prob_before_activation, ALL, "y"),
+    (normalises, ALL, "y"), (too_few_experts, "all tokens to one expert", "y"),
+    (random_gradient, ALL, "grad x"), (forgets_to_add, ALL, "y"), (narrow, ALL, "y"),
+]
+
+
+@pytest.mark.parametrize("function, case, result", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_check_flags_planted_mistakes(function, case, result, dtype, capsys):
+    """In the case that is there for it, and --case shows a row with both values."""
+    if function in (random_gradient,) and dtype == torch.bfloat16:
+        return                                           # 0.1 % is less than bf16 rounds
+    [row] = check_experts(function, dtype, DEVICE, case=case)
+    printed = capsys.readouterr().out
+    assert row.wrong and row.ratios[result] > check.WRONG, printed
+    assert "wrong" in printed and f"{result}[" in printed and "right" in printed
+
+
+KNOBS = [
+    {}, dict(topk=4), dict(topk=1, pre_softmax=True), dict(pre_softmax=True),
+    dict(norm_topk_prob=False), dict(pre_softmax=True, norm_topk_prob=True, norm_eps=1e-2),
+    dict(score_function="sigmoid"), dict(score_function="sigmoid", topk=1, num_experts=6),
+    dict(score_function="sqrtsoftplus", topk=3, norm_topk_prob=False, scaling_factor=1.5),
+    dict(score_function="sigmoid", topk=4, num_experts=32, num_groups=4, group_topk=2,
+         scaling_factor=2.5),
+    dict(topk=6, num_groups=4, group_topk=3, group_score_topk=1, num_experts=32),
+    dict(score_function="sqrtsoftplus", topk=4, num_groups=4, group_topk=2, norm_eps=1e-6),
+]
+
+
+def route(logits, bias, topk=2, pre_softmax=False, num_experts=None, dense=True, **knobs):
+    return kernels.topk_routing_with_score_function(
+        logits, topk, use_pre_softmax=pre_softmax, expert_bias=bias, dense_output=dense, **knobs)
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_check_passes_right_routers(knobs, dense, capsys):
+    rows = check_router(
+        lambda logits, bias: route(logits, bias, dense=dense, **knobs), with_bias=True,
+        device=DEVICE, **knobs)
+    assert len(rows) == 2 * len(check.router_cases(16, with_bias=False))
+    assert [*rows[0].ratios] == ["choice", "probs", "gradient"]
+    assert not any(row.wrong or row.refused for row in rows), capsys.readouterr().out
+
+
+def test_check_takes_ties_either_way(capsys):
+    """The top K of scores in place of logits: where a sigmoid saturates, a note says so. Among
+    logits that are equal any choice is right."""
+    def by_scores(logits, bias):
+        probs, indices = logits.sigmoid().topk(2)
+        return probs / (probs.sum(-1, keepdim=True) + 1e-20), indices
+    rows = check_router(by_scores, score_function="sigmoid", device=DEVICE)
+    assert not any(row.wrong for row in rows)
+    assert "not the top logits of" in capsys.readouterr().out
+    o = types.SimpleNamespace(topk=2, num_groups=None)
+    assert check.is_choice([3, 1], [1.0, 2.0, 2.0, 2.0], o, slack=0)
+    assert not check.is_choice([0, 1], [1.0, 2.0, 2.0, 2.0], o, slack=0)
+    o = types.SimpleNamespace(topk=2, num_groups=3, group_topk=1, group_score_topk=1)
+    scores = [5.0, 1.0, 5.0, 0.0, 4.0, 4.5]              # groups of two; the first two tie
+    assert check.is_choice([0, 1], scores, o, slack=0)
+    assert check.is_choice([3, 2], scores, o, slack=0)
+    assert not check.is_choice([0, 2], scores, o, slack=0)
+    assert not check.is_choice([4, 5], scores, o, slack=0)
+
+
+def adds_bias_to_probs(logits, bias):
+    probs, indices = (logits.sigmoid() + bias).topk(4)
+    return 2.5 * probs / probs.sum(1, keepdim=True), indices
+
+
+def ignores_groups(logits, bias):
+    return route(logits, bias, topk=4, score_function="sigmoid", scaling_factor=2.5)
+
+
+def masks_groups_by_0(logits, bias):
+    """Where biased scores are negative, a masked group wins."""
+    biased = logits.sigmoid() + bias
+    groups = biased.unflatten(1, (4, 8)).topk(2).values.sum(2)
+    kept = torch.zeros_like(groups).scatter(1, groups.topk(2).indices, 1)
+    indices = (biased * kept.repeat_interleave(8, 1)).topk(4).indices
+    probs = logits.sigmoid().gather(1, indices)
+    return 2.5 * probs / (probs.sum(1, keepdim=True) + 1e-20), indices
+
+
+def right_route(logits, bias):
+    return route(logits, bias, **KNOBS[9])
+
+
+def no_scaling(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs / 2.5, indices
+
+
+def no_gradient(logits, bias):
+    return right_route(logits.detach(), bias)
+
+
+def in_bf16(logits, bias):
+    return right_route(logits.bfloat16().float(), bias)
+
+
+def five_experts(logits, bias):
+    probs, chosen = route(logits, bias, dense=False, **KNOBS[9])
+    return probs, chosen | (torch.arange(32) == 0)
+
+
+def same_expert_twice(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs, indices[:, :1].expand(indices.shape)
+
+
+def beyond_the_last(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs, indices + 1
+
+
+def three_probs(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs[:, :3], indices
+
+
+@pytest.mark.parametrize("function, case, result", [
+    (adds_bias_to_probs, "random logits, bias", "probs"),
+    (ignores_groups, "random logits, bias", "choice"),
+    (masks_groups_by_0, "random logits, bias", "choice"),
+    (no_scaling, "random logits, bias", "probs"), (no_gradient, "random logits", "gradient"),
+    (in_bf16, "nearly equal logits", "choice"), (five_experts, "random logits", "choice"),
+    (same_expert_twice, "one token", "choice"), (beyond_the_last, "one token", "choice"),
+    (three_probs, "one token", "probs")])
+def test_check_flags_planted_routers(function, case, result):
+    [row] = check_router(function, **KNOBS[9], with_bias=True, device=DEVICE, case=case)
+    assert row.wrong and row.ratios[result] > check.WRONG, row
+
+
+def test_check_refused_is_no_mistake(capsys):
+    def refuses(x, *args):
+        if len(x) < 2:
+            raise NotImplementedError("at least two tokens\nand more")
+        return expert_mlp(x, *args)
+    rows = {row.case: row for row in check_experts(refuses, device=DEVICE)}
+    assert rows["one token"] == Row(
+        "one token", {}, "NotImplementedError: at least two tokens", wrong=False)
+    assert rows["random routing"].refused is None
+    out = capsys.readouterr().out
+    assert "refused: NotImplementedError: at least two tokens" in out
+    assert "times the bytes of x and fc1's output" in out
+    assert "torch.compile(fullgraph=True): 2 graphs for four T" in out
+    assert "case is 'two'; known: random" in error(check_experts, expert_mlp, case="two")
+
+
+def test_check_what_is_no_matter_of_right_and_wrong(capsys):
+    def noisy(x, *args):
+        return by_expert(x, *args) * (1 + 1e-6 * torch.rand(1, device=x.device))
+    check_experts(noisy, device=DEVICE)
+    out = capsys.readouterr().out
+    assert "differs from run to run" in out and "other bits" in out
+
+    def breaks(x, *args):
+        torch._dynamo.graph_break()
+        return by_expert(x, *args)
+    check_experts(breaks, device=DEVICE)
+    out = capsys.readouterr().out
+    assert "torch.compile(fullgraph=True): Unsupported" in out and "differs" not in out
+
+
+def test_check_from_the_command_line(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def moe(x, probs, indices, fc1, fc2):\n"
+        "    return x * 2\n"
+        "def route(logits, bias):\n"
+        "    s = logits.sigmoid() if bias is None else logits.sigmoid() + bias\n"
+        "    indices = s.topk(3).indices\n"
+        "    return logits.sigmoid().gather(1, indices), indices\n")
+
+    def run(*args):
+        done = subprocess.run(
+            [sys.executable, HERE / "check.py", *args], cwd=tmp_path, timeout=200,
+            capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+    status, out, _ = run("experts", "mine.py:moe", "--dtype", "bf16", "--json", "rows.json")
+    assert status == 1 and "wrong" in out
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["case"] for row in rows] == [*check.EXPERT_CASES] and rows[0]["wrong"]
+    status, out, _ = run(
+        "router", "mine.py:route", "--topk", "3", "--score_function", "sigmoid", "--with_bias",
+        "--norm_topk_prob", "False", "--case", "one token, bias")
+    assert status == 0 and len(out.splitlines()) == 2
+    assert run("router", "x", "--list")[1].splitlines() == [*check.router_cases(16, False)]
+    for place in ("mine.py:no", "no.py:moe", "mine.py"):
+        status, out, err = run("experts", place)
+        assert status == 2 and len(err.splitlines()) == 1 and "cannot be loaded" in err
+    assert run("experts", "mine.py:moe", "--case", "no")[0] == 2
