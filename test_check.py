@@ -364,3 +364,56 @@ def test_check_from_the_command_line(tmp_path):
         status, out, err = run("experts", place)
         assert status == 2 and len(err.splitlines()) == 1 and "cannot be loaded" in err
     assert run("experts", "mine.py:moe", "--case", "no")[0] == 2
+
+
+def adapter(name: str):
+    """The function of an adapter in docs/change.md."""
+    _, text = (HERE / "docs/change.md").read_text().split(f"<!-- {name} adapter example -->")
+    names = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    return names["moe"]
+
+
+def test_check_adapter_for_transformers():
+    pytest.importorskip("transformers")
+    row, *_ = check_experts(adapter("transformers"), case="random routing")
+    assert not row.wrong and not row.refused
+
+
+def test_check_adapters_for_others(monkeypatch):
+    """With stand-ins that take what torchtitan's and ScatterMoE's modules take."""
+    class GroupedExperts(torch.nn.Module):
+        def __init__(self, dim, hidden_dim, num_experts, use_grouped_mm):
+            super().__init__()
+            for name in ("w1", "w2", "w3"):
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(0)))
+
+        def forward(self, x, num_tokens_per_expert):
+            blocks = zip(x.split(num_tokens_per_expert.tolist()), self.w1, self.w2, self.w3)
+            return torch.cat([(F.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t()
+                              for x, w1, w2, w3 in blocks])
+
+    class Weight(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(0))
+
+    class GLUMLP(torch.nn.Module):
+        def __init__(self, input_size, hidden_size, num_experts, top_k):
+            super().__init__()
+            self.experts, self.output_experts = Weight(), Weight()
+
+        def forward(self, x, expert_p, expert_idxs):
+            up, gate = self.experts.weight.chunk(2, 1)
+            return by_expert(
+                x, expert_p, expert_idxs, torch.cat((gate, up), 1), self.output_experts.weight)
+
+    for path, module in (("torchtitan.models.moe.moe", GroupedExperts), ("scattermoe.mlp", GLUMLP)):
+        for end in range(len(path.split("."))):
+            name = ".".join(path.split(".")[:end + 1])
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        setattr(sys.modules[path], module.__name__, module)
+        function = adapter(path.split(".")[0])
+        for case in ("random routing", "experts without tokens", "K = E"):
+            [row] = check_experts(function, device=DEVICE, case=case)
+            assert not row.wrong and not row.refused, row
