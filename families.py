@@ -44,9 +44,10 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
       known model_type chooses the row, and the fields are read from the innermost config.
     layer_idx: the number of the layer. It is needed if the MoE layers of the config differ.
 
-    params_dtype is the config's dtype or torch_dtype. The inner config comes before the outer one.
-    Without a dtype it is float32. A size must be in the config. Every other field has the default
-    that its model publishes. ValueError: lists all that the layer cannot express.
+    batch_first is True: the library's hidden states are [B, S, H]. params_dtype is the config's
+    dtype or torch_dtype. The inner config comes before the outer one. Without a dtype it is
+    float32. A size must be in the config. Every other field has the default that its model
+    publishes. ValueError: lists all that the layer cannot express.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -79,7 +80,7 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     if read.problems:
         problems = _listed(list(dict.fromkeys(read.problems)), "; ")
         raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
-    return moe.MoEConfig(**values, params_dtype=getattr(torch, dtype))
+    return moe.MoEConfig(**values, params_dtype=getattr(torch, dtype), batch_first=True)
 
 
 class Slot(NamedTuple):
@@ -289,7 +290,8 @@ def from_hf(
       "model.layers.3.block_sparse_moe.". Names without it are ignored.
 
     Over ep only the experts of this rank are read, and the others may be missing. Over tp this
-    rank's part of the shared expert is read.
+    rank's part of the shared expert is read. A batch_first of None becomes True in one process and
+    over ep, since the library's hidden states are [B, S, H].
 
     ValueError: lists the missing, the misshapen and the unexpected tensors. Another one: the layer
     is no block of this family, or is on the meta device. After these errors the layer is unchanged.
@@ -306,6 +308,9 @@ def from_hf(
                          "layer.to_empty(device=..) and reset_parameters() of its modules first")
     source = Source(tensors, prefix)
     _fill(_matched(inner, model_type, source), source)
+    if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
+        for module in (inner, inner.router):
+            module.config = dataclasses.replace(module.config, batch_first=True)
     return layer
 
 
@@ -1005,7 +1010,7 @@ def _blank_block(model, prefix, changes, groups):
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
-    config = dataclasses.replace(published, batch_first=True, **changes)
+    config = dataclasses.replace(published, **changes)
     if config.parts != published.parts:
         raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
                          f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")

@@ -89,8 +89,9 @@ class MoEConfig:
     kernels.activation. apply_probs_on: "activation" is p · expert(x), with p multiplied in
     before fc2; "input" is expert(p·x), another function, for topk = 1. load_balancing_type and
     aux_loss_coeff are one type and a float, or tuples of the same length; every balance
-    loss needs a positive coefficient. batch_first says which axis is the sequence: it
-    matters to seq_aux_loss alone.
+    loss needs a positive coefficient. batch_first says which axis is the sequence. It
+    matters to seq_aux_loss alone, which needs True or False for an input with two token axes;
+    elsewhere None is False.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing
     {'none': 0.0}
@@ -140,7 +141,7 @@ class MoEConfig:
     params_dtype: torch.dtype = torch.float32
     init_std: float = 0.02
     output_init_std: float | None = None           # of fc2, latent_up; None: init_std
-    batch_first: bool = False                      # hidden_states are [B, S, H], token t is b·S + s
+    batch_first: bool | None = None                # hidden_states are [B, S, H], token t is b·S + s
 
     @property
     def output_std(self) -> float:
@@ -499,6 +500,8 @@ class TopKRouter(Router):
             padding_mask = _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, axes)
+        elif self.config.batch_first is None:
+            _check_order(self.config, axes)
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, axes)
         if self.counts.last_losses.device != self.weight.device:
@@ -519,8 +522,11 @@ class TopKRouter(Router):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
+        axes = list(logits.shape[:-1])
         if padding_mask is not None:
-            padding_mask = _check_mask(padding_mask, list(logits.shape[:-1]))
+            padding_mask = _check_mask(padding_mask, axes)
+        if self.config.batch_first is None:
+            _check_order(self.config, axes)
         return self._to_map(*self._route_logits(logits, padding_mask))
 
     # -- the choice --
@@ -1512,6 +1518,16 @@ def finish_step(model: nn.Module) -> None:
         router.reset_global_aux_loss_tracker()
 
 
+def _check_one_process(otherwise):
+    """For a router that has no group of all ranks."""
+    ranks = group_size(dist.group.WORLD)
+    if ranks > 1:
+        raise ValueError(
+            f"tp_dp_cp is None and {ranks} ranks run: {otherwise}. For one model on all ranks give "
+            f"the layer their group, MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for "
+            f"independent models ProcessGroups(tp_dp_cp=group) with a group of one rank")
+
+
 def update_expert_bias(model: nn.Module) -> None:
     """Updates the expert bias of every router. finish_step calls it.
 
@@ -1521,14 +1537,10 @@ def update_expert_bias(model: nn.Module) -> None:
     ranks run, and the router does not know over which to pool the counts.
     """
     routers = [router for router in _routers(model) if router.expert_bias is not None]
-    ranks = group_size(dist.group.WORLD)
     for router in routers:
-        if ranks > 1 and router.pg_collection.tp_dp_cp is None:
-            raise ValueError(
-                f"tp_dp_cp is None and {ranks} ranks run: each would balance its own tokens, and "
-                f"their expert biases would drift apart. For one model on all ranks give the layer "
-                f"their group, MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for "
-                f"independent models ProcessGroups(tp_dp_cp=group) with a group of one rank")
+        if router.pg_collection.tp_dp_cp is None:
+            _check_one_process("each would balance its own tokens, and their expert biases would "
+                               "drift apart")
     for router in routers:
         router._maintain_float32_expert_bias()
         config = router.config
@@ -1629,8 +1641,10 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     coefficient, NaN for a layer without it. The metrics are for logging only: the losses
     are in the gradient already, do not add them.
 
-    reduce: over all ranks. Counts are summed; losses are summed over the ranks that share
-    them and averaged over the others. This is collective.
+    Without reduce the counts are those of this rank, and a loss over several ranks is this
+    rank's share of it. reduce: over all ranks. Counts are summed; losses are summed over the
+    ranks that share them and averaged over the others. This is collective. ValueError: several
+    ranks run, and a router knows no group of them.
     """
     counts, losses, violations = [], [], []
     on = set()
@@ -1639,6 +1653,8 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
         last_losses = router.counts.last_losses
         if reduce:
             group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
+            if group is None:
+                _check_one_process("each would return its own values")
             ranks = group_size(group)
             shares = [ranks / (router.counts.sharers[name] or ranks) for name in METRICS]
             counts_E = all_sum(counts_E, group)
@@ -1664,6 +1680,14 @@ def _refuse_input(input, config):
     axes = "B, S" if config.batch_first else "S, B"
     raise ValueError(f"input has shape {list(input.shape)}; "
                      f"needs [{axes}, {config.hidden_size}] or [T, {config.hidden_size}]")
+
+
+def _check_order(config, axes):
+    H = config.hidden_size
+    if len(axes) == 2 and "seq_aux_loss" in config.losses:
+        raise ValueError(f"batch_first is None, and seq_aux_loss has to know which of the axes "
+                         f"{axes} is the sequence; needs batch_first=True for [B, S, {H}] or "
+                         f"batch_first=False for [S, B, {H}]")
 
 
 def _check_mask(padding_mask, axes):
@@ -1730,6 +1754,7 @@ def _refused_values(c):
         ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta capacity_factor",
          lambda x: x is not None and x > 0, "a positive number"),
         ("z_loss_coeff input_jitter_eps output_init_std", lambda x: x >= 0, "0 or more"),
+        ("batch_first", lambda x: isinstance(x, bool), "True or False"),
     )
     for names, fits, need in rules:
         for name in names.split():

@@ -297,15 +297,16 @@ CONFIGS = {
 
 
 def small_config(**fields) -> MoEConfig:
-    """In fp32, without a shared expert."""
-    return MoEConfig(**{**dict(hidden_size=8, ffn_hidden_size=4, num_experts=6, topk=2), **fields})
+    """In fp32, without a shared expert; [S, B, H]."""
+    small = dict(hidden_size=8, ffn_hidden_size=4, num_experts=6, topk=2, batch_first=False)
+    return MoEConfig(**{**small, **fields})
 
 
 def exact_config(**fields) -> MoEConfig:
-    """In fp64, with a shared expert."""
+    """In fp64, with a shared expert; [S, B, H]."""
     small = dict(
         hidden_size=6, ffn_hidden_size=5, num_experts=4, topk=2, shared_expert_intermediate_size=8,
-        params_dtype=torch.float64, router_dtype=torch.float64)
+        params_dtype=torch.float64, router_dtype=torch.float64, batch_first=False)
     return MoEConfig(**{**small, **fields})
 
 
@@ -558,7 +559,7 @@ def random_config(rng: random.Random) -> MoEConfig:
     while True:
         options = dict(
             hidden_size=6, ffn_hidden_size=5, num_experts=8, topk=rng.randint(1, 4), init_std=0.5,
-            params_dtype=torch.float64, router_dtype=torch.float64,
+            params_dtype=torch.float64, router_dtype=torch.float64, batch_first=False,
             score_function=rng.choice(["softmax", "sigmoid", "sqrtsoftplus"]),
             pre_softmax=rng.choice([False, True]),
             norm_topk_prob=rng.choice([None, None, True, False]),
@@ -2365,6 +2366,28 @@ def test_layer_batch_first_is_the_transposed_layer():
     assert (wrong - right).abs() > 1e-3
     assert "needs [B, S, 6] or [T, 6]" in error(mine, x[..., :5])
     close(mine(x.flatten(0, 1)), layer(x.flatten(0, 1)))     # [T, H] is one sequence
+
+
+def test_layer_seq_loss_asks_which_axis_is_the_sequence():
+    """batch_first is None by default: with seq_aux_loss two token axes are refused, in eval mode
+    too, and nothing changes. A pack, and [T, H], say it themselves. Without the loss None is
+    False."""
+    layer = MoELayer(exact_config(**LOSSES, batch_first=None))
+    right = MoELayer(exact_config(**LOSSES))
+    right.load_state_dict(layer.state_dict())
+    x = leaf(7, 3, 6)
+    for call in (layer, layer.eval(), layer.router.route, layer.router,
+                 lambda x: layer.router.routing(layer.router.gating(x))):
+        text = error(call, x)
+        assert "needs batch_first=True for [B, S, 6] or batch_first=False for [S, B, 6]" in text
+    layer.train()
+    assert not any(tensor.nan_to_num().any() for tensor in counts_of(layer))
+    agree(layer, right, (leaf(1, 21, 6), None, None, torch.tensor([0, 9, 21])))
+    agree(layer, right, leaf(21, 6))
+    plain = [MoELayer(exact_config(batch_first=first)) for first in (None, False)]
+    plain[1].load_state_dict(plain[0].state_dict())
+    agree(*plain, x, tol=0)
+    assert "batch_first = 1: needs True or False, or None" in error(small_config, batch_first=1)
 
 
 def test_layer_output_init_std_is_that_of_the_output_projections():
@@ -4290,8 +4313,8 @@ def card_config(**fields) -> MoEConfig:
     """Widths that torch's grouped product takes in bf16."""
     return MoEConfig(**{**dict(
         hidden_size=32, ffn_hidden_size=24, num_experts=8, topk=3, init_std=0.3,
-        shared_expert_intermediate_size=16, shared_expert_gate=True, shared_expert_overlap=True),
-        **fields})
+        shared_expert_intermediate_size=16, shared_expert_gate=True, shared_expert_overlap=True,
+        batch_first=False), **fields})
 
 
 def exact_loop(layer: MoELayer, x: Tensor, mask: Tensor) -> list[Tensor]:

@@ -1858,7 +1858,8 @@ def test_trainer_refuses_ranks_that_it_does_not_know(rank, ranks):
         layer.load_state_dict(layers[1].state_dict())
         layer(x).sum().backward()
     kept = copy.deepcopy(counts_of(layers[0]))
-    for call in (update_expert_bias, finish_step):
+    reduced = functools.partial(load_balancing_metrics, reduce=True)
+    for call in (update_expert_bias, finish_step, reduced):
         text = error(call, torch.nn.Sequential(layers[1], layers[0]))
         assert text.startswith("ValueError: tp_dp_cp is None and 2 ranks run"), text
         assert 'MoELayer(config, ProcessGroups.from_mesh(mesh["dp"]))' in text
