@@ -151,7 +151,7 @@ class MoEConfig:
     @functools.cached_property
     def balancing(self) -> dict[str, float]:
         """Balancing type -> its coefficient."""
-        if isinstance(self.load_balancing_type, (tuple, list)):
+        if isinstance(self.load_balancing_type, tuple):
             return dict(zip(self.load_balancing_type, self.aux_loss_coeff))
         return {self.load_balancing_type: self.aux_loss_coeff}
 
@@ -190,6 +190,9 @@ class MoEConfig:
         return self.activation_function.parts
 
     def __post_init__(self):
+        for name in ("load_balancing_type", "aux_loss_coeff"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))     # it can be hashed
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
         self.losses, self.choice_options, self.prob_options, self.activation_function
@@ -242,6 +245,8 @@ class MoELayer(ParallelModule):
         """
         config = self.config
         shared = self.shared_experts
+        if hidden_states.ndim not in (2, 3):
+            _refuse_input(hidden_states, config)
         if config.shared_expert_overlap:
             shared.reset_overlap()                       # a forward may have ended in an exception
             hidden_states = shared.pre_forward_comm(hidden_states)
@@ -402,7 +407,8 @@ class Router(ParallelModule, ABC):
     def reset_bias_histogram(self) -> None:
         """Empties the histogram of bias_update="quantile", which was made with the old bias.
 
-        Call it after writing the expert bias by hand. load_state_dict calls it for you.
+        Call it after writing the expert bias by hand. load_state_dict does so for you, and
+        empties local_tokens_per_expert too.
         """
         self.counts.zero("bias_histogram")
 
@@ -429,7 +435,7 @@ class Router(ParallelModule, ABC):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
-        self.reset_bias_histogram()
+        self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
 
     def _save_to_state_dict(self, *args, **kwargs):
         self._maintain_float32_expert_bias()
@@ -491,7 +497,7 @@ class TopKRouter(Router):
         the tokens from cu_seqlens[i] to before cu_seqlens[i + 1]. The input is [T, H], or one
         of its two token axes has length 1. Only seq_aux_loss uses it: it is then the mean
         over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
-        own part, for the same n sequences. The values are not checked either.
+        own part, for the same n sequences. The values are checked in eager mode on a CPU alone.
         """
         axes = list(input.shape[:-1])
         if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:
@@ -527,7 +533,10 @@ class TopKRouter(Router):
             padding_mask = _check_mask(padding_mask, axes)
         if self.config.batch_first is None:
             _check_order(self.config, axes)
-        return self._to_map(*self._route_logits(logits, padding_mask))
+        topk_indices = None
+        if self._replayed is not None:
+            topk_indices = self._given_indices(None, axes)
+        return self._to_map(*self._route_logits(logits, padding_mask, topk_indices))
 
     # -- the choice --
 
@@ -1175,6 +1184,9 @@ class SharedExpertMLP(ParallelModule):
         H = self.config.hidden_size
         if x.shape[-1] != H:
             raise ValueError(f"hidden_states has shape {list(x.shape)}; needs [.., {H}]")
+        if x.dtype != self.fc1.dtype and not kernels.is_any_autocast():
+            raise TypeError(f"hidden_states is {x.dtype}, and the shared expert {self.fc1.dtype}; "
+                            f"they need one dtype")
         return None if gate_weight is None else F.linear(x, gate_weight).sigmoid()
 
     def _enter(self, x):
@@ -1706,6 +1718,11 @@ def _check_bounds(cu_seqlens, axes):
     if len(axes) == 2 and 1 not in axes:
         raise ValueError(f"cu_seqlens is for packed sequences, and input has {list(axes)} tokens; "
                          f"needs [T], or one axis of length 1")
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():          # else it would sync
+        bounds = cu_seqlens.tolist()
+        T = math.prod(axes)
+        if bounds[0] != 0 or bounds[-1] != T or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens is {bounds}; needs 0 first, ascending, {T} last")
 
 
 # ---- What a config refuses ----
@@ -1744,6 +1761,10 @@ def _changed(config, name):
     return getattr(config, name) != getattr(MoEConfig, name)
 
 
+def _is_number(x):
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
 def _refused_values(c):
     """Each field by itself, then those that have no effect."""
     rules = (
@@ -1751,9 +1772,14 @@ def _refused_values(c):
          lambda x: isinstance(x, int) and x > 0, "a positive int"),
         ("router_dtype params_dtype",
          lambda x: isinstance(x, torch.dtype) and x.is_floating_point, "a floating torch.dtype"),
-        ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta capacity_factor",
-         lambda x: x is not None and x > 0, "a positive number"),
-        ("z_loss_coeff input_jitter_eps output_init_std", lambda x: x >= 0, "0 or more"),
+        ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta",
+         lambda x: _is_number(x) and x > 0, "a positive number"),
+        ("capacity_factor",
+         lambda x: _is_number(x) and 0 < x < 2 ** 31, "a positive number below 2 ** 31"),
+        ("z_loss_coeff input_jitter_eps output_init_std",
+         lambda x: _is_number(x) and x >= 0, "0 or more"),
+        ("glu_alpha glu_linear_offset norm_eps scaling_factor bias_update_rate init_std",
+         _is_number, "a finite number"),
         ("batch_first", lambda x: isinstance(x, bool), "True or False"),
     )
     for names, fits, need in rules:
@@ -1773,7 +1799,7 @@ def _refused_values(c):
 
 def _refused_balancing(c):
     both = "load_balancing_type aux_loss_coeff"
-    sizes = [len(x) if isinstance(x, (tuple, list)) else None
+    sizes = [len(x) if isinstance(x, tuple) else None
              for x in (c.load_balancing_type, c.aux_loss_coeff)]
     if sizes[0] != sizes[1]:
         yield both, "one type takes a float, several a tuple of the same length"
@@ -1784,7 +1810,9 @@ def _refused_balancing(c):
     if repeated or len(kinds) > 1 and not kinds <= set(LOSS_NAMES):
         yield "load_balancing_type", 'each type at most once; "none" and "sinkhorn" go alone'
     for kind, coeff in c.balancing.items():
-        if kind in LOSS_NAMES and not 0 < coeff < math.inf:
+        if not _is_number(coeff):
+            yield both, f"{kind} needs a finite number"
+        if kind in LOSS_NAMES and not coeff > 0:
             yield both, f"{kind} needs a positive coefficient; give one, or leave the type out"
         if kind not in LOSS_NAMES and coeff:
             yield both, f"{kind!r} is no loss; name a loss, or leave the coefficient out"

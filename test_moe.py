@@ -940,6 +940,7 @@ def test_balance_router_by_quantiles(score_function):
     same(router.bias_histogram, required_bias_histogram(scores, router.expert_bias, 4))
     layer.load_state_dict(layer.state_dict())                        # another bias from now on
     same(router.bias_histogram, torch.zeros_like(router.bias_histogram))
+    assert not router.local_tokens_per_expert.any()                  # they are of another model too
     router.reset_bias_histogram()
     assert router.bias_histogram.sum() == 0 and router.bias_histogram.dtype == torch.int32
 
@@ -1937,9 +1938,16 @@ def test_config_errors():
         config(situ_beta=2.0); config(situ_linear_beta=2.0) => has no such constant
         situ(situ_beta=0.0); config(latent_size=4, latent_norm_eps=0.0) => needs a positive number
         situ(situ_linear_beta=-1.0) => a positive number, or None
-        config(activation_clamp_value=0.0); config(capacity_factor=0.0) => a positive number, or
+        config(activation_clamp_value=0.0); config(activation_clamp_value="7") => positive number, or
+        config(capacity_factor=0.0); config(capacity_factor=-1) => a positive number below 2 ** 31
         config(z_loss_coeff=-1.0); config(input_jitter_eps=-0.1) => 0 or more, or None
         config(output_init_std=-1.0) => 0 or more, or None
+        config(capacity_factor=INF); config(capacity_factor=1e308) => a positive number below 2 **
+        config(capacity_factor="2"); config(capacity_factor=NAN) => a positive number below 2 ** 31
+        config(init_std=INF); config(norm_eps="0"); config(norm_eps=None) => needs a finite number
+        config(scaling_factor=True); config(scaling_factor=[2.0]) => needs a finite number, or None
+        config(z_loss_coeff="1"); config(input_jitter_eps=NAN) => needs 0 or more, or None
+        config(load_balancing_type="aux_loss", aux_loss_coeff="0.1") => aux_loss needs a finite numb
         config(load_balancing_type="auxloss") => none, aux_loss, seq_aux_loss, global_aux
         losses(aux_loss_coeff=0.1); config(aux_loss_coeff=(0.1,)) => a tuple of the same length
         losses(aux_loss_coeff=(0.1, 0.2)) => a tuple of the same length
@@ -1948,7 +1956,7 @@ def test_config_errors():
         config(load_balancing_type="aux_loss") => aux_loss_coeff = 0.0: aux_loss needs
         config(load_balancing_type="seq_aux_loss", aux_loss_coeff=-0.1) => -0.1: seq_aux_loss needs
         config(load_balancing_type="global_aux_loss", aux_loss_coeff=NAN) => nan: global_aux_loss
-        losses(aux_loss_coeff=(INF,)) => (inf,): aux_loss needs
+        losses(aux_loss_coeff=(INF,)); losses(aux_loss_coeff=(None,)) => ,): aux_loss needs
         config(aux_loss_coeff=0.1) => load_balancing_type = 'none', aux_loss_coeff = 0.1
         sinkhorn(num_groups=2, group_topk=1); sinkhorn(scaling_factor=2.0) => its own choice
         sinkhorn(enable_expert_bias=True); sinkhorn(norm_topk_prob=True) => its own choice
@@ -1973,6 +1981,9 @@ def test_config_makes_what_forwards_ask_for():
         assert made["losses"] == made["balancing"]
         assert made["prob_options"]["normalise"] == "softmax"
         assert made["activation_function"] == kernels.SiTU(beta=1.5, linear_beta=0.5)
+    lists = dataclasses.replace(
+        config, load_balancing_type=["global_aux_loss", "aux_loss"], aux_loss_coeff=[0.2, 0.1])
+    assert lists == config and hash(lists) == hash(config)
     sinkhorn = dataclasses.replace(config, load_balancing_type="sinkhorn", aux_loss_coeff=0.0)
     assert not sinkhorn.losses and sinkhorn.balancing == {"sinkhorn": 0.0}
 
@@ -2333,13 +2344,18 @@ def test_layer_dtype_casts_keep_the_expert_bias():
 def test_layer_errors():
     check_error_table("""
         layer(torch.randn(6, 9)) => input has shape [6, 9]
+        layer(x[0]); overlap(x[0]) => input has shape [8]; needs [S, B, 8] or [T, 8]
+        layer(x[0, 0]); layer(x[None, None]) => input has shape [
+        overlap(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the shared expert
         layer(x.bfloat16()) => TypeError: tokens is torch.bfloat16
         layer(x, torch.zeros(5).bool()) => padding_mask is [5] torch.bool
         layer(x, torch.zeros(6)) => padding_mask is [6] torch.float32
         layer(x, None, zeros.long()); layer(x, None, zeros[:, :2]) => topk_indices is [6,
         layer(x, None, torch.zeros(6, 2).bool()) => [6, 2] torch.bool; needs [6, 2] or [6, 2] of an
         load_balancing_metrics(torch.nn.Linear(2, 2)) => (Linear) has no Router
-        """, layer=MoELayer(small_config()), x=torch.randn(6, 8), zeros=torch.zeros(6, 3))
+        """, layer=MoELayer(small_config()), x=torch.randn(6, 8), zeros=torch.zeros(6, 3),
+        overlap=MoELayer(small_config(
+            shared_expert_intermediate_size=4, shared_expert_overlap=True)))
 
 
 def test_layer_batch_first_is_the_transposed_layer():
@@ -2449,6 +2465,9 @@ def test_router_errors():
         router(x[:, 0], cu_seqlens=zeros(2)) => is [2] torch.float32; needs [n + 1] torch.int32 or
         router.route(x[:, 0], cu_seqlens=pack[None]) => cu_seqlens is [1, 2] torch.int64
         router.route(x[:, 0], cu_seqlens=pack[0]); router(x[:, 0], cu_seqlens=pack[:0]) => needs [n
+        router(x[:, 0], cu_seqlens=pack + 1) => cu_seqlens is [1, 6]; needs 0 first, ascending, 5
+        router(x[:, 0], cu_seqlens=pack[:1]) => cu_seqlens is [0]; needs 0 first, ascending, 5 last
+        router(x[:, 0], cu_seqlens=torch.tensor([0, 7, 5])) => is [0, 7, 5]; needs 0 first
         attach(zeros(5), 0.1, zeros(()), "mse", None) => is 'mse'; known: 'load_balancing_loss'
         """, router=(router := TopKRouter(small_config())), zeros=torch.zeros,
         attach=router.attach_and_log_load_balancing_loss, x=torch.zeros(5, 3, 8),
@@ -3757,6 +3776,19 @@ def test_trainer_record_and_replay(way):
             close(outcome(function, x), expected, 1e-5)
         same(record.indices, others)
     close(outcome(function, x), want, 1e-6)                  # nothing stays behind
+
+
+def test_trainer_replay_of_given_logits():
+    """router.routing takes part in a replay as router.route does."""
+    router = TopKRouter(small_config(score_function="sigmoid"))
+    x, other = torch.randn(2, 7, 8)
+    with record_routing(router) as record:
+        probs, routing_map = router.routing(router.gating(x))
+    assert router.routing(router.gating(other))[1].ne(routing_map).any()
+    with replay_routing(router, record.indices):
+        same(router.routing(router.gating(x)), (probs, routing_map))
+        same(router.routing(router.gating(other))[1], routing_map)
+        assert "needs [5, 2]" in error(router.routing, router.gating(x[:5]))
 
 
 def test_trainer_replayed_padding_reaches_no_expert():
