@@ -25,6 +25,7 @@ import contextlib
 import functools
 import math
 import re
+import sys
 import threading
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
@@ -2296,19 +2297,45 @@ def in_backward() -> bool:
 def is_recomputing() -> bool:
     """Whether a non-reentrant checkpoint is running its forward again.
 
-    In eager mode that happens inside a backward, in a graph as part of the compiled
-    backward. A reentrant checkpoint runs its first pass without grad, where nothing is
-    counted. Its second pass is not recognised here, so the second pass adds to the counts.
+    In eager mode, under compiled autograd too, the checkpoint's hooks on saved tensors say so. In
+    a graph the recomputation is part of the compiled backward. A reentrant checkpoint runs its
+    first pass without grad, where nothing is counted. Its second pass is not recognised here, so
+    the second pass adds to the counts. RuntimeError: neither is known for certain.
     """
+    packs = [pack for pack, _ in _saved_tensors_hooks()]
+    names = [getattr(pack, "__qualname__", repr(pack)) for pack in packs]
+    if any("_recomputation_hook" in name for name in names):
+        return True
     node = torch._C._current_autograd_node()
-    return node is not None and _recomputes(node)
+    node = "" if node is None else node.name()
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        _refuse_to_guess("compiled autograd")
+    if node and names and node not in ("CheckpointFunctionBackward", "CompiledFunctionBackward"):
+        _refuse_to_guess(f"{node}, with the saved-tensor hooks {names}")
+    return node == "CompiledFunctionBackward"
 
 
-def _recomputes(node):
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return node.name() == "CompiledFunctionBackward"
-    return "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+def _refuse_to_guess(where):
+    raise RuntimeError(
+        f"a forward runs inside the backward of {where}: whether it runs for the second time, and "
+        f"must not count its tokens again, is not known; needs torch.utils.checkpoint with "
+        f"use_reentrant=False, or no hooks around the forward")
+
+
+def _saved_tensors_hooks():
+    """The pairs of hooks on saved tensors that are active, the innermost first. Offloading inside
+    a checkpoint hides the checkpoint's pair, so one has to look behind the first.
+    """
+    pairs = []
+    try:
+        while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            pairs.append(pair)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    finally:
+        for pair in reversed(pairs):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+    return pairs
 
 
 def with_fixed_address(tensor: Tensor) -> Tensor:

@@ -234,6 +234,26 @@ def selective(f):
     return lambda *args: checkpoint(f, *args, use_reentrant=False, context_fn=keep)
 
 
+def hooked(f):
+    """With hooks on saved tensors that are not the checkpoint's."""
+    def run(*args):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            return f(*args)
+    return run
+
+
+def offloaded(f):
+    def run(*args):
+        with torch.autograd.graph.save_on_cpu():
+            return f(*args)
+    return run
+
+
+def before_another(f):
+    """The checkpoint's own hooks see a tensor after f, so that it runs again."""
+    return lambda *args: f(*args).clamp(-1e9, 1e9)
+
+
 # The ways to run a module. WAYS[name](module) gives what module(x) gives.
 WAYS = {
     "plain": lambda f: f,
@@ -244,6 +264,12 @@ WAYS = {
     "nested re in non": lambda f: checkpointed(checkpointed(f, True), False),
     "nested re in re": lambda f: checkpointed(checkpointed(f, True), True),
     "selective": selective,
+    "hooks in non-reentrant": lambda f: checkpointed(before_another(hooked(f)), False),
+    "offload in non-reentrant": lambda f: checkpointed(before_another(offloaded(f)), False),
+    "hooks around non-reentrant": lambda f: hooked(checkpointed(f, False)),
+    "hooks in reentrant": lambda f: checkpointed(before_another(hooked(f)), True),
+    "hooks in nested non in non": lambda f: checkpointed(
+        before_another(checkpointed(before_another(hooked(f)), False)), False),
     "compiled": compiled,
     "compiled inside reentrant": lambda f: checkpointed(compiled(f), True),
     "compiled inside non-reentrant": lambda f: checkpointed(compiled(f), False),
@@ -253,7 +279,7 @@ WAYS = {
     "inductor around non-reentrant": lambda f: compiled(checkpointed(f, False), "inductor"),
     "inductor inside non-reentrant": lambda f: checkpointed(compiled(f, "inductor"), False),
 }
-EAGER_WAYS = list(WAYS)[:8]
+EAGER_WAYS = list(WAYS)[:13]
 QUICK_WAYS = [*EAGER_WAYS, "compiled around non-reentrant"]
 
 
@@ -2690,15 +2716,54 @@ def test_router_counts_exactly_once(way):
     assert load_balancing_metrics(layer)["tokens_per_expert"].sum() == 14
 
 
+def test_router_counts_once_or_refuses():
+    """Under compiled autograd, and where a recomputation could not be told from a first pass: once,
+    or an error, never twice."""
+    from torch._dynamo import compiled_autograd
+
+    def counts_of_a_step(way, x):
+        layer = MoELayer(small_config(**BIASED))
+        function = WAYS[way](layer)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            function(x).sum().backward()
+        return layer.router.local_tokens_per_expert.sum().item()
+    x = torch.randn(7, 8, requires_grad=True)
+    for way in ("plain", "non-reentrant", "hooks in non-reentrant", "compiled"):
+        with about(way):
+            assert counts_of_a_step(way, x) == 14
+    assert "backward of compiled autograd" in error(counts_of_a_step, "reentrant", x)
+
+    class Again(torch.autograd.Function):
+        """A checkpoint of one's own: its second pass is inside its backward, beside a hook."""
+        @staticmethod
+        def forward(ctx, x, layer):
+            ctx.save_for_backward(x)
+            ctx.layer = layer
+            return layer(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                y = hooked(ctx.layer)(x)
+            return torch.autograd.grad(y, x, grad)[0], None
+    layer = MoELayer(small_config(**BIASED))
+    y = Again.apply(x, layer).sum()
+    text = error(y.backward)
+    assert "backward of AgainBackward" in text and "saved-tensor hooks" in text, text
+    assert not layer.router.local_tokens_per_expert.any()    # the first pass had no grad
+
+
 @pytest.mark.parametrize("way", slow_but(QUICK_WAYS, [
     "reentrant", "non-reentrant", "compiled", "compiled inside reentrant", "nested re in re",
+    "hooks in non-reentrant", "offload in non-reentrant",
     "compiled around non-reentrant", "inductor around non-reentrant"]))
 def test_router_global_loss_under_checkpoints(way):
     """The running sums grow once. Each forward's gradient uses the sums of its own first pass, over
     three accumulated forwards. Two are in flight where that is possible: a reentrant checkpoint
     counts in the order of the backwards, and a checkpoint inside a graph refuses a forward whose
     sums have moved on."""
-    in_turn = way not in ("non-reentrant", "compiled")
+    in_turn = way not in ("non-reentrant", "compiled") and not way.endswith("in non-reentrant")
     config = small_config(load_balancing_type="global_aux_loss", aux_loss_coeff=0.5)
     layer = MoELayer(config)
     router = layer.router
