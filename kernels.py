@@ -214,66 +214,64 @@ def _exact_fp32():
 
 # This is an op for _exact_fp32. Without it the compiler would also make the backward's upcast
 # copies in the forward, and keep them.
-@op(lambda a, b, dtype, out_dtype:
+@op(lambda a, b, bias, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
 @_exact_fp32()
-def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """a · b, computed in dtype and returned in out_dtype."""
-    if a.is_cuda and _multiplies_into_fp32(a, b, dtype, out_dtype):
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
+def _product_in(
+    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype,
+) -> Tensor:
+    """a · b + bias, with a and b cast to dtype; the sum is rounded once, to out_dtype."""
+    wide = dtype
+    if bias is not None:
+        wide = torch.promote_types(dtype, torch.float32)
+    if wide != dtype:
+        a, b = a.to(dtype), b.to(dtype)
+    if a.is_cuda and _multiplies_into_fp32(a, b, wide):
+        product = torch.mm(a, b, out_dtype=wide)
+    else:
+        product = a.to(wide) @ b.to(wide)
+    if bias is not None:
+        product.add_(bias)
+    return product.to(out_dtype)
 
 
-def _multiplies_into_fp32(a, b, dtype, out_dtype):
+def _multiplies_into_fp32(a, b, dtype):
     """Whether CUDA takes both in bf16 and gives fp32: exact products, without copies in fp32."""
     bf16 = a.dtype == b.dtype == torch.bfloat16
-    return bf16 and dtype == out_dtype == torch.float32 and torch.version.hip is None
+    return bf16 and dtype == torch.float32 and torch.version.hip is None
 
 
 class _LinearIn(torch.autograd.Function):
-    """tokens [.., H] · weightᵀ -> [T, E], computed in dtype and returned in it."""
+    """tokens [.., H] · weightᵀ + bias -> [T, E], with the operands of the product in dtype, and
+    the result too.
+    """
 
     @staticmethod
-    def forward(ctx, dtype, tokens, weight):
+    def forward(ctx, dtype, tokens, weight, bias):
         ctx.save_for_backward(tokens, weight)        # not the rows below, which may be a copy
         ctx.dtype = dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         tokens_TH = tokens.reshape(-1, tokens.shape[-1])
-        return _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
+        return _product_in(tokens_TH, weight.t(), bias, dtype=dtype, out_dtype=dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         tokens, weight = ctx.saved_tensors
-        _, need_tokens, need_weight = ctx.needs_input_grad
-        grad_tokens = grad_weight = None
-        # grad_tokens = grad · weight, grad_weight = gradᵀ · tokens
+        _, need_tokens, need_weight, need_bias = ctx.needs_input_grad
+        grad_tokens = grad_weight = grad_bias = None
+        # grad_tokens = grad · weight, grad_weight = gradᵀ · tokens, grad_bias = Σ_t grad
         if need_tokens:
-            grad_TH = _product_in(grad, weight, dtype=ctx.dtype, out_dtype=tokens.dtype)
+            grad_TH = _product_in(grad, weight, None, dtype=ctx.dtype, out_dtype=tokens.dtype)
             grad_tokens = grad_TH.view(tokens.shape)
         if need_weight:
             tokens_TH = tokens.reshape(-1, tokens.shape[-1])
             grad_weight = _product_in(
-                grad.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
-        # dtype, tokens, weight
-        return None, grad_tokens, grad_weight
-
-
-class _AddBias(torch.autograd.Function):
-    """logits [T, E] + bias [E], in logits.dtype."""
-
-    @staticmethod
-    def forward(ctx, logits, bias):
-        ctx.dtype = bias.dtype
-        return logits + bias.to(logits.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        grad_bias = None
-        if ctx.needs_input_grad[1]:
-            grad_bias = _sum_tokens(upcast(grad)).to(ctx.dtype)
-        # logits, bias
-        return grad, grad_bias
+                grad.t(), tokens_TH, None, dtype=ctx.dtype, out_dtype=weight.dtype)
+        if need_bias:
+            grad_bias = _sum_tokens(upcast(grad)).to(ctx.bias_dtype)
+        # dtype, tokens, weight, bias
+        return None, grad_tokens, grad_weight, grad_bias
 
 
 def router_gating_linear(
@@ -281,19 +279,17 @@ def router_gating_linear(
 ) -> Tensor:
     """logits [.., E] = tokens [.., H] · weight [E, H]ᵀ + bias [E].
 
-    The product is computed in router_dtype and returned in it, whatever the dtypes of the
-    operands, autocast and torch.set_float32_matmul_precision say. Gradients have the dtypes
-    of the operands. The operands are kept for the backward as they are, without copies in
-    router_dtype.
+    The operands of the product are cast to router_dtype, and the logits are rounded to it once,
+    with the bias in them, whatever the dtypes of the operands, autocast and
+    torch.set_float32_matmul_precision say. Gradients have the dtypes of the operands. The
+    operands are kept for the backward as they are, without copies in router_dtype.
 
     >>> tokens, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4)
     >>> router_gating_linear(tokens, weight, bias=None, router_dtype=torch.float32)
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
-    logits_TE = _LinearIn.apply(router_dtype, tokens, weight)
-    if bias is not None:
-        logits_TE = _AddBias.apply(logits_TE, bias)
+    logits_TE = _LinearIn.apply(router_dtype, tokens, weight, bias)
     return logits_TE.view(*tokens.shape[:-1], weight.shape[0])
 
 
@@ -2117,7 +2113,7 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     probs_TE = sum(
         routing_to_map(p_T1, expert_T1, len(fc2_bias))[0] for p_T1, expert_T1 in slots)
     wide = torch.promote_types(y.dtype, torch.float32)
-    bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t())
+    bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t(), None)
     return (y + bias_TH).to(y.dtype)
 
 

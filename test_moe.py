@@ -2688,6 +2688,23 @@ def test_router_fp32_products_are_in_fp32(how):
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_router_bias_rounds_once(dtype):
+    """Product and bias in one rounding: each logit is the nearest value of router_dtype, but for
+    ties that fp32 sums leave open. Gradients as of an addition."""
+    tokens, weight, bias = torch.randn(200, 8), torch.randn(16, 8), 3 * torch.randn(16)
+    leaves = [z.requires_grad_() for z in (tokens, weight, bias)]
+    logits = kernels.router_gating_linear(*leaves, router_dtype=dtype)
+    exact = tokens.to(dtype).double() @ weight.to(dtype).double().t() + bias.double()
+    right = exact.to(dtype)
+    assert logits.dtype == dtype and (logits != right).float().mean() < 0.002
+    twice = (tokens.to(dtype) @ weight.to(dtype).t() + bias.to(dtype))
+    assert (twice != right).float().mean() > 0.1
+    upstream = torch.randn(200, 16).to(dtype)
+    grad_bias = grads(logits, leaves, upstream)[2]
+    close(grad_bias, upstream.float().sum(0), 1e-4)
+
+
 @pytest.mark.parametrize("way", slow_but(QUICK_WAYS, WAYS))
 def test_router_counts_exactly_once(way):
     """torchtitan #1593: a checkpoint's second forward must not count again. One step, two forwards
@@ -4232,7 +4249,7 @@ def test_compile_ops_pass_opcheck():
             (kernels._read_in_batches, many, 18),
             (kernels._rows_times_weights, x, token, of_many, None, many, index),
             (kernels._rows_times_rows, x, token, h, None, many, index),
-            (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
+            (kernels._product_in, torch.randn(4, 9), x, None, torch.float64, torch.float32),
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
             (kernels._sum_weighted, x, torch.rand(8)),
