@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 # The name of the module is part of the ops' names, so that copies of this file do not collide.
 _NAMESPACE = "moe_" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
@@ -53,13 +54,14 @@ def without_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False)
 
 
-def op(fake, mutates_args=(), cudagraph_unsafe=False):
+def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
     """Decorator: registers a function as a custom op. Its annotations are the op's schema.
 
     The compiler calls the op as it is, and autocast does not reach inside. `fake` takes
     the same arguments and returns empty tensors with the shapes and dtypes of the results.
     cudagraph_unsafe is for an op that decides something on the host: the compiler leaves it
-    out of CUDA graphs.
+    out of CUDA graphs. `flops` takes the same arguments, shapes in place of tensors, and returns
+    what torch.utils.flop_counter is to count.
     """
     tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
 
@@ -72,6 +74,9 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False):
         name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
         registered = torch.library.custom_op(name, body, mutates_args=mutates_args, tags=tags)
         registered.register_fake(fake)
+        packet = getattr(getattr(torch.ops, _NAMESPACE), name.partition("::")[2])
+        if flops is not None and packet not in flop_registry:
+            register_flop_formula(packet)(lambda *args, out_shape, **kwargs: flops(*args, **kwargs))
         return registered
 
     return register
@@ -215,7 +220,8 @@ def _exact_fp32():
 # This is an op for _exact_fp32. Without it the compiler would also make the backward's upcast
 # copies in the forward, and keep them.
 @op(lambda a, b, bias, dtype, out_dtype:
-     a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+     a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
+    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
 @_exact_fp32()
 def _product_in(
     a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype,
@@ -1805,7 +1811,12 @@ def _empty_product(x, token_N, weights, bias, offsets, index):
     return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
 
 
-@op(_empty_product, cudagraph_unsafe=True)
+def _product_flops(x, token_N, weights, *_):
+    [rows] = token_N or x[:1]
+    return 2 * rows * weights[1] * weights[2]
+
+
+@op(_empty_product, cudagraph_unsafe=True, flops=_product_flops)
 def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
     index: Tensor | None,
@@ -1850,7 +1861,12 @@ def _empty_weight_grad(a, token_a, b, token_b, offsets, index):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
-@op(_empty_weight_grad, cudagraph_unsafe=True)
+def _weight_grad_flops(a, token_a, b, *_):
+    [rows] = token_a or a[:1]
+    return 2 * rows * a[1] * b[1]
+
+
+@op(_empty_weight_grad, cudagraph_unsafe=True, flops=_weight_grad_flops)
 def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
     index: Tensor | None,

@@ -251,8 +251,8 @@ class MoELayer(ParallelModule):
             shared.reset_overlap()                       # a forward may have ended in an exception
             hidden_states = shared.pre_forward_comm(hidden_states)
         x_TH = hidden_states.flatten(0, -2)
-        probs_TK, indices_TK = self.router(
-            hidden_states, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
+        probs_TK, indices_TK = self.router.route(
+            hidden_states, padding_mask, topk_indices, cu_seqlens)
         plan = kernels.plan_permutation(indices_TK, config.num_experts)
 
         if self.latent_down is not None:
@@ -312,7 +312,7 @@ def _counted(name):
 
 class Router(ParallelModule, ABC):
     """The base of a router: weight [E, H], the logits, the expert bias and what is counted. A
-    subclass turns the logits into a choice.
+    subclass turns the logits into a choice. With `forward` and `routing` alone it works in a layer.
     """
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
@@ -346,6 +346,30 @@ class Router(ParallelModule, ABC):
     @abstractmethod
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
+
+    def route(
+        self, input: Tensor, padding_mask: Tensor | None = None,
+        topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(probs [T, K], indices [T, K] int64), the form that the layer runs on, made of what
+        forward(input) returns.
+
+        They are the ones of each row of the map, by descending prob. A row with fewer than K
+        ones ends with index E and prob 0, one with more is cut to K. Padding is unrouted.
+        ValueError: topk_indices or cu_seqlens are given. Override this to take them.
+        """
+        for name, given in (("topk_indices", topk_indices), ("cu_seqlens", cu_seqlens)):
+            if given is not None:
+                raise ValueError(f"{name} is given, and {type(self).__name__}.route is that of "
+                                 f"Router, which calls forward(input) alone; override route")
+        probs_TE, map_TE = self(input)
+        kept_TE = probs_TE.detach().masked_fill(~map_TE, -math.inf)
+        best = kept_TE.topk(self.config.topk, dim=1)
+        unrouted = best.values == -math.inf
+        if padding_mask is not None:
+            unrouted = unrouted | _check_mask(padding_mask, list(input.shape[:-1]))[:, None]
+        indices = best.indices.masked_fill(unrouted, self.config.num_experts)
+        return kernels.pick(probs_TE, indices), indices
 
     def gating(self, input: Tensor) -> Tensor:
         """input [.., H] -> logits [.., E] in router_dtype. Autocast does not change it."""

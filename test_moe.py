@@ -1535,6 +1535,33 @@ def test_experts_formulas_for_cuda_keep_as_little(monkeypatch, no_cpp_compiler):
     assert kept <= bytes_to_keep(T, H, F_, K, E=8), kept
 
 
+@about_the_cpu("torch counts the products of a card itself, or not at all")
+@pytest.mark.parametrize("options", [
+    {}, dict(activation="relu2"), dict(latent_size=4),
+    dict(shared_expert_intermediate_size=12, add_bias_linear=True)])
+def test_experts_flops_are_counted(options):
+    """By torch.utils.flop_counter: forward and backward, as many as dense products on the N rows
+    of the assignments, and the router's."""
+    from torch.utils.flop_counter import FlopCounterMode
+    T, H, F_, E, K = 10, 16, 8, 4, 2
+    layer = MoELayer(MoEConfig(H, F_, E, topk=K, **options))
+    x = torch.randn(T, H, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = layer(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    parts, width, Fs = layer.config.parts, options.get("latent_size", H), 0
+    if layer.shared_experts is not None:
+        Fs = 12
+    want = 2 * T * H * E + 2 * T * K * (parts + 1) * F_ * width + 2 * T * 3 * Fs * H
+    if width != H:
+        want += 2 * 2 * T * H * width
+    if options.get("add_bias_linear"):
+        want += 2 * T * E * H                            # probs [T, E] · fc2_bias
+    assert forward.get_total_flops() == want
+    assert backward.get_total_flops() == 2 * want
+
+
 def test_experts_errors():
     x = torch.randn(6, 8)
     plan = plan_permutation(torch.zeros(6, 2).long(), 4)
@@ -2474,6 +2501,43 @@ def test_router_base_class_is_ready_to_use():
     mine.reset_parameters()
     same(mine.weight, drawn)
     assert mine.scale == 3
+
+
+class Thresholded(moe.Router):
+    """A router with the two abstract methods alone: at most K experts whose softmax is over 0.15."""
+
+    def forward(self, input):
+        return self.routing(self.gating(input))
+
+    def routing(self, logits):
+        scores = logits.flatten(0, -2).softmax(-1)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(
+            1, scores.topk(self.config.topk).indices, True) & (scores > 0.15)
+        return scores * routing_map, routing_map
+
+
+def test_router_of_two_methods_in_a_layer():
+    """A layer takes it, in one graph too; fewer than K experts, and padding. What route cannot
+    take is refused by name."""
+    layer = MoELayer(exact_config(num_experts=6, topk=3, init_std=0.5))
+    layer.router = Thresholded(layer.config)
+    x = leaf(5, 3, 6)
+    mask = torch.rand(5, 3) < 0.3
+    probs, routing_map = layer.router(x)
+    got, indices = layer.router.route(x, mask)
+    fewer = routing_map.sum(1)
+    assert fewer.min() < 3 and indices.dtype == torch.int64
+    want = torch.where(mask.flatten()[:, None], 0.0, probs)
+    same(kernels.routing_to_map(got, indices, 6), (want, want > 0))
+    assert ((indices == 6).sum(1) == torch.where(mask.flatten(), 3, 3 - fewer)).all()
+    w = dict(layer.named_parameters())
+    y = moe_loop(x.view(-1, 6), got, indices, c=layer.config, w=w).view_as(x)
+    close(layer(x, mask), y + layer.shared_experts(x))
+    agree(compiled(layer), layer, (x, mask))
+    text = error(layer, x, None, torch.zeros(15, 3).long())
+    assert "topk_indices is given, and Thresholded.route is that of Router" in text
+    assert "cu_seqlens is given" in error(
+        layer.router.route, x[:, 0], cu_seqlens=torch.tensor([0, 5]))
 
 
 def test_router_errors():
