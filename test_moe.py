@@ -40,21 +40,36 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch.distributed.device_mesh import DeviceMesh
 
-import kernels
-import moe
-import parallel
-from kernels import (
-    activation, activation_back, apply_router_token_dropping, combine_rows,
-    compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-    get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
-    plan_permutation, project, quantile_expert_bias, required_bias_histogram, sinkhorn,
-    sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
-    topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
-    z_loss_func)
-from moe import (
-    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
-    finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
-    set_aux_loss_scale, update_expert_bias)
+if __package__:                                      # copied into a package
+    from . import kernels, moe, parallel
+    from .kernels import (
+        activation, activation_back, apply_router_token_dropping, combine_rows,
+        compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
+        get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
+        plan_permutation, project, quantile_expert_bias, required_bias_histogram, sinkhorn,
+        sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
+        topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
+        z_loss_func)
+    from .moe import (
+        MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
+        finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
+        set_aux_loss_scale, update_expert_bias)
+else:
+    import kernels
+    import moe
+    import parallel
+    from kernels import (
+        activation, activation_back, apply_router_token_dropping, combine_rows,
+        compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
+        get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
+        plan_permutation, project, quantile_expert_bias, required_bias_histogram, sinkhorn,
+        sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
+        topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
+        z_loss_func)
+    from moe import (
+        MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
+        finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
+        set_aux_loss_scale, update_expert_bias)
 
 INF = math.inf
 NAN = math.nan
@@ -2977,6 +2992,7 @@ def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
     inference mode. Nor does the graph of what it is set to."""
     lse = 1 + math.log(4)                    # the slope of 0.1·lse² is 0.1·2·lse
     want = torch.full((3,), 2.0 ** 18 * 0.1 * 2 * lse / 3)
+    package = f"{__package__}." if __package__ else ""
     for dtype, on in [(torch.float16, contextlib.nullcontext()), (torch.float32, torch.no_grad()),
                       (torch.float32, torch.inference_mode()),
                       (torch.float32, torch.device("meta"))]:
@@ -2984,9 +3000,11 @@ def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
         try:
             with on:
                 name = type(on).__name__
-                again = imported_as(f"kernels_{name}", kernels, monkeypatch)
-                monkeypatch.setitem(sys.modules, "kernels", again)           # moe.py imports it
-                module = imported_as(f"moe_{name}", moe, monkeypatch)
+                again = imported_as(f"{package}kernels_{name}", kernels, monkeypatch)
+                monkeypatch.setitem(sys.modules, f"{package}kernels", again)   # moe.py imports it
+                if package:
+                    monkeypatch.setattr(sys.modules[__package__], "kernels", again)
+                module = imported_as(f"{package}moe_{name}", moe, monkeypatch)
                 scale = module._loss_scale(torch.device("cpu"))
         finally:
             torch.set_default_dtype(torch.float32)
@@ -4325,9 +4343,10 @@ def test_compile_ops_pass_opcheck():
 
 def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
     spaces = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    names = [name for space, name in spaces if space == "moe_kernels"]
+    ops = getattr(torch.ops, kernels._NAMESPACE)
+    names = [name for space, name in spaces if space == kernels._NAMESPACE]
     on_host = [name for name in names if torch.Tag.cudagraph_unsafe in
-               getattr(torch.ops.moe_kernels, name).default.tags]
+               getattr(ops, name).default.tags]
     assert sorted(on_host) == [
         "block_sums", "read_in_batches", "rows_times_rows", "rows_times_weights", "running_sums",
         "update_once"]

@@ -104,6 +104,11 @@ def test_sources_copied_elsewhere(tmp_path):
     done = run("-Werror::SyntaxWarning", "-c", code, cwd=tmp_path)
     assert done.stdout.split("\n")[:2] == ["(3, 8) kernels", "(3, 8) package.kernels"], done.stderr
 
+    shutil.copy(HERE / "test_moe.py", package)               # the tests go along, over ranks too
+    some = "matches_loop or import or cuda_graphs or test_groups_of_a_mesh"
+    done = run("-m", "pytest", "-q", "package/test_moe.py", "-k", some, cwd=tmp_path)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+
 
 def imported_modules(file: str) -> set[str]:
     """The first words of all imports, those inside functions too."""
