@@ -13,7 +13,6 @@ T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, F
 expert. Capitals at the end of a name are the tensor's axes: prob_N1 is [N, 1]. The same input gives
 bitwise the same output and gradients.
 """
-import functools
 import re
 
 import torch
@@ -67,7 +66,7 @@ def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Ten
     """indices [T, K] -> order [N] (row -> assignment t·K + k), inverse [K, T] (assignment -> row),
     counts [E], offsets [E] int32 (where the rows of an expert end). Index E, unrouted, comes last.
     """
-    numbers = functools.partial(torch.arange, device=indices.device)
+    numbers = lambda n: torch.arange(n, device=indices.device)
     ids_N, order_N = indices.flatten().sort(stable=True)     # an expert's tokens stay in order
     inverse_N = torch.empty_like(order_N).scatter_(0, order_N, numbers(len(order_N)))
     inverse_KT = inverse_N.view(indices.shape).t().contiguous()
@@ -146,11 +145,9 @@ class SwiGLU(torch.autograd.Function):
 
 def sum_rows(rows, inverse, counts):
     """[T, H]: Σ_k rows[inverse[k, t]] without unrouted rows, in fp32 at least. No atomics."""
-    total_TH, routed = 0.0, counts.sum()
-    for row_T in inverse:
-        unrouted_T1 = (row_T >= routed)[:, None]
-        total_TH = total_TH + upcast(rows[row_T]).masked_fill(unrouted_T1, 0.0)
-    return cast(total_TH, rows.dtype)
+    routed = counts.sum()
+    kept = lambda row_T: upcast(rows[row_T]).masked_fill((row_T >= routed)[:, None], 0.0)
+    return cast(sum(map(kept, inverse)), rows.dtype)
 
 
 class Experts(torch.autograd.Function):
@@ -177,8 +174,11 @@ class Experts(torch.autograd.Function):
         grad_rows = grad[token_N]
         grad_act = grouped_mm(grad_rows, fc2, offsets, ctx.native)
         grad_hidden, grad_prob_N1, act = swiglu_back(grad_act, hidden, prob_N1)
-        grad_fc2 = grouped_mm(grad_rows.t(), act, offsets, ctx.native)
-        grad_fc1 = grouped_mm(grad_hidden.t(), x[token_N], offsets, ctx.native)
+        grad_fc1 = grad_fc2 = None
+        if ctx.needs_input_grad[3]:
+            grad_fc2 = grouped_mm(grad_rows.t(), act, offsets, ctx.native)
+        if ctx.needs_input_grad[2]:
+            grad_fc1 = grouped_mm(grad_hidden.t(), x[token_N], offsets, ctx.native)
         grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, counts)
         grad_probs_KT = grad_prob_N1.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
         grad_probs = grad_probs_KT.t().to(probs.dtype)
@@ -186,17 +186,23 @@ class Experts(torch.autograd.Function):
         return grad_x, grad_probs, grad_fc1, grad_fc2, None, None, None, None, None
 
 
+def product(a, b):
+    """a · b in fp32 at least, also in a backward under autocast."""
+    with torch.autocast(a.device.type, enabled=False):
+        return upcast(a) @ upcast(b)
+
+
 class Logits(torch.autograd.Function):
-    """x [T, H] · router [E, H]ᵀ in fp32 at least. Keeps x as it is."""
+    """x [T, H] · router [E, H]ᵀ. Keeps x as it is."""
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
-        return upcast(x) @ upcast(router).t()
+        return product(x, router.t())
 
     @staticmethod
     def backward(ctx, grad):
         x, router = [in_backward(z, grad) for z in ctx.saved_tensors]
-        return (grad @ upcast(router)).to(x.dtype), (grad.t() @ upcast(x)).to(router.dtype)
+        return product(grad, router).to(x.dtype), product(grad.t(), x).to(router.dtype)
 
 
 class Pick(torch.autograd.Function):
@@ -226,11 +232,13 @@ class MoE(nn.Module):
     their sum if K > 1 (arXiv 2412.19437). expert_bias: a bias in fp32 that only chooses, see
     update_bias. aux_loss_coeff: of the loss coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e],
     where n_e tokens have e among the top K of their logits (arXiv 2101.03961). Its gradient is
-    added in training: do not add the loss. With n microbatches a step divide the coefficient by n.
+    added in training: do not add the loss. Multiply the coefficient by what you multiply the main
+    loss by: 1 / microbatches, a GradScaler's scale.
     shared_ffn_hidden_size: of an expert for every token.
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
-    in fp32 at least. One host sync a forward on a card, none on H100 and B200 in bf16.
+    in fp32 at least. One host sync a forward on a card, none on H100 and B200 in bf16. In tokens
+    of padding x has to be finite too.
     """
 
     def __init__(
@@ -252,32 +260,31 @@ class MoE(nn.Module):
         self.fc2 = new(E, H, W)
         self.shared_fc1 = new(2, Fs, H) if Fs else None
         self.shared_fc2 = new(H, Fs) if Fs else None
-        self.register_buffer("expert_bias", torch.zeros(E) if expert_bias else None)
+        bias = torch.zeros(E, dtype=torch.float32) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
         self.register_buffer("counts", torch.zeros(E, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
         E, H, W = self.fc2.shape
-        device, dtype = x.device.type, self.fc2.dtype
-        autocast = torch.is_autocast_enabled(device)
-        if x.shape[-1] != H or not autocast and x.dtype != dtype:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; needs {dtype} [.., {H}]")
+        dtype, autocast = self.fc2.dtype, torch.is_autocast_enabled(x.device.type)
+        if x.ndim < 2 or x.shape[-1] != H or not autocast and x.dtype != dtype:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; needs {dtype} [.., T, {H}]")
         if padding_mask is not None:
             found, needed = (padding_mask.dtype, padding_mask.shape), (torch.bool, x.shape[:-1])
             if found != needed:
                 raise ValueError(f"padding_mask is {found}; needs {needed}")
             padding_mask = padding_mask.flatten()
         x_TH = x.flatten(0, -2)
-        with torch.autocast(device, enabled=False):
-            probs, indices = self.route(x, padding_mask)
+        probs, indices = self.route(x, padding_mask)
         if autocast:
-            dtype = torch.get_autocast_dtype(device)
+            dtype = torch.get_autocast_dtype(x.device.type)
         # F.grouped_mm also needs weights that begin at multiples of 16 bytes: not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024
         native = fits and capability(x.device) in (9, 10)
         order, inverse, counts, offsets = sort_by_expert(indices, E, not native)
         if self.training and torch.is_grad_enabled():
-            self.counts += counts
+            self.counts.add_(counts)
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native)
         y = y.to(x.dtype).view(x.shape)
@@ -287,11 +294,11 @@ class MoE(nn.Module):
         return y
 
     def route(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [.., H], padding [T] -> (probs [T, K] in fp32, indices [T, K]); E is unrouted."""
+        """x [.., H], padding [T] -> (probs [T, K], indices [T, K]); index E is unrouted."""
         E, K = self.router.shape[0], self.topk
         logits = Logits.apply(x.flatten(0, -2), self.router)
         sigmoid = self.score_function == "sigmoid"
-        score = torch.sigmoid if sigmoid else functools.partial(torch.softmax, dim=-1)
+        score = torch.sigmoid if sigmoid else lambda z: z.softmax(-1)
         best = indices = logits.topk(K).indices
         if self.expert_bias is not None:
             indices = (score(logits.detach()) + self.expert_bias).topk(K).indices
@@ -303,9 +310,9 @@ class MoE(nn.Module):
             if padding is not None:
                 best = best.masked_fill(padding[:, None], E)
                 all_scores = all_scores.masked_fill(padding[:, None], 0.0)
-            counts = sort_by_expert(best, E, False)[2].to(logits.dtype)
-            T = (counts.sum() / K).clamp(min=1)
-            factors = counts / T / T * (self.aux_loss_coeff * E / K)
+            n_E = sort_by_expert(best, E, False)[2].to(logits.dtype)
+            T = (n_E.sum() / K).clamp(min=1)
+            factors = n_E / T / T * (self.aux_loss_coeff * E / K)
         probs = Pick.apply(score(logits) if sigmoid else logits, indices, all_scores, factors)
         if not sigmoid:
             probs = probs.softmax(-1)
@@ -318,17 +325,21 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3) -> None:
-        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A
-        non-reentrant checkpoint counts all tokens twice, which changes no sign.
+        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). Under DDP
+        set broadcast_buffers=False and all-reduce `counts` first. An eager non-reentrant
+        checkpoint counts all tokens twice, which changes no sign.
         """
         if self.expert_bias is None:
             raise RuntimeError("update_bias needs expert_bias=True")
+        self.expert_bias = self.expert_bias.float()          # load_state_dict(assign=True)
         self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
         self.counts.zero_()
 
     def _apply(self, fn, recurse=True):
-        bias = self.expert_bias
+        bias, was_meta = self.expert_bias, self.counts.is_meta
         super()._apply(fn, recurse)
+        if was_meta:
+            self.counts.zero_()
         if bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)      # stays in fp32
         return self

@@ -178,7 +178,69 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
     assert not layer.counts.any()
     for name in ("half", "double", "float"):
         same(getattr(copy.deepcopy(layer), name)().expert_bias, layer.expert_bias)
-    assert set(layer.state_dict()) == {"router", "fc1", "fc2", "expert_bias"}
+    state = layer.state_dict()
+    assert set(state) == {"router", "fc1", "fc2", "expert_bias"}
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = MoE(H, F_, E, K, expert_bias=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made.router.dtype == torch.bfloat16 and made.expert_bias.dtype == torch.float32
+    made.load_state_dict({name: value.bfloat16() for name, value in state.items()}, assign=True)
+    made.counts[0] = 9
+    made.update_bias()
+    assert made.expert_bias.dtype == torch.float32
+
+    with torch.device("meta"):
+        made = MoE(H, F_, E, K, expert_bias=True)
+    torch.use_deterministic_algorithms(True)             # fills new memory
+    try:
+        made.to_empty(device=DEVICE).load_state_dict(layer.state_dict())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not made.counts.any()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_small_router_under_autocast(compile):
+    """Its product is in fp32, also in a backward inside autocast, and in that of a graph."""
+    layer, _ = pair("loss")
+    function = compiled(layer) if compile else layer
+    x = torch.randn(40, H, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    upstream = torch.randn(40, H)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        same(layer.route(x), layer.route(x.detach()))
+        assert layer.route(x)[0].dtype == torch.float32
+        inside = grads(function(x), leaves, upstream)
+        y = function(x)
+        eager = layer(x)
+    for other in (grads(y, leaves, upstream), grads(eager, leaves, upstream)):
+        for got, want in zip(inside, other):
+            assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_small_checkpoint_in_a_graph(reentrant):
+    layer, _ = pair("all")
+    x = torch.randn(20, H, requires_grad=True)
+    want = step(layer, x)
+    counts = layer.counts.clone()
+    layer.counts.zero_()
+    function = torch.compile(checkpointed(layer, reentrant), backend="aot_eager")
+    close(step(layer, x, function=function), want, 1e-6)
+    same(layer.counts, counts)
+
+
+def test_small_frozen_experts_cost_no_product(monkeypatch):
+    layer, _ = pair("plain")
+    layer.fc1.requires_grad_(False)
+    calls = []
+    product = small.grouped_mm
+    monkeypatch.setattr(small, "grouped_mm", lambda *args: calls.append(1) or product(*args))
+    layer(torch.randn(5, H, requires_grad=True)).sum().backward()
+    assert len(calls) == 5 and layer.fc2.grad is not None and layer.fc1.grad is None
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
@@ -247,7 +309,8 @@ def test_small_errors():
         MoE(12, 10, 6, 7); MoE(12, 10, 6, 0) => needs 2 to 6
         MoE(12, 10, 6, 1) => topk is 1; softmax needs 2 to 6
         MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; sigmoid needs 1 to 6
-        layer(x[:, :5]) => x is torch.float32 [4, 5]; needs torch.float32 [.., 12]
+        layer(x[:, :5]) => x is torch.float32 [4, 5]; needs torch.float32 [.., T, 12]
+        layer(x[0]) => x is torch.float32 [12]; needs torch.float32 [.., T, 12]
         layer(x.double()) => x is torch.float64 [4, 12]; needs torch.float32
         layer(x, x > 0); layer(x, x[:, 0]) => padding_mask is
         MoE(12, 10, 6, 3).update_bias() => RuntimeError: update_bias needs expert_bias=True
@@ -261,7 +324,11 @@ def test_small_example():
     text = re.search(r"(    layer = .*?)\n\n", small.__doc__, re.S)[1]
     x = torch.randn(3, 2, 16, 64)
     names = {"MoE": MoE, "torch": torch, "data": [(z, 0.1 * z) for z in x]}
+    torch.manual_seed(1)
+    before = MoE(64, 32, 8, 2).router
+    torch.manual_seed(1)
     exec("\n".join(line[4:] for line in text.splitlines()), names)
+    assert (names["layer"].router != before).any()
     assert names["layer"].expert_bias.any() and not names["layer"].counts.any()
 
 
