@@ -158,6 +158,44 @@ def forgets_to_add(x, probs, indices, fc1, fc2):
     return by_expert(x, probs[:, -1:], indices[:, -1:], fc1, fc2)
 
 
+def first_block_of_h(x, probs, indices, fc1, fc2):
+    """A product that stops after its first 32 columns."""
+    mask = (torch.arange(x.shape[1], device=x.device) < 32).to(x.dtype)
+    return by_expert(x * mask, probs, indices, fc1, fc2)
+
+
+def first_block_of_rows(x, probs, indices, fc1, fc2):
+    """An expert that computes its first 64 rows alone."""
+    place = F.one_hot(indices.flatten(), len(fc1) + 1).cumsum(0)
+    place = place.gather(1, indices.flatten()[:, None]).view_as(indices)
+    return by_expert(x, probs, indices.masked_fill(place > 64, len(fc1)), fc1, fc2)
+
+
+class Workspace(torch.autograd.Function):
+    """What the backward needs lies in one buffer for all forwards."""
+    buffers = {}
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.buffer = Workspace.buffers.setdefault(x.shape, torch.empty_like(x))
+        ctx.buffer.copy_(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.buffer.cos()
+
+
+def static_workspace(x, *args):
+    return by_expert(Workspace.apply(x).asin().where(x.abs() < 1.5, x), *args)
+
+
+def writes_to_its_input(x, probs, indices, fc1, fc2):
+    y = by_expert(x.clone(), probs, indices.clone(), fc1, fc2)
+    indices.fill_(0)
+    return y
+
+
 def narrow(x, probs, indices, fc1, fc2):
     return by_expert(x, probs, indices, fc1, fc2)[:, :-1]
 
@@ -173,19 +211,21 @@ WRONG = [
     (adds_in_fp16, "large values", "y"), (prob_before_activation, ALL, "y"),
     (normalises, ALL, "y"), (too_few_experts, "all tokens to one expert", "y"),
     (random_gradient, ALL, "grad x"), (forgets_to_add, ALL, "y"), (narrow, ALL, "y"),
+    (first_block_of_h, "several blocks of each size", "y"),
+    (first_block_of_rows, "several blocks of each size", "y"),
+    (static_workspace, ALL, "grad x"), (writes_to_its_input, ALL, "y"),
 ]
 
 
-@pytest.mark.parametrize("function, case, result", WRONG)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function, case, result, dtype", [
+    (*planted, dtype) for planted in WRONG for dtype in (torch.float32, torch.bfloat16)
+    if planted[0] != random_gradient or dtype == torch.float32])     # 0.1 %: bf16 rounds more
 def test_check_flags_planted_mistakes(function, case, result, dtype, capsys):
     """In the case that is there for it, and --case shows a row with both values."""
-    if function in (random_gradient,) and dtype == torch.bfloat16:
-        return                                           # 0.1 % is less than bf16 rounds
     [row] = check_experts(function, dtype, DEVICE, case=case)
     printed = capsys.readouterr().out
     assert row.wrong and row.ratios[result] > check.WRONG, printed
-    assert "wrong" in printed and f"{result}[" in printed and "right" in printed
+    assert f"{result}[" in printed or f"{result} has shape" in printed
 
 
 KNOBS = [
@@ -234,6 +274,29 @@ def test_check_takes_ties_either_way(capsys):
     assert check.is_choice([3, 2], scores, o, slack=0)
     assert not check.is_choice([0, 2], scores, o, slack=0)
     assert not check.is_choice([4, 5], scores, o, slack=0)
+
+
+def test_check_passes_unusual_routers():
+    """A sigmoid by hand, indices in int32, unsorted, logits changed in place."""
+    def unusual(logits, bias):
+        logits.add_(0.0)
+        scores = 1 / (1 + (-logits).exp())
+        indices = logits.topk(2, sorted=False).indices.flip(1)
+        probs = scores.gather(1, indices)
+        return probs / (probs.sum(-1, keepdim=True) + 1e-20), indices.int()
+    rows = check_router(unusual, score_function="sigmoid", device=DEVICE)
+    # 1 / (1 + exp(60)) has lost its gradient in fp32: the one case that is rightly wrong.
+    assert [row.case for row in rows if row.wrong or row.refused] == ["far below zero (minus 60)"]
+
+
+def test_check_refuses_options_that_do_not_fit():
+    table = {
+        "score_function is 'tanh'; known: softmax, sigmoid, sqrtsoftplus": dict(
+            score_function="tanh"),
+        "topk is 17": dict(topk=17), "num_groups 5": dict(num_groups=5, group_topk=2),
+        "group_topk None": dict(num_groups=4)}
+    for text, options in table.items():
+        assert text in error(check_router, right_route, **options)
 
 
 def adds_bias_to_probs(logits, bias):
@@ -287,6 +350,11 @@ def beyond_the_last(logits, bias):
     return probs, indices + 1
 
 
+def probs_beside_the_map(logits, bias):
+    probs, chosen = route(logits, bias, dense=False, **KNOBS[9])
+    return probs + 0.3 * ~chosen, chosen
+
+
 def three_probs(logits, bias):
     probs, indices = right_route(logits, bias)
     return probs[:, :3], indices
@@ -299,7 +367,7 @@ def three_probs(logits, bias):
     (no_scaling, "random logits, bias", "probs"), (no_gradient, "random logits", "gradient"),
     (in_bf16, "nearly equal logits", "choice"), (five_experts, "random logits", "choice"),
     (same_expert_twice, "one token", "choice"), (beyond_the_last, "one token", "choice"),
-    (three_probs, "one token", "probs")])
+    (three_probs, "one token", "probs"), (probs_beside_the_map, "one token", "choice")])
 def test_check_flags_planted_routers(function, case, result):
     [row] = check_router(function, **KNOBS[9], with_bias=True, device=DEVICE, case=case)
     assert row.wrong and row.ratios[result] > check.WRONG, row
@@ -355,6 +423,7 @@ def test_check_from_the_command_line(tmp_path):
     assert status == 1 and "wrong" in out
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["case"] for row in rows] == [*check.EXPERT_CASES] and rows[0]["wrong"]
+    assert "Infinity" not in (tmp_path / "rows.json").read_text()
     status, out, _ = run(
         "router", "mine.py:route", "--topk", "3", "--score_function", "sigmoid", "--with_bias",
         "--norm_topk_prob", "False", "--case", "one token, bias")
@@ -363,7 +432,22 @@ def test_check_from_the_command_line(tmp_path):
     for place in ("mine.py:no", "no.py:moe", "mine.py"):
         status, out, err = run("experts", place)
         assert status == 2 and len(err.splitlines()) == 1 and "cannot be loaded" in err
-    assert run("experts", "mine.py:moe", "--case", "no")[0] == 2
+    for options in (["--case", "no"], ["--score_function", "sigmiod"], ["--topk", "99"]):
+        what = "experts" if options[0] == "--case" else "router"
+        status, _, err = run(what, "mine.py:moe", *options)
+        assert status == 2 and "Traceback" not in err
+
+    # A package with neighbours; a name that the standard library has; no other file of that name.
+    (tmp_path / "kit").mkdir()
+    for name, text in (("__init__", ""), ("k", "K = 2"), ("random", (
+            "from .k import K\ndef route(logits, bias):\n"
+            "    p, i = logits.topk(K)\n    return p.softmax(-1), i\n"))):
+        (tmp_path / "kit" / f"{name}.py").write_text(text)
+    status, out, err = run("router", "kit/random.py:route")
+    assert status == 0 and "random logits" in out, err
+    assert run("router", "kit/mine.py:route")[0] == 2
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
+    assert run("router", "exits.py:route")[0] == 2
 
 
 def adapter(name: str):
