@@ -219,38 +219,33 @@ def _exact_fp32():
 
 # This is an op for _exact_fp32. Without it the compiler would also make the backward's upcast
 # copies in the forward, and keep them.
-@op(lambda a, b, bias, dtype, out_dtype:
+@op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
 @_exact_fp32()
-def _product_in(
-    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype,
-) -> Tensor:
-    """a · b + bias, with a and b cast to dtype; the sum is rounded once, to out_dtype."""
-    wide = dtype
-    if bias is not None:
-        wide = torch.promote_types(dtype, torch.float32)
-    if wide != dtype:
-        a, b = a.to(dtype), b.to(dtype)
-    if a.is_cuda and _multiplies_into_fp32(a, b, wide):
-        product = torch.mm(a, b, out_dtype=wide)
-    else:
-        product = a.to(wide) @ b.to(wide)
-    if bias is not None:
-        product.add_(bias)
-    return product.to(out_dtype)
+def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """a · b, computed in dtype and returned in out_dtype."""
+    if a.is_cuda and _multiplies_into_fp32(a, b, dtype, out_dtype):
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
 
 
-def _multiplies_into_fp32(a, b, dtype):
+def _multiplies_into_fp32(a, b, dtype, out_dtype):
     """Whether CUDA takes both in bf16 and gives fp32: exact products, without copies in fp32."""
     bf16 = a.dtype == b.dtype == torch.bfloat16
-    return bf16 and dtype == torch.float32 and torch.version.hip is None
+    return bf16 and dtype == out_dtype == torch.float32 and torch.version.hip is None
+
+
+def _product_and_bias_in(a, b, bias, dtype):
+    """a · b + bias, with a and b in dtype. The sum is rounded to dtype once."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if wide != dtype:
+        a, b = a.to(dtype), b.to(dtype)
+    return _cast(_product_in(a, b, dtype=wide, out_dtype=wide) + bias.to(wide), dtype)
 
 
 class _LinearIn(torch.autograd.Function):
-    """tokens [.., H] · weightᵀ + bias -> [T, E], with the operands of the product in dtype, and
-    the result too.
-    """
+    """tokens [.., H] · weightᵀ + bias -> [T, E], computed in dtype and returned in it."""
 
     @staticmethod
     def forward(ctx, dtype, tokens, weight, bias):
@@ -258,7 +253,9 @@ class _LinearIn(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         tokens_TH = tokens.reshape(-1, tokens.shape[-1])
-        return _product_in(tokens_TH, weight.t(), bias, dtype=dtype, out_dtype=dtype)
+        if bias is not None:
+            return _product_and_bias_in(tokens_TH, weight.t(), bias, dtype)
+        return _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
 
     @staticmethod
     @once_differentiable
@@ -268,12 +265,12 @@ class _LinearIn(torch.autograd.Function):
         grad_tokens = grad_weight = grad_bias = None
         # grad_tokens = grad · weight, grad_weight = gradᵀ · tokens, grad_bias = Σ_t grad
         if need_tokens:
-            grad_TH = _product_in(grad, weight, None, dtype=ctx.dtype, out_dtype=tokens.dtype)
+            grad_TH = _product_in(grad, weight, dtype=ctx.dtype, out_dtype=tokens.dtype)
             grad_tokens = grad_TH.view(tokens.shape)
         if need_weight:
             tokens_TH = tokens.reshape(-1, tokens.shape[-1])
             grad_weight = _product_in(
-                grad.t(), tokens_TH, None, dtype=ctx.dtype, out_dtype=weight.dtype)
+                grad.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
         if need_bias:
             grad_bias = _sum_tokens(upcast(grad)).to(ctx.bias_dtype)
         # dtype, tokens, weight, bias
@@ -2314,16 +2311,20 @@ def is_recomputing() -> bool:
     first pass without grad, where nothing is counted. Its second pass is not recognised here, so
     the second pass adds to the counts. RuntimeError: neither is known for certain.
     """
+    return torch._C._current_graph_task_id() != -1 and _recomputes()       # -1: in no backward
+
+
+def _recomputes():
     packs = [pack for pack, _ in _saved_tensors_hooks()]
     names = [getattr(pack, "__qualname__", repr(pack)) for pack in packs]
     if any("_recomputation_hook" in name for name in names):
         return True
-    node = torch._C._current_autograd_node()
-    node = "" if node is None else node.name()
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.in_compiled_autograd_region:
         _refuse_to_guess("compiled autograd")
-    if node and names and node not in ("CheckpointFunctionBackward", "CompiledFunctionBackward"):
+    node = torch._C._current_autograd_node()
+    node = "" if node is None else node.name()
+    if names and node not in ("CheckpointFunctionBackward", "CompiledFunctionBackward"):
         _refuse_to_guess(f"{node}, with the saved-tensor hooks {names}")
     return node == "CompiledFunctionBackward"
 

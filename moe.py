@@ -530,7 +530,7 @@ class TopKRouter(Router):
             padding_mask = _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, axes)
-        elif self.config.batch_first is None:
+        elif self.config.batch_first is None and "seq_aux_loss" in self.config.losses:
             _check_order(self.config, axes)
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, axes)
@@ -555,7 +555,7 @@ class TopKRouter(Router):
         axes = list(logits.shape[:-1])
         if padding_mask is not None:
             padding_mask = _check_mask(padding_mask, axes)
-        if self.config.batch_first is None:
+        if self.config.batch_first is None and "seq_aux_loss" in self.config.losses:
             _check_order(self.config, axes)
         topk_indices = None
         if self._replayed is not None:
@@ -1720,7 +1720,7 @@ def _refuse_input(input, config):
 
 def _check_order(config, axes):
     H = config.hidden_size
-    if len(axes) == 2 and "seq_aux_loss" in config.losses:
+    if len(axes) == 2:
         raise ValueError(f"batch_first is None, and seq_aux_loss has to know which of the axes "
                          f"{axes} is the sequence; needs batch_first=True for [B, S, {H}] or "
                          f"batch_first=False for [S, B, {H}]")

@@ -4331,7 +4331,7 @@ def test_compile_ops_pass_opcheck():
             (kernels._read_in_batches, many, 18),
             (kernels._rows_times_weights, x, token, of_many, None, many, index),
             (kernels._rows_times_rows, x, token, h, None, many, index),
-            (kernels._product_in, torch.randn(4, 9), x, None, torch.float64, torch.float32),
+            (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
             (kernels._sum_weighted, x, torch.rand(8)),
