@@ -818,19 +818,7 @@ def replace_blocks(
     return names
 
 
-class OwnNames(dict):
-    """As the destination of state_dict(): blocks write this project's names."""
-
-
-def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a model with replaced blocks, for torch.distributed.checkpoint.
-
-    Pass it to save or load; no other step is needed. The tensors are the model's own. The names of
-    the blocks' tensors are this project's. It loads at any size of ep, and into a replaced model of
-    one process, which save_pretrained then writes under the library's names.
-    """
-    model = getattr(model, "_orig_mod", model)
-    return moe.sharded(model, model.state_dict(destination=OwnNames()))
+sharded_state_dict = moe.sharded_state_dict
 
 
 NO_FORWARD = False
@@ -957,7 +945,7 @@ class HuggingFaceBlock(moe.MoELayer):
 
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:
         tensors = super().state_dict(*args, prefix=prefix, **kwargs)
-        if isinstance(tensors, OwnNames):
+        if isinstance(tensors, moe.parallel.OwnNames):
             return tensors
         if moe.group_size(self.pg_collection.ep) > 1:
             raise RuntimeError(
