@@ -480,9 +480,9 @@ def _place(module, path, tensor, prefix=""):
             whole = getattr(owner, name)
         if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
             raise ValueError(
-                f"{prefix}{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is sharded "
-                f"along axis {axis}: needs as many axes and that size there, else the ranks' "
-                f"copies would drift apart")
+                f"{prefix}{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is "
+                f"sharded along axis {axis}: needs as many axes and that size there, else the "
+                f"ranks' copies would drift apart")
     return group, axis, owner.gradient_group(name)
 
 
@@ -539,7 +539,7 @@ def _moment(module, path, parameter, name, value):
     if value.shape != parameter.shape:
         raise ValueError(f"{name} has shape {list(value.shape)} and its parameter, which is "
                          f"sharded over ranks, {list(parameter.shape)}; needs the same")
-    return _as_shard(name, value, group, axis)
+    return as_shard(name, value, group, axis)
 
 
 def _make_optimizer_state(optimizer):
@@ -586,10 +586,10 @@ def _give_shards(module, state, prefix, _):
     """Of every ParallelModule after state_dict(): what ranks share out are DTensors over them."""
     for path, _, group, axis in _own_shards(module, prefix):
         if prefix + path in state:
-            state[prefix + path] = _as_shard(prefix + path, state[prefix + path], group, axis)
+            state[prefix + path] = as_shard(prefix + path, state[prefix + path], group, axis)
 
 
-def _as_shard(name, tensor, group, axis):
+def as_shard(name, tensor, group, axis):
     """This rank's part along the axis as a DTensor over the group, in the memory of the part.
 
     A part that FSDP2 holds is sharded over two dims: the group, then FSDP2's. RuntimeError:
@@ -630,17 +630,17 @@ def _take_shards(module, state, prefix, metadata, *_):
     for path, own, group, axis in _own_shards(module, prefix):
         given = state.get(prefix + path)
         if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):
-            part = _part_of(prefix + path, given, own, group, axis)
+            part = part_of(prefix + path, given, own, group, axis)
             if metadata.get("assign_to_params_buffers"):
                 part = part.clone()                      # else it would hold the whole in memory
             state[prefix + path] = part
 
 
-def _part_of(name, given, own, group, axis):
+def part_of(name, given, own, group, axis):
     """Of the whole tensor, a DTensor or not: the part that `own` holds, in its layout."""
     if isinstance(given, DTensor):
         mesh = given.device_mesh
-        like = _as_shard(name, own.detach(), group, axis)
+        like = as_shard(name, own.detach(), group, axis)
         same_ranks = mesh.mesh.tolist() == like.device_mesh.mesh.tolist()
         as_here = same_ranks and given.placements == like.placements
         here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
