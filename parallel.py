@@ -543,9 +543,13 @@ def _moment(module, path, parameter, name, value):
 
 
 def _make_optimizer_state(optimizer):
-    """Gives the parameters that have no state yet that of step 0, by a step of a stand-in."""
+    """Gives the parameters that have no state yet that of step 0, by a step of a stand-in. The
+    hooks of a step do not run.
+    """
     groups = optimizer.param_groups
+    hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
     try:
+        vars(optimizer).update({name: {} for name in hooks})
         for group in groups:
             for parameter in group["params"]:
                 if optimizer.state.get(parameter) or not parameter.requires_grad:
@@ -561,8 +565,10 @@ def _make_optimizer_state(optimizer):
                 optimizer.state[parameter] = made
     finally:
         optimizer.param_groups = groups
+        vars(optimizer).update(hooks)
 
 
+_STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 # What a step without gradients changes in the state of torch's optimizers: the values before it.
 _FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
 
@@ -598,7 +604,7 @@ def as_shard(name, tensor, group, axis):
     if not isinstance(tensor, DTensor):
         mesh = DeviceMesh.from_group(group, tensor.device.type)
         return DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False)
-    ranks = torch.tensor(dist.get_process_group_ranks(group))
+    ranks = torch.tensor(dist.get_process_group_ranks(group), device="cpu")
     inner = tensor.device_mesh
     alike = inner.mesh.cpu()                             # the ranks that hold the same part
     plain = all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
