@@ -3618,12 +3618,20 @@ def ordinary_checkpoints(rank, ranks, folder):
             check_ordinary_ways(rank, groups, f"{folder}/{dim}")
 
 
+@over_ranks(4)
+def files_of_two_ranks(rank, ranks, folder):
+    model = saved_model(ProcessGroups.from_mesh(mesh_of(ep=ranks)))
+    text = error(model.load_state_dict, torch.load(f"{folder}/ep/{rank % 2}.pt"))
+    assert "or of a run with other ranks; needs the file that this rank" in text, text
+
+
 def test_parallel_ordinary_state_dicts(tmp_path):
     """state_dict() and what torch makes of it have every rank's experts (KempnerForge #202), and
     are read by one process; load_state_dict takes a whole and its part."""
     import pickle
     import torch.distributed.checkpoint as dcp
     ordinary_checkpoints(folder=tmp_path)
+    files_of_two_ranks(folder=tmp_path)
     model = saved_model()
     whole = copy.deepcopy(model.state_dict())
     for dim in ("ep", "tp"):
