@@ -503,8 +503,13 @@ def sharded_state_dict(
     hyperparameters, such as lr, are not among them. Names are those without torch.compile.
 
     A parameter that the optimizer has not stepped yet gets its state here, that of step 0.
-    ValueError: the optimizer has a parameter that the model lacks, or keeps what no tensor over
-    ranks can hold.
+    ValueError: the optimizer has a parameter that the model lacks; it keeps what is no tensor, or,
+    for a sharded parameter, a tensor of another shape.
+
+    >>> model = nn.Linear(2, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    >>> list(sharded_state_dict(model, optimizer))
+    ['weight', 'bias', 'optimizer.weight.momentum_buffer', 'optimizer.bias.momentum_buffer']
     """
     state = {}
     for path, tensor in model.state_dict(destination=OwnNames()).items():
@@ -589,7 +594,7 @@ def _own_shards(module, prefix):
 
 
 def _give_shards(module, state, prefix, _):
-    """Of every ParallelModule after state_dict(): what ranks share out are DTensors over them."""
+    """Runs after state_dict() of every ParallelModule: what is sharded becomes DTensors."""
     for path, _, group, axis in _own_shards(module, prefix):
         if prefix + path in state:
             state[prefix + path] = as_shard(prefix + path, state[prefix + path], group, axis)
@@ -632,7 +637,9 @@ def _whole_shape(part, group, axis):
 
 @torch.no_grad()
 def _take_shards(module, state, prefix, metadata, *_):
-    """Of every ParallelModule before load_state_dict(): its part of DTensors and whole tensors."""
+    """Runs before load_state_dict() of every ParallelModule: takes this rank's part of DTensors
+    and of whole tensors.
+    """
     for path, own, group, axis in _own_shards(module, prefix):
         given = state.get(prefix + path)
         if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):

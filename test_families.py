@@ -1717,7 +1717,8 @@ def experts_over_ranks(rank, ranks, folder):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    dcp.load(parallel.sharded_state_dict(model, torch.optim.SGD(model.parameters())), checkpoint_id="shards")
+    optimizer = torch.optim.SGD(model.parameters())
+    dcp.load(parallel.sharded_state_dict(model, optimizer), checkpoint_id="shards")
     same([parameter.detach() for parameter in model.parameters()], want)
     given = copy.deepcopy(model.state_dict())
     for given in (given, {name: full(tensor) for name, tensor in given.items()}):

@@ -3705,7 +3705,7 @@ def moments_over_ranks(rank, ranks, folder):
 
 
 def test_parallel_checkpoints_of_an_optimizer(tmp_path):
-    """The moments of every rank's experts; written by two ranks, read by them and by one process."""
+    """The moments of all experts; written by two ranks, read by them and by one process."""
     moments_over_ranks(folder=tmp_path)
     check_moments(None, tmp_path)
 
