@@ -500,7 +500,8 @@ def sharded_state_dict(
     Pass it to save or load; no other step is needed. The tensors are the model's and the
     optimizer's own; those that are sharded over ranks are DTensors. So it loads at other sizes
     of tp and ep, and without any process group. The optimizer's are optimizer.NAME.KEY; its
-    hyperparameters, such as lr, are not among them. Names are those without torch.compile.
+    hyperparameters, such as lr, are not among them. Names are those without torch.compile and
+    checkpoint_wrapper.
 
     A parameter that the optimizer has not stepped yet gets its state here, that of step 0.
     ValueError: the optimizer has a parameter that the model lacks; it keeps what is no tensor, or,
@@ -513,7 +514,7 @@ def sharded_state_dict(
     """
     state = {}
     for path, tensor in model.state_dict(destination=OwnNames()).items():
-        state[_uncompiled(path)] = tensor
+        state[_unwrapped(path)] = tensor
     if optimizer is None:
         return state
     _make_optimizer_state(optimizer)
@@ -522,7 +523,7 @@ def sharded_state_dict(
         others.discard(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                name = f"optimizer.{_uncompiled(path)}.{key}"
+                name = f"optimizer.{_unwrapped(path)}.{key}"
                 state[name] = _moment(model, path, parameter, name, value)
     if others:
         raise ValueError(f"optimizer has {len(others)} parameters that model lacks; needs the "
@@ -530,8 +531,8 @@ def sharded_state_dict(
     return state
 
 
-def _uncompiled(path):
-    return re.sub(r"\b_orig_mod\.", "", path)
+def _unwrapped(path):
+    return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", path)
 
 
 def _moment(module, path, parameter, name, value):
