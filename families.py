@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import moe
@@ -430,6 +431,11 @@ class Place(NamedTuple):
             tensor = tensor.narrow(self.axes.index(axis), *part)
         self.view.copy_(tensor)
 
+    def of_this_rank(self) -> "Place":
+        """The same for a tensor that has the experts of this rank alone."""
+        lengths = {axis: length for axis, (_, length) in self.cut.items() if axis in self.merged}
+        return self._replace(merged=self.merged | lengths, cut={})
+
     def take(self) -> Tensor:
         """The layer's part, as the published tensor.
 
@@ -779,8 +785,8 @@ def replace_blocks(
 
     All is checked before the first block is touched. Memory holds one block twice at a time. Make
     the optimizer after the call. state_dict() has the library's names, and this project's names for
-    what changes has added. Over ep it raises: use sharded_state_dict. A model that fully_shard has
-    sharded is not supported.
+    what changes has added; over ep the experts are DTensors. save_pretrained then needs a
+    state_dict of whole tensors. A model that fully_shard has sharded is not supported.
 
     ValueError: an unknown model type, no block, a block that the layer cannot express, tensors on
     the meta device, several ranks in tp, experts that ep does not divide. TypeError: no model of
@@ -820,22 +826,23 @@ def replace_blocks(
         has_blocks = any(name.startswith(path) for name in names)
         if padding_mask and has_blocks and hasattr(module, "get_input_embeddings"):
             mask.follow(module)
+    if pg_collection and moe.group_size(pg_collection.ep) > 1:
+        model.save_pretrained = functools.partial(_save_pretrained, model)
     return names
 
 
-class OwnNames(dict):
-    """As the destination of state_dict(): blocks write this project's names."""
+def _save_pretrained(model, *args, state_dict=None, **kwargs):
+    """save_pretrained of a model whose experts are spread over ranks."""
+    if state_dict is None:
+        raise RuntimeError(
+            "a rank has a part of the experts, and the library writes no DTensors: give "
+            "save_pretrained a state_dict= of whole tensors, as docs/models.md does")
+    return type(model).save_pretrained(model, *args, state_dict=state_dict, **kwargs)
 
 
-def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a model with replaced blocks, for torch.distributed.checkpoint.
-
-    Pass it to save or load; no other step is needed. The tensors are the model's own. The names of
-    the blocks' tensors are this project's. It loads at any size of ep, and into a replaced model of
-    one process, which save_pretrained then writes under the library's names.
-    """
-    model = getattr(model, "_orig_mod", model)
-    return moe.sharded(model, model.state_dict(destination=OwnNames()))
+# Of a replaced model too: its blocks write this project's names into it. So what ranks have saved
+# loads into a replaced model of one process, whose save_pretrained writes the library's names.
+sharded_state_dict = moe.sharded_state_dict
 
 
 NO_FORWARD = False
@@ -962,15 +969,14 @@ class HuggingFaceBlock(moe.MoELayer):
 
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:
         tensors = super().state_dict(*args, prefix=prefix, **kwargs)
-        if isinstance(tensors, OwnNames):
+        if isinstance(tensors, moe.parallel.OwnNames):
             return tensors
-        if moe.group_size(self.pg_collection.ep) > 1:
-            raise RuntimeError(
-                "this rank has a part of the experts, and state_dict() has whole ones: use "
-                "families.sharded_state_dict(model) and torch.distributed.checkpoint")
         for name, place in _places(self, self.row.layouts[-1]).items():
             tensors.pop(prefix + place.slot.parameter, None)
-            tensors[prefix + name] = place.take()
+            tensor = place.of_this_rank().take()
+            if place.cut:                                    # over ep; the experts come first
+                tensor = moe.parallel.as_shard(prefix + name, tensor, self.pg_collection.ep, 0)
+            tensors[prefix + name] = tensor
         return tensors
 
     @torch.no_grad()
@@ -998,7 +1004,12 @@ class HuggingFaceBlock(moe.MoELayer):
             elif list(given[name].shape) != place.shape:
                 errors.append(f"{prefix}{name} is {list(given[name].shape)}; needs {place.shape}")
             else:
-                place.put(given[name])
+                tensor = given[name]
+                if place.cut and isinstance(tensor, DTensor):
+                    place = place.of_this_rank()
+                    tensor = moe.parallel.part_of(
+                        prefix + name, tensor, place.take(), self.pg_collection.ep, axis=0)
+                place.put(tensor)
         super()._load_from_state_dict(tensors, prefix, *others)
 
 

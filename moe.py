@@ -47,14 +47,14 @@ if __package__:
     from .parallel import (
         AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
         enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, sharded, wait)
+        reduce_gradients, sharded_state_dict, wait)
 else:
     import kernels
     import parallel
     from parallel import (
         AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
         enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, sharded, wait)
+        reduce_gradients, sharded_state_dict, wait)
 
 
 # ---- Config ----

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import (
+    DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor)
 
 if __package__:
     from . import kernels
@@ -399,6 +400,8 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.config = config
         self.pg_collection = pg_collection or ProcessGroups()
+        self.register_state_dict_post_hook(_give_shards)
+        self.register_load_state_dict_pre_hook(_take_shards)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
@@ -440,35 +443,23 @@ class ParallelModule(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
     ) -> dict[str, Tensor]:
-        """prefix + state-dict name -> the module's own tensors, as DTensors over the group
-        of each.
+        """prefix + name -> tensor: see the function sharded_state_dict.
 
-        Pass it to torch.distributed.checkpoint's save or load. No other step is needed. It
-        loads at other sizes of tp and ep, and without any process group. The tensors of a
-        parametrization go with the parameter that they make. ValueError: sharded_offsets or
-        metadata are not empty; a parametrization that lacks the sharded axis.
+        ValueError: sharded_offsets or metadata are not empty.
         """
         if sharded_offsets or metadata:
             raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
                              f"both need to be empty: layers are told apart by their prefix")
-        state = sharded(self, nn.Module.state_dict(self))
+        state = sharded_state_dict(self)
         return {prefix + path: tensor for path, tensor in state.items()}
 
 
-def sharded(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors at these paths of the module; those of a group of ranks as DTensors over it."""
-    state = {}
-    for path, tensor in tensors.items():
-        group, axis, _ = _place(module, path, tensor)
-        if group_size(group) > 1:
-            mesh = DeviceMesh.from_group(group, tensor.device.type)
-            placements = [Replicate() if axis is None else Shard(axis)]
-            tensor = DTensor.from_local(tensor, mesh, placements, run_check=False)
-        state[path] = tensor
-    return state
+def _made_by(path):
+    """The path of the parameter that the tensor at this path makes, by a parametrization."""
+    return re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
 
 
-def _place(module, path, tensor):
+def _place(module, path, tensor, prefix=""):
     """(group, axis, gradient group) of the tensor at this path of the module: see
     ParallelModule. All are None where no ParallelModule holds it.
 
@@ -477,7 +468,7 @@ def _place(module, path, tensor):
     its size on the sharded one. (So with one expert a rank an adapter that is meant for all
     experts cannot be told from one of its own.)
     """
-    made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
+    made = _made_by(path)
     owner, _, name = made.rpartition(".")
     owner = module.get_submodule(owner)
     if not isinstance(owner, ParallelModule):
@@ -489,11 +480,207 @@ def _place(module, path, tensor):
             whole = getattr(owner, name)
         if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
             raise ValueError(
-                f"{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is sharded "
-                f"along axis {axis}: needs as many axes and that size there, else the ranks' "
-                f"copies would drift apart")
+                f"{prefix}{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is "
+                f"sharded along axis {axis}: needs as many axes and that size there, else the "
+                f"ranks' copies would drift apart")
     return group, axis, owner.gradient_group(name)
 
+
+# -- state dicts --
+
+class OwnNames(dict):
+    """As the destination of state_dict(): blocks of a live model write this project's names."""
+
+
+def sharded_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Tensor]:
+    """Name -> tensor, of a model and its optimizer, for torch.distributed.checkpoint.
+
+    Pass it to save or load; no other step is needed. The tensors are the model's and the
+    optimizer's own; those that are sharded over ranks are DTensors. So it loads at other sizes
+    of tp and ep, and without any process group. The optimizer's are optimizer.NAME.KEY; its
+    hyperparameters, such as lr, are not among them. Names are those without torch.compile and
+    checkpoint_wrapper.
+
+    A parameter that the optimizer has not stepped yet gets its state here, that of step 0.
+    ValueError: the optimizer has a parameter that the model lacks; it keeps what is no tensor, or,
+    for a sharded parameter, a tensor of another shape.
+
+    >>> model = nn.Linear(2, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    >>> list(sharded_state_dict(model, optimizer))
+    ['weight', 'bias', 'optimizer.weight.momentum_buffer', 'optimizer.bias.momentum_buffer']
+    """
+    state = {}
+    for path, tensor in model.state_dict(destination=OwnNames()).items():
+        state[_unwrapped(path)] = tensor
+    if optimizer is None:
+        return state
+    _make_optimizer_state(optimizer)
+    others = set(optimizer.state)
+    for path, parameter in model.named_parameters():
+        others.discard(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                name = f"optimizer.{_unwrapped(path)}.{key}"
+                state[name] = _moment(model, path, parameter, name, value)
+    if others:
+        raise ValueError(f"optimizer has {len(others)} parameters that model lacks; needs the "
+                         f"model that holds all of them")
+    return state
+
+
+def _unwrapped(path):
+    return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", path)
+
+
+def _moment(module, path, parameter, name, value):
+    """A value of the state that the optimizer keeps for the parameter, sharded as that is."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}; needs a tensor, to be loaded into")
+    group, axis, _ = _place(module, path, parameter)
+    if axis is None or group_size(group) == 1 or value.ndim == 0:
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(f"{name} has shape {list(value.shape)} and its parameter, which is "
+                         f"sharded over ranks, {list(parameter.shape)}; needs the same")
+    return as_shard(name, value, group, axis)
+
+
+def _make_optimizer_state(optimizer):
+    """Gives the parameters that have no state yet that of step 0, by a step of a stand-in. The
+    hooks of a step do not run.
+    """
+    groups = optimizer.param_groups
+    hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
+    try:
+        vars(optimizer).update({name: {} for name in hooks})
+        for group in groups:
+            for parameter in group["params"]:
+                if optimizer.state.get(parameter) or not parameter.requires_grad:
+                    continue
+                stand_in = nn.Parameter(torch.zeros_like(parameter))
+                stand_in.grad = torch.zeros_like(parameter)
+                optimizer.param_groups = [{**group, "params": [stand_in]}]
+                optimizer.step()
+                made = optimizer.state.pop(stand_in, {})
+                for key, value in _FIRST_VALUES.items():
+                    if isinstance(made.get(key), Tensor):
+                        made[key].fill_(value)
+                optimizer.state[parameter] = made
+    finally:
+        optimizer.param_groups = groups
+        vars(optimizer).update(hooks)
+
+
+_STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+# What a step without gradients changes in the state of torch's optimizers: the values before it.
+_FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
+
+
+def _own_shards(module, prefix):
+    """(path, tensor, group, axis) of what the module holds itself and shards over more than one
+    rank. In the place of a parameter with a parametrization stand the tensors that make it.
+    """
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    if "parametrizations" in module._modules:
+        makers = module.parametrizations
+        tensors += makers.named_parameters("parametrizations", remove_duplicate=False)
+        tensors += makers.named_buffers("parametrizations", remove_duplicate=False)
+    for path, tensor in tensors:
+        group, axis, _ = _place(module, path, tensor, prefix)
+        if axis is not None and group_size(group) > 1:
+            yield path, tensor, group, axis
+
+
+def _give_shards(module, state, prefix, _):
+    """Runs after state_dict() of every ParallelModule: what is sharded becomes DTensors."""
+    for path, _, group, axis in _own_shards(module, prefix):
+        if prefix + path in state:
+            state[prefix + path] = as_shard(prefix + path, state[prefix + path], group, axis)
+
+
+def as_shard(name, tensor, group, axis):
+    """This rank's part along the axis as a DTensor over the group, in the memory of the part.
+
+    A part that FSDP2 holds is sharded over two dims: the group, then FSDP2's. RuntimeError:
+    FSDP2 holds it in a way that this does not describe.
+    """
+    if not isinstance(tensor, DTensor):
+        mesh = DeviceMesh.from_group(group, tensor.device.type)
+        return DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False)
+    ranks = torch.tensor(dist.get_process_group_ranks(group), device="cpu")
+    inner = tensor.device_mesh
+    alike = inner.mesh.cpu()                             # the ranks that hold the same part
+    plain = all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+    if not plain or torch.isin(alike, ranks).sum() != 1:
+        raise RuntimeError(
+            f"{name} is a DTensor with {tensor.placements} over ranks {alike.tolist()}, beside a "
+            f"group of ranks {ranks.tolist()} that hold other parts; needs fully_shard over ranks "
+            f"that hold the same part, such as mesh['dp']")
+    # Of each rank of the group, the ranks that hold its part are placed as here.
+    mesh_ranks = (ranks - dist.get_rank()).view(-1, *[1] * inner.ndim) + alike
+    mesh = DeviceMesh.from_group(
+        [group, *inner.get_all_groups()], inner.device_type, mesh=mesh_ranks,
+        mesh_dim_names=tuple(f"dim_{i}" for i in range(1 + inner.ndim)))
+    shape = _whole_shape(tensor, group, axis)
+    return DTensor.from_local(
+        tensor.to_local(), mesh, [Shard(axis), *tensor.placements], run_check=False, shape=shape,
+        stride=torch.empty(shape, device="meta").stride())
+
+
+def _whole_shape(part, group, axis):
+    shape = list(part.shape)
+    shape[axis] *= group_size(group)
+    return torch.Size(shape)
+
+
+@torch.no_grad()
+def _take_shards(module, state, prefix, metadata, *_):
+    """Runs before load_state_dict() of every ParallelModule: takes this rank's part of DTensors
+    and of whole tensors.
+    """
+    for path, own, group, axis in _own_shards(module, prefix):
+        given = state.get(prefix + path)
+        if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):
+            part = part_of(prefix + path, given, own, group, axis)
+            if metadata.get("assign_to_params_buffers"):
+                part = part.clone()                      # else it would hold the whole in memory
+            state[prefix + path] = part
+
+
+def part_of(name, given, own, group, axis):
+    """Of the whole tensor, a DTensor or not: the part that `own` holds, in its layout."""
+    if isinstance(given, DTensor):
+        mesh = given.device_mesh
+        like = as_shard(name, own.detach(), group, axis)
+        same_ranks = mesh.mesh.tolist() == like.device_mesh.mesh.tolist()
+        as_here = same_ranks and given.placements == like.placements
+        here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+        unpickled_elsewhere = here != [list(mesh.get_coordinate() or ())]
+        if not as_here and not unpickled_elsewhere:
+            sizes = [mesh.get_group(dim).size() for dim in range(mesh.ndim)]
+            unpickled_elsewhere = sizes != list(mesh.shape)
+        if unpickled_elsewhere:
+            raise RuntimeError(
+                f"{name} is the part of another rank, or of a run with other ranks; needs the "
+                f"file that this rank has saved, or torch.distributed.checkpoint")
+        if not as_here:
+            given = given.full_tensor()
+        elif not isinstance(own, DTensor):
+            return given.to_local()
+        else:
+            return DTensor.from_local(
+                given.to_local(), own.device_mesh, own.placements, run_check=False,
+                shape=own.shape, stride=own.stride())
+    part = given.chunk(group.size(), axis)[group.rank()]
+    if isinstance(own, DTensor):
+        part = distribute_tensor(part, own.device_mesh, own.placements, src_data_rank=None)
+    return part
+
+
+# -- gradients --
 
 def reduce_gradients(module: nn.Module) -> None:
     """Sums the gradients of all MoE parameters in `module` over the ranks that hold them.

@@ -33,13 +33,14 @@ from torch.utils.checkpoint import checkpoint
 
 import families
 import moe
+import parallel
 from kernels import expert_mlp, plan_permutation
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
     reduce_gradients, replay_routing, update_expert_bias)
 from test_moe import (
-    best, close, compiled, error, fresh_start, grads, mesh_of,
-    over_ranks, own_part, same, saved_bytes, score_loop, slow)
+    best, close, compiled, error, filled, fresh_start, full, grads, mesh_of, over_ranks,
+    own_part, same, saved_bytes, score_loop, slow)
 from test_scripts import HERE, check_examples, example
 
 
@@ -1710,14 +1711,19 @@ def experts_over_ranks(rank, ranks, folder):
     mesh = mesh_of(ep=ranks)
     code = example("experts over ranks").replace("AdamW(model.parameters(), 1e-3)", SGD)
     exec(code, dict(torch=torch, model=model, mesh=mesh, batches=texts_of_rank(rank)))
-    for save in (model.state_dict, lambda: model.save_pretrained("ours")):
-        assert "families.sharded_state_dict(model)" in error(save)
+    assert "give save_pretrained a state_dict=" in error(model.save_pretrained, "ours")
+    exec(example("save over ranks"), dict(model=model, dist=torch.distributed))
     want = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    dcp.load(families.sharded_state_dict(model), checkpoint_id="shards")
+    optimizer = torch.optim.SGD(model.parameters())
+    dcp.load(parallel.sharded_state_dict(model, optimizer), checkpoint_id="shards")
     same([parameter.detach() for parameter in model.parameters()], want)
+    given = copy.deepcopy(model.state_dict())
+    for given in (given, {name: full(tensor) for name, tensor in given.items()}):
+        filled(model, 0).load_state_dict(given)
+        same([parameter.detach() for parameter in model.parameters()], want)
 
 
 # family, layers, eager or compiled
@@ -1760,6 +1766,7 @@ def test_live_experts_over_two_ranks(tmp_path):
     again = type(theirs).from_pretrained(tmp_path).state_dict()
     for name, tensor in theirs.state_dict().items():
         close(again[name], tensor, 1e-4)
+    same(type(theirs).from_pretrained(tmp_path / "saved").state_dict(), again)
 
 
 def test_live_block_chooses_by_its_table():

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:                                      # copied into a package
     from . import kernels, moe, parallel
@@ -3669,14 +3670,23 @@ def test_parallel_compiled_layer_equals_one_process(rank, ranks):
             check_parallel_layer(rank, groups, options, overlap, at_once, "aot_eager")
 
 
+def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What the module itself holds: its state dict in one process."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
+def filled(model: torch.nn.Module, value: float) -> torch.nn.Module:
+    for tensor in tensors_of(model).values():
+        tensor.fill_(value)
+    return model
+
+
 def load_zeros(layer, folder) -> dict[str, Tensor]:
-    """The layer's state dict, zeroed and loaded."""
+    """The layer's tensors, zeroed and loaded."""
     import torch.distributed.checkpoint as dcp
-    state = layer.state_dict()
-    for tensor in state.values():
-        tensor.zero_()
-    dcp.load(layer.sharded_state_dict("a."), checkpoint_id=folder)
-    return state
+    dcp.load(filled(layer, 0).sharded_state_dict("a."), checkpoint_id=folder)
+    return tensors_of(layer)
 
 
 @over_ranks(4)
@@ -3686,9 +3696,10 @@ def checkpoints_over_ranks(rank, ranks, folders):
     for (dp, ep, tp), folder in list(folders.items())[1:]:
         layer = saved_layer(ProcessGroups.from_mesh(mesh_of(dp=dp, ep=ep, tp=tp)))
         state = layer.sharded_state_dict("a.")
-        for a, b in zip(state.values(), layer.state_dict().values(), strict=True):
-            local = getattr(a, "_local_tensor", a)           # no temporary that a load would fill
-            assert local.data_ptr() == b.data_ptr()
+        for name, tensor in tensors_of(layer).items():
+            given = state["a." + name]
+            local = getattr(given, "_local_tensor", given)
+            assert local.data_ptr() == tensor.data_ptr()     # no temporary that a load would fill
         dcp.save(state, checkpoint_id=folder)
         layers.append(layer)
     whole = saved_layer().state_dict()
@@ -3712,6 +3723,242 @@ def test_parallel_checkpoints(tmp_path):
     checkpoints_over_ranks(folders=folders)
     for folder in folders.values():
         same(load_zeros(saved_layer(), folder), layer.state_dict())
+
+
+def saved_model(groups=None) -> torch.nn.Module:
+    """A layer in a model of one's own."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6, dtype=torch.float64), saved_layer(groups))
+
+
+def check_parts(model, whole: dict[str, Tensor]) -> None:
+    """The model has this rank's part of the whole tensors."""
+    tensors = tensors_of(model)
+    assert tensors.keys() == whole.keys()
+    for name, tensor in tensors.items():
+        with about(name):
+            part = own_part(name.removeprefix("1."), whole[name], model[1].pg_collection)
+            same(full(tensor), part)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_ordinary_ways(rank, groups, folder) -> None:
+    """A checkpoint as anybody writes it who does not know of this project."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions, get_model_state_dict, set_model_state_dict)
+    whole, model = saved_model().state_dict(), saved_model(groups)
+    state = model.state_dict()
+    assert list(state) == list(whole) == list(parallel.sharded_state_dict(model))
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is torch.nn.Parameter and not isinstance(parameter, DTensor)
+        part = getattr(state[name], "_local_tensor", state[name])
+        assert part.data_ptr() == parameter.data_ptr() and not state[name].requires_grad
+        assert isinstance(state[name], DTensor) == (parameter.shape != whole[name].shape), name
+        assert state[name].shape == whole[name].shape
+    same({name: full(tensor) for name, tensor in state.items()}, whole)
+    same({name: full(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}, whole)
+
+    dcp.save(state, checkpoint_id=folder)
+    dcp.load(filled(model, 0).state_dict(), checkpoint_id=folder)
+    check_parts(model, whole)
+    options = dict(full_state_dict=True)
+    same(get_model_state_dict(model, options=StateDictOptions(**options)), whole)
+    given = copy.deepcopy(get_model_state_dict(model))
+    set_model_state_dict(filled(model, 0), given)
+    check_parts(model, whole)
+    for more in ({}, dict(broadcast_from_rank0=True)):
+        given = whole if not more or rank == 0 else {}
+        set_model_state_dict(
+            filled(model, 0), dict(given), options=StateDictOptions(**options, **more))
+        check_parts(model, whole)
+
+    # What load_state_dict takes: the whole, DTensors of any layout, the parts.
+    state = copy.deepcopy(model.state_dict())
+    otherwise = {name: tensor.redistribute(placements=[Replicate()])
+                 if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+    parts = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+             for name, tensor in state.items()}
+    for given, assign in itertools.product((whole, state, otherwise, parts), (False, True)):
+        other = filled(saved_model(groups), 0)
+        before = {name: id(tensor) for name, tensor in given.items()}
+        other.load_state_dict(given, assign=assign)
+        check_parts(other, whole)
+        assert before == {name: id(tensor) for name, tensor in given.items()}
+        if assign and given is whole:
+            for parameter in other[1].experts.parameters():
+                assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    name = next(name for name in state if isinstance(state[name], DTensor))
+    text = error(model.load_state_dict, {**whole, name: whole[name][..., :1]})
+    assert f"size mismatch for {name}" in text, text
+
+    # A file for each rank. That of another rank is not taken for this one's.
+    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    mine, other = [torch.load(f"{folder}/{r}.pt") for r in (rank, 1 - rank)]
+    filled(model, 0).load_state_dict(mine)
+    check_parts(model, whole)
+    text = error(model.load_state_dict, other)
+    assert "is the part of another rank" in text, text
+
+    again = copy.deepcopy(model)
+    filled(model, 0)
+    same({name: full(tensor) for name, tensor in again.state_dict().items()}, whole)
+    filled(again, 0).load_state_dict(whole)
+    check_parts(again, whole)
+    with torch.device("meta"):
+        blank = saved_model(groups)
+    assert blank.state_dict()[name].shape == whole[name].shape
+    blank.load_state_dict(whole, assign=True)
+    check_parts(blank, whole)
+
+
+@over_ranks(2)
+def ordinary_checkpoints(rank, ranks, folder):
+    for dim in ("ep", "tp"):
+        with about(dim):
+            groups = ProcessGroups.from_mesh(mesh_of(**{dim: ranks}))
+            check_ordinary_ways(rank, groups, f"{folder}/{dim}")
+
+
+@over_ranks(4)
+def files_of_two_ranks(rank, ranks, folder):
+    model = saved_model(ProcessGroups.from_mesh(mesh_of(ep=ranks)))
+    text = error(model.load_state_dict, torch.load(f"{folder}/ep/{rank % 2}.pt"))
+    assert "or of a run with other ranks; needs the file that this rank" in text, text
+
+
+def test_parallel_ordinary_state_dicts(tmp_path):
+    """state_dict() and what torch makes of it have every rank's experts (KempnerForge #202), and
+    are read by one process; load_state_dict takes a whole and its part."""
+    import pickle
+    import torch.distributed.checkpoint as dcp
+    ordinary_checkpoints(folder=tmp_path)
+    files_of_two_ranks(folder=tmp_path)
+    model = saved_model()
+    whole = copy.deepcopy(model.state_dict())
+    for dim in ("ep", "tp"):
+        dcp.load(filled(model, 0).state_dict(), checkpoint_id=f"{tmp_path}/{dim}")
+        same(model.state_dict(), whole)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(type(tensor) is Tensor for tensor in again.state_dict().values())
+        filled(again, 0).load_state_dict(whole)
+        same(again.state_dict(), whole)
+
+
+def steps(model, optimizer, count: int) -> None:
+    """Gradients that are the same for a part as for the whole."""
+    for _ in range(count):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().mul(3).cos()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.1, amsgrad=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, 0.1, fused=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, 0.1, foreach=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 0.1),
+}
+
+
+def check_moments(groups, folder, names=tuple(OPTIMIZERS), sharded=lambda model: model) -> None:
+    """Saved before the first step and after the second, loaded into new ones: bit for bit."""
+    import torch.distributed.checkpoint as dcp
+    for name in names:
+        make = OPTIMIZERS[name]
+        with about(name):
+            model = sharded(saved_model(groups))
+            optimizer = make(model.parameters())
+            alone = saved_model()
+            for count in (0, 2):
+                path = f"{folder}/{name}{count}"
+                steps(model, optimizer, count)
+                if groups is not None:
+                    dcp.save(parallel.sharded_state_dict(model, optimizer), checkpoint_id=path)
+                again = sharded(filled(saved_model(groups), 7))
+                other = make(again.parameters())
+                if name != "adamw":
+                    steps(again, other, 1)
+                rate = other.param_groups[0]["lr"]
+                hook = other.register_step_post_hook(lambda *_: pytest.fail("no step"))
+                dcp.load(parallel.sharded_state_dict(again, other), checkpoint_id=path)
+                hook.remove()
+                assert rate == other.param_groups[0]["lr"] and len(other.param_groups) == 1
+                steps(again, other, 3)
+                expected = saved_model()
+                steps(expected, make(expected.parameters()), count + 3)
+                check_parts(again, dict(expected.named_parameters()) | dict(alone.named_buffers()))
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    names = list(parallel.sharded_state_dict(model, optimizer))
+    assert list(parallel.sharded_state_dict(torch.compile(model), optimizer)) == names
+    model[1] = checkpoint_wrapper(torch.compile(model[1]))
+    assert list(parallel.sharded_state_dict(model, optimizer)) == names
+
+
+@over_ranks(2)
+def moments_over_ranks(rank, ranks, folder):
+    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    check_moments(groups, folder)
+    model = saved_model(groups)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    text = error(parallel.sharded_state_dict, model, optimizer)
+    assert "optimizer.1.experts.fc1.row_var has shape" in text, text
+    text = error(parallel.sharded_state_dict, model[1], torch.optim.AdamW(model.parameters()))
+    assert "optimizer has 2 parameters that model lacks" in text, text
+
+
+def test_parallel_checkpoints_of_an_optimizer(tmp_path):
+    """The moments of all experts; written by two ranks, read by them and by one process."""
+    moments_over_ranks(folder=tmp_path)
+    check_moments(None, tmp_path)
+
+
+@over_ranks(4)
+def test_parallel_checkpoints_under_fsdp(rank, ranks, tmp_path):
+    """FSDP2 over dp on experts over ep: two dims, or a refusal."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+    mesh = mesh_of(dp=2, ep=2)
+    groups = ProcessGroups.from_mesh(mesh)
+
+    def sharded(model, **how):
+        fully_shard(model[1].experts, mesh=mesh["dp"], **how)
+        return fully_shard(model, mesh=torch.distributed.init_device_mesh(RANK_DEVICE, (ranks,)))
+
+    whole = saved_model().state_dict()
+    for axis in (0, 1):
+        model = sharded(saved_model(groups), shard_placement_fn=lambda parameter: Shard(
+            axis if parameter.shape[axis] % 2 == 0 else 0))
+        state = model.state_dict()
+        assert state["1.experts.fc1"].device_mesh.ndim == 2
+        same({name: full(tensor) for name, tensor in state.items()}, whole)
+        dcp.save(state, checkpoint_id=f"{tmp_path}/{axis}")
+        dcp.load(filled(model, 0).state_dict(), checkpoint_id=f"{tmp_path}/{axis}")
+        check_parts(model, whole)
+        kept = copy.deepcopy(model.state_dict())
+        for given in (kept, saved_model(groups).state_dict(), whole):
+            filled(model, 0).load_state_dict({**kept, **{
+                name: tensor for name, tensor in given.items() if name.startswith("1.experts.")}})
+            check_parts(model, whole)
+    with about("moments"):
+        check_moments(groups, tmp_path, ["adamw"], sharded)
+
+    # Three experts on each rank of ep, over two ranks of dp.
+    whole, mine = whole_and_mine(exact_config(num_experts=6), groups)
+    fully_shard(mine, mesh=mesh["dp"])
+    same(full(mine.state_dict()["experts.fc1"]), whole.experts.fc1.detach())
+
+    model = saved_model(groups)
+    fully_shard(model, mesh=torch.distributed.init_device_mesh(RANK_DEVICE, (ranks,)))
+    text = error(model.state_dict)
+    assert "needs fully_shard over ranks that hold the same part, such as mesh['dp']" in text, text
 
 
 def one_graph_over_ranks(rank, ranks):

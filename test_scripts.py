@@ -47,8 +47,8 @@ from moe import (
     set_aux_loss_scale, update_expert_bias)
 from test_moe import (
     BIASED, CONFIGS, EAGER_WAYS, LOSSES, STEPS, WAYS, TwoLayers, about, about_the_cpu, agree, best,
-    close, compiled, counts_of, error, exact_config, free_port, fresh_start, grads, leaf, mesh_of,
-    outcome, over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but,
+    close, compiled, counts_of, error, exact_config, free_port, fresh_start, full, grads, leaf,
+    mesh_of, outcome, over_ranks, overlapped_layer, own_part, same, saved_bytes, slow, slow_but,
     small_config, switch_loss_loop)
 
 HERE = Path(__file__).resolve().parent
@@ -1679,10 +1679,6 @@ def test_overlap_with_cuda_graphs_is_refused():
 
 
 # ---- In other people's trainers (docs/ranks.md) ----
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
 
 @over_ranks(2)
 def test_trainer_ddp_leaves_the_counts_alone(rank, ranks):

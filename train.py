@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import kernels
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, finish_step, gradient_norm,
-    load_balancing_metrics, reduce_gradients)
+    load_balancing_metrics, reduce_gradients, sharded_state_dict)
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
@@ -388,28 +388,10 @@ def evaluate(model, blocks):
 
 # ---- Checkpoint ----
 
-def sharded_state(model, optimizer):
-    """Name -> the model's and the optimizer's own tensors, as DTensors where each process holds a
-    part. DCP saves them, and loads into them."""
-    state = model.state_dict()
-    for name, layer in model.named_modules():
-        if isinstance(layer, MoELayer):
-            state |= layer.sharded_state_dict(f"{name}.")
-    for name, p in model.named_parameters():
-        like = state[name]
-        for key, tensor in optimizer.state[p].items():
-            # Like their parameters, the moments of this process's experts are plain tensors.
-            plain = tensor.ndim and not isinstance(tensor, DTensor)
-            if plain and isinstance(like, DTensor):
-                tensor = DTensor.from_local(tensor, like.device_mesh, like.placements)
-            state[f"optimizer.{name}.{key}"] = tensor
-    return state
-
-
 def save_checkpoint(model, optimizer, settings, step):
     """Written beside the last one, then renamed: at any moment one of the two is whole."""
     beside = model.args.out / "unfinished"
-    dcp.save(sharded_state(model, optimizer), checkpoint_id=beside)
+    dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=beside)
     if model.args.rank == 0:
         (beside / "run.json").write_text(json.dumps([settings, step]))
         older = list(beside.parent.glob("checkpoint-*"))
@@ -426,11 +408,7 @@ def load_checkpoint(model, optimizer, settings, path):
         other = dict(saved.items() - settings.items())
         if other:
             fail(f"--resume: {path} was made with other settings, {other}")
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()                                 # makes the state that is loaded into
-        optimizer.zero_grad()
-        dcp.load(sharded_state(model, optimizer), checkpoint_id=path)
+        dcp.load(sharded_state_dict(model, optimizer), checkpoint_id=path)
     except (OSError, ValueError, LookupError, dcp.CheckpointException) as error:
         fail(f"--resume: {path} is damaged or no checkpoint of train.py ({type(error).__name__})")
     return step
