@@ -1645,8 +1645,9 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1,
     which needs a signed dtype, is routed by the router itself: inference engines write -1 for
     what they do not know. The probs are computed anew. An activation checkpoint runs the routers
-    again in the backward: run the backward inside the context too. A topk_indices argument is
-    not used meanwhile.
+    again in the backward: run the backward inside the context too. Outside of it a non-reentrant
+    checkpoint raises an error, but a reentrant one routes anew, and its gradients are wrong
+    without an error. A topk_indices argument is not used meanwhile.
     ValueError: no router, another number of layers, or nested on one model; in the forward,
     naming the router, a wrong shape or dtype, or None.
     """
