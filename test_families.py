@@ -1391,7 +1391,7 @@ to_hf: layer model_type prefix
 upcycle: config gate_proj up_proj down_proj noise
 register_experts: name
 replace_blocks: model pg_collection padding_mask changes
-sharded_state_dict: model"""
+sharded_state_dict: model optimizer"""
 
 
 def test_families_signatures():
