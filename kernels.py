@@ -1360,8 +1360,21 @@ class ReLU2(Activation):
         return relu.square(), 2 * g * relu
 
 
+@dataclass(frozen=True)
+class GELU(Activation):
+    """The tanh form of GELU of y [.., F], without a gate (arXiv 1606.08415)."""
+    parts: ClassVar[int] = 1
+
+    def value(self, y):
+        return F.gelu(y, approximate="tanh")
+
+    def back(self, g, y):
+        return self.value(y), torch.ops.aten.gelu_backward(g, y, approximate="tanh")
+
+
 ACTIVATIONS = {
-    "swiglu": SwiGLU, "geglu": GeGLU, "quick_geglu": QuickGeGLU, "situ": SiTU, "relu2": ReLU2}
+    "swiglu": SwiGLU, "geglu": GeGLU, "quick_geglu": QuickGeGLU, "situ": SiTU, "relu2": ReLU2,
+    "gelu": GELU}
 
 
 @torch.compiler.assume_constant_result           # Dynamo cannot trace dataclasses.fields

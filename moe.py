@@ -335,7 +335,7 @@ class Router(ParallelModule, ABC):
         self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
         # See record_routing and replay_routing.
         self._recording = False
-        self._recorded = None
+        self._recorded = None, None                  # indices, probs
         self._replayed = None
         self.reset_parameters()
 
@@ -590,9 +590,6 @@ class TopKRouter(Router):
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
             probs_TK, indices_TK = self._unroute(probs_TK, indices_TK, padding_T[:, None])
-        if self._recording:
-            self._record(indices_TK, topk_indices, padding_T)
-
         # Drop
         chosen_TK = indices_TK                       # what is counted: the choice before dropping
         if config.capacity_factor is not None:
@@ -606,6 +603,8 @@ class TopKRouter(Router):
             self.counts.count(kernels.count_experts(chosen_TK, config.num_experts))
             if self.bias_histogram is not None:
                 self._update_histogram(logits_TE, padding_T)
+        if self._recording:
+            self._record(chosen_TK, topk_indices, padding_T, probs_TK)
         return probs_TK, indices_TK
 
     def choose(
@@ -665,12 +664,12 @@ class TopKRouter(Router):
         return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
 
     @kernels.writes_to_module
-    def _record(self, indices_TK, given_TK, padding_T):
+    def _record(self, indices_TK, given_TK, padding_T, probs_TK):
         if given_TK is not None:
             indices_TK = given_TK                    # with its repeats
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], self.config.num_experts)
-        self._recorded = indices_TK
+        self._recorded = indices_TK, probs_TK.detach()
 
     # -- drop --
 
@@ -1534,7 +1533,12 @@ class RouterCounts:
 # ---- Routers of a whole model ----
 
 def _routers(model):
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return list(_named_routers(model).values())
+
+
+def _named_routers(model):
+    routers = {
+        name: module for name, module in model.named_modules() if isinstance(module, Router)}
     if not routers:
         raise ValueError(f"model ({type(model).__name__}) has no Router")
     return routers
@@ -1593,10 +1597,11 @@ def update_expert_bias(model: nn.Module) -> None:
 
 
 class RoutingRecord:
-    """What the routers chose: see record_routing."""
+    """What the routers chose: see record_routing. names: those of the routers in the model."""
 
     def __init__(self, routers):
-        self._routers = routers
+        self.names = list(routers)
+        self._routers = list(routers.values())
         self._kept = None
 
     @property
@@ -1604,6 +1609,16 @@ class RoutingRecord:
         """Each router's latest choice [T, K] int64 before dropping, in module order. Index
         E is unrouted. None for a router that has not run.
         """
+        return [indices for indices, _ in self._latest()]
+
+    @property
+    def probs(self) -> list[Tensor | None]:
+        """The probs [T, K] of these indices, detached: what the experts multiply by. They are 0
+        where an assignment was dropped.
+        """
+        return [probs for _, probs in self._latest()]
+
+    def _latest(self):
         return self._kept or [router._recorded for router in self._routers]
 
 
@@ -1611,8 +1626,10 @@ class RoutingRecord:
 def record_routing(model: nn.Module):
     """A context that gives a RoutingRecord of what the model's routers choose inside it.
 
-    It works in training and in eval, and in compiled code. ValueError: no router, or
-    nested on one model.
+    It works in training and in eval, and in compiled code. A forward takes the place of the one
+    before it. To keep those of all forwards, as of a `generate`:
+    `kept = []; model.register_forward_hook(lambda *_: kept.append(record.indices))`.
+    ValueError: no router, or nested on one model.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> x = torch.randn(6, 1, 8)
@@ -1622,19 +1639,19 @@ def record_routing(model: nn.Module):
     ...     torch.equal(layer(x), y)
     True
     """
-    routers = _routers(model)
-    if any(router._recording for router in routers):
+    routers = _named_routers(model)
+    if any(router._recording for router in routers.values()):
         raise ValueError("model is being recorded already; leave record_routing first")
     record = RoutingRecord(routers)
     try:
-        for router in routers:
+        for router in routers.values():
             router._recording = True
         yield record
     finally:
-        record._kept = record.indices
-        for router in routers:
+        record._kept = record._latest()
+        for router in routers.values():
             router._recording = False
-            router._recorded = None
+            router._recorded = None, None
 
 
 @contextlib.contextmanager
@@ -1651,9 +1668,7 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     ValueError: no router, another number of layers, or nested on one model; in the forward,
     naming the router, a wrong shape or dtype, or None.
     """
-    _routers(model)
-    routers = {
-        name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    routers = _named_routers(model)
     if len(indices) != len(routers):
         raise ValueError(f"indices is for {len(indices)} layers; "
                          f"the model has {len(routers)} routers: {', '.join(routers)}")

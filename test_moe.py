@@ -516,6 +516,8 @@ def merge_loop(probs_TK: Tensor, indices_TK: Tensor, E: int):
 def act_loop(h_F: Tensor, c: MoEConfig) -> Tensor:
     if c.activation == "relu2":
         return torch.where(h_F > 0, h_F * h_F, 0.0)
+    if c.activation == "gelu":
+        return 0.5 * h_F * (1 + ((2 / math.pi) ** 0.5 * (h_F + 0.044715 * h_F ** 3)).tanh())
     a, b = h_F.chunk(2)
     if c.activation_clamp_value is not None:
         a = a.clamp(max=c.activation_clamp_value)
@@ -593,6 +595,7 @@ ACTIVATIONS = [
     dict(activation="situ"),
     dict(activation="situ", situ_beta=1.5, situ_linear_beta=0.7),
     dict(activation="relu2"),
+    dict(activation="gelu"),
 ]
 
 
@@ -1944,7 +1947,7 @@ def test_activation_in_parts_of_the_rows_is_bitwise_the_whole(monkeypatch):
         seen.append(len(y)) or einops.rearrange(y, *args, **sizes)))
     for kind, dtype, rows in itertools.product(
             kernels.ACTIVATIONS, (torch.float32, torch.bfloat16), (128, 200, 321)):
-        width = 10 if kind == "relu2" else 20
+        width = 10 * kernels.ACTIVATIONS[kind].parts
         y, w = torch.randn(rows, width).to(dtype).requires_grad_(), torch.rand(rows, 1)
         w.requires_grad_()
         constants = dict(clamp_value=0.7) if kind == "swiglu" else {}
@@ -1985,7 +1988,7 @@ def test_config_errors():
         config(topk=9) => topk = 9, num_experts = 8
         config(topk=1) => topk = 1, norm_topk_prob = None, pre_softmax = False
         config(topk=1, score_function="sigmoid", norm_topk_prob=True) => norm_topk_prob = True
-        config(activation="silu") => swiglu, geglu, quick_geglu, situ, relu2
+        config(activation="silu") => swiglu, geglu, quick_geglu, situ, relu2, gelu
         config(score_function="tanh") => softmax, sigmoid, sqrtsoftplus
         config(apply_probs_on="x") => needs one of activation, input
         config(apply_probs_on="input") => "input" is for topk = 1
@@ -4187,6 +4190,29 @@ def test_trainer_record_and_replay(way):
             close(outcome(function, x), expected, 1e-5)
         same(record.indices, others)
     close(outcome(function, x), want, 1e-6)                  # nothing stays behind
+
+
+def test_trainer_record_has_probs_and_names():
+    """The probs are those that the experts multiply by: 0 where a capacity has dropped."""
+    model = torch.nn.Sequential(
+        MoELayer(small_config(capacity_factor=0.7)), MoELayer(small_config()))
+    x = torch.randn(9, 8, requires_grad=True)
+    for function in (model, compiled(model)):
+        with record_routing(model) as record:
+            assert record.indices == record.probs == [None, None]
+            function(x)
+            middle = model[0](x)
+        assert record.names == ["0.router", "1.router"]
+        for router, z, indices, probs in zip(
+                [model[0].router, model[1].router], [x, middle], record.indices, record.probs):
+            want, kept = router.route(z)
+            close(probs, want, 1e-6)
+            assert not probs.requires_grad
+            same(indices.where(kept != 6, 6), kept)
+    assert (record.indices[0] != model[0].router.route(x)[1]).any()      # before the drop
+    with record_routing(model[0].router) as record:
+        model[0](x)
+    assert record.names == [""]
 
 
 def test_trainer_replay_of_given_logits():
