@@ -1092,7 +1092,8 @@ def _callback_class():
         Before a step it sets the scale of the balance losses from gradient_accumulation_steps, and
         from the fp16 loss scaler if there is one. After the optimizer's step it calls finish_step.
         To the training logs, and to their entry of state.log_history, it adds the metrics of
-        load_balancing_metrics, one number each: the mean over the layers whose router has run.
+        load_balancing_metrics, one number each: the mean over the layers whose router has run. If
+        the routers know the group of all ranks the metrics are over all, else of this rank.
 
         The last accumulation of an epoch may be shorter. Its balance losses get the same scale, so
         they are weaker there. The Trainer calls the reporters of report_to before the callbacks
@@ -1115,7 +1116,9 @@ def _callback_class():
         def on_log(self, args, state, control, model=None, logs=None, **others):
             if "loss" not in logs:                           # an evaluation's, or the last summary
                 return
-            metrics = moe.load_balancing_metrics(model, reduce=True)
+            routers = [module for module in model.modules() if isinstance(module, moe.Router)]
+            known = all(router.pg_collection.tp_dp_cp is not None for router in routers)
+            metrics = moe.load_balancing_metrics(model, reduce=known)
             del metrics["tokens_per_expert"]
             means = {name: value.nanmean().item() for name, value in metrics.items()}
             logs.update(means)

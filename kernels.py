@@ -27,7 +27,7 @@ import math
 import re
 import sys
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -1379,8 +1379,15 @@ ACTIVATIONS = {
 
 @torch.compiler.assume_constant_result           # Dynamo cannot trace dataclasses.fields
 def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
-    """The names of an activation's constants: the fields of its dataclass."""
-    return tuple(field.name for field in fields(ACTIVATIONS.get(kind, kind)))
+    """The names of an activation's constants: the fields of its dataclass.
+
+    TypeError: the class is no frozen dataclass, or has no value or back.
+    """
+    made = ACTIVATIONS.get(kind, kind)
+    frozen = is_dataclass(made) and made.__dataclass_params__.frozen
+    if not frozen or not hasattr(made, "value") or not hasattr(made, "back"):
+        raise TypeError(f"{made} needs @dataclass(frozen=True), and the methods value and back")
+    return tuple(field.name for field in fields(made))
 
 
 def make_activation(kind: str | Activation, **constants: float | None) -> Activation:

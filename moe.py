@@ -100,7 +100,7 @@ class MoEConfig:
     ffn_hidden_size: int
     num_experts: int
     topk: int
-    activation: str = "swiglu"                     # see kernels.ACTIVATIONS
+    activation: "str | kernels.Activation" = "swiglu"      # a name of kernels.ACTIVATIONS, or its own
     glu_alpha: float = 1.702                       # for quick_geglu
     glu_linear_offset: float = 0.0                 # for swiglu, geglu and quick_geglu
     activation_clamp_value: float | None = None    # for swiglu, geglu and quick_geglu
@@ -129,7 +129,7 @@ class MoEConfig:
     aux_loss_coeff: float | tuple[float, ...] = 0.0
     z_loss_coeff: float | None = None
     input_jitter_eps: float | None = None          # noise on the router's input, in training
-    force_load_balancing: bool = False             # random logits, for benchmarks
+    force_load_balancing: bool | str = False       # True: random logits; "round_robin": even loads
     calculate_per_token_loss: bool = False         # losses times the count of valid tokens
     capacity_factor: float | None = None           # None: dropless
     token_drop_policy: str = "probs"               # "probs", "position"
@@ -178,6 +178,8 @@ class MoEConfig:
     @functools.cached_property
     def activation_function(self) -> "kernels.Activation":
         """The activation with its constants, for kernels.activation and kernels.expert_mlp."""
+        if isinstance(self.activation, kernels.Activation):
+            return kernels.make_activation(self.activation)
         known = kernels.constants_of(self.activation)
         constants = {
             constant: getattr(self, name) for name, constant in _CONSTANTS.items()
@@ -578,7 +580,7 @@ class TopKRouter(Router):
         config = self.config
         logits_TE = logits.flatten(0, -2)
         if config.force_load_balancing:
-            logits_TE = _RandomLogits.apply(logits_TE)
+            logits_TE, topk_indices = self._force(logits_TE, topk_indices)
         if config.z_loss_coeff:
             logits_TE = self.apply_z_loss(logits_TE, padding_T)
 
@@ -600,7 +602,10 @@ class TopKRouter(Router):
             if config.losses:
                 probs_TK = self._apply_losses(
                     probs_TK, logits_TE, padding_T, axes=logits.shape[:-1], cu_seqlens=cu_seqlens)
-            self.counts.count(kernels.count_experts(chosen_TK, config.num_experts))
+            counts_E = kernels.count_experts(chosen_TK, config.num_experts)
+            self.counts.count(counts_E)
+            if config.capacity_factor is not None:
+                self.counts.drop(counts_E, kernels.count_experts(indices_TK, config.num_experts))
             if self.bias_histogram is not None:
                 self._update_histogram(logits_TE, padding_T)
         if self._recording:
@@ -656,6 +661,16 @@ class TopKRouter(Router):
         normalised again.
         """
         return self._choose_by_sinkhorn(logits.flatten(0, -2), dense_output=False)
+
+    def _force(self, logits_TE, topk_indices):
+        """(logits, indices) of force_load_balancing. Given indices stay."""
+        if self.config.force_load_balancing != "round_robin":
+            return _RandomLogits.apply(logits_TE), topk_indices
+        if topk_indices is None:
+            T, E = logits_TE.shape
+            number_N = torch.arange(T * self.config.topk, device=logits_TE.device)
+            topk_indices = (number_N % E).view(T, self.config.topk)
+        return logits_TE, topk_indices
 
     def _fill_unknown(self, indices_TK, logits_TE, padding_T):
         """Replayed indices, with the router's own choice for the tokens that have a -1."""
@@ -1465,6 +1480,7 @@ class RouterCounts:
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
     last_losses [losses]             of it too, in the order of METRICS
+    last_dropped []                  assignments over capacity, of it too
     """
 
     def __init__(self, config, tp_cp_size):
@@ -1481,6 +1497,7 @@ class RouterCounts:
         self.ga_steps = counter() if with_global else None
         self.last_tokens_per_expert = counter(E)
         self.last_losses = counter(len(METRICS))
+        self.last_dropped = None if config.capacity_factor is None else counter()
         # Loss -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None}
         self.reset()
@@ -1493,6 +1510,10 @@ class RouterCounts:
         _update_once(self.last_tokens_per_expert, counts_E, add=False)
         if self.local_tokens_per_expert is not None:
             _update_once(self.local_tokens_per_expert, counts_E, add=True)
+
+    def drop(self, counts_E, kept_E):
+        dropped = (counts_E.sum() - kept_E.sum()).float()
+        _update_once(self.last_dropped, dropped, add=False)
 
     def log(self, name, loss, sharers):
         _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
@@ -1508,6 +1529,8 @@ class RouterCounts:
     def reset(self):
         self.zero(*self.tensors())
         self.last_losses.fill_(math.nan)
+        if self.last_dropped is not None:
+            self.last_dropped.fill_(math.nan)
 
     def move(self, fn):
         """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
@@ -1689,7 +1712,8 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     "tokens_per_expert" [layers, max E] int64: before dropping, without padding; -1 where a
     layer has no such expert.
     "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664), NaN where nothing
-    was counted. And each loss that is on in any layer, [layers], divided by its
+    was counted. "dropped" [layers], if any layer has a capacity: the assignments over it, NaN
+    for a layer without one. And each loss that is on in any layer, [layers], divided by its
     coefficient, NaN for a layer without it. The metrics are for logging only: the losses
     are in the gradient already, do not add them.
 
@@ -1698,9 +1722,12 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     ranks that share them and averaged over the others. This is collective. ValueError: several
     ranks run, and a router knows no group of them.
     """
-    counts, losses, violations = [], [], []
+    counts, losses, violations, dropped = [], [], [], []
     on = set()
     for router in _routers(model):
+        last_dropped = router.counts.last_dropped
+        if last_dropped is None:
+            last_dropped = router.counts.last_losses.new_tensor(math.nan)
         counts_E = router.counts.last_tokens_per_expert.long()
         last_losses = router.counts.last_losses
         if reduce:
@@ -1711,15 +1738,23 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
             shares = [ranks / (router.counts.sharers[name] or ranks) for name in METRICS]
             counts_E = all_sum(counts_E, group)
             last_losses = all_sum(last_losses, group) / last_losses.new_tensor(shares)
+            last_dropped = all_sum(last_dropped, group)
         counts.append(counts_E)
         losses.append(last_losses)
+        dropped.append(last_dropped)
+        if router.config.capacity_factor is not None:
+            on.add("dropped")
         # 0 / 0 before any forward.
         violations.append((counts_E.amax() * len(counts_E)).float() / counts_E.sum() - 1)
         on |= {LOSS_NAMES[kind] for kind in router.config.losses}
         if router.config.z_loss_coeff:
             on.add("z_loss")
+    values = dict(zip(METRICS, torch.stack(losses, 1)))
+    metrics = {name: value for name, value in values.items() if name in on}
+    if "dropped" in on:
+        metrics["dropped"] = torch.stack(dropped)
     return {
-        **{name: values for name, values in zip(METRICS, torch.stack(losses, 1)) if name in on},
+        **metrics,
         "max_violation": torch.stack(violations),
         "tokens_per_expert": nn.utils.rnn.pad_sequence(
             counts, batch_first=True, padding_value=-1),
@@ -1821,6 +1856,8 @@ def _refused_values(c):
         ("glu_alpha glu_linear_offset norm_eps scaling_factor bias_update_rate init_std",
          _is_number, "a finite number"),
         ("batch_first", lambda x: isinstance(x, bool), "True or False"),
+        ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
+         'True, False or "round_robin"'),
     )
     for names, fits, need in rules:
         for name in names.split():
@@ -1829,7 +1866,8 @@ def _refused_values(c):
             if not (optional and value is None) and not fits(value):
                 yield name, f"needs {need}, or None" if optional else f"needs {need}"
     for name, known in _CHOICES.items():
-        if getattr(c, name) not in known:
+        made = name == "activation" and isinstance(c.activation, kernels.Activation)
+        if not made and getattr(c, name) not in known:
             yield name, f"needs one of {', '.join(known)}"
     for needed, names in _NEEDED_BY.items():
         for name in names.split():
@@ -1890,8 +1928,9 @@ def _refused_routing(c):
 
 
 def _refused_experts(c):
+    made = isinstance(c.activation, kernels.Activation)
     for name, constant in _CONSTANTS.items():
-        if not hasattr(c.activation_function, constant) and _changed(c, name):
+        if _changed(c, name) and (made or not hasattr(c.activation_function, constant)):
             yield f"activation {name}", f"{c.activation} has no such constant; leave {name} out"
     if c.apply_probs_on == "input" and c.topk > 1:
         yield ("apply_probs_on topk",

@@ -1615,6 +1615,26 @@ def trained_by_callback(callback, pieces: int, model, x: Tensor, upstream: Tenso
     return logs
 
 
+@over_ranks(2)
+def test_live_callback_over_ranks_that_routers_do_not_know(rank, ranks):
+    """As under DDP without groups: it logs this rank's metrics; with groups those of all."""
+    sys.modules["transformers"] = types.SimpleNamespace(TrainerCallback=object)
+    families._callback_class.cache_clear()
+    callback = families.MoECallback()
+    groups = moe.ProcessGroups.from_mesh(mesh_of(dp=ranks)["dp"])
+    config = MoEConfig(8, 4, 6, topk=2, load_balancing_type="aux_loss", aux_loss_coeff=0.1)
+    for known in (None, groups):
+        layer = MoELayer(config, known)
+        torch.manual_seed(rank)
+        layer(torch.randn(9, 8)).sum().backward()
+        logs = {"loss": 1.0}
+        state = types.SimpleNamespace(log_history=[{}])
+        callback.on_log(None, state, None, model=layer, logs=logs)
+        want = load_balancing_metrics(layer, reduce=known is not None)
+        assert logs["max_violation"] == want["max_violation"].item()
+        assert state.log_history[-1] == {key: logs[key] for key in logs if key != "loss"}
+
+
 def test_live_callback_makes_microbatches_one_batch(monkeypatch):
     """Without the library: its TrainerCallback is an empty class. A layer that has not run is left
     out of the logged means."""

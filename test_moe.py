@@ -2042,6 +2042,86 @@ def test_config_errors():
         """, **locals())
 
 
+def test_config_takes_an_activation():
+    """An object with its constants, one of one's own too. What cannot work is refused when the
+    config is made."""
+    named = dict(activation="quick_geglu", glu_alpha=1.3, glu_linear_offset=1.0)
+    made = kernels.make_activation("quick_geglu", alpha=1.3, linear_offset=1.0)
+    layers = [MoELayer(exact_config(**options)) for options in (named, dict(activation=made))]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = leaf(5, 2, 6)
+    agree(*layers, x, tol=0)
+    agree(compiled(layers[1]), layers[0], x)
+    assert hash(layers[1].config) == hash(copy.deepcopy(layers[1].config))
+
+    class NoDataclass(kernels.Activation):
+        def value(self, a, b):
+            return a * b
+
+        def back(self, g, a, b):
+            return a * b, g * b, g * a
+
+    Bilinear = dataclasses.dataclass(frozen=True)(type("Bilinear", (NoDataclass,), {}))
+
+    @dataclasses.dataclass(frozen=True)
+    class NoBack(kernels.Activation):
+        def value(self, a, b):
+            return a
+    layer = MoELayer(exact_config(activation=Bilinear(), shared_expert_intermediate_size=None))
+    w = dict(layer.named_parameters())
+    probs, indices = layer.router.route(x)
+    rows = []
+    for x_t, p, chosen in zip(x.view(-1, 6), probs, indices):
+        halves = [w["experts.fc1"][e] @ x_t for e in chosen]
+        rows.append(sum(p[k] * (w["experts.fc2"][e] @ (halves[k][0] * halves[k][1]))
+                        for k, e in enumerate(chosen)))
+    close(layer(x), torch.stack(rows).view_as(x))
+    check_error_table("""
+        small_config(activation=NoDataclass()) => TypeError: <class
+        small_config(activation=NoBack()) => TypeError: <class
+        small_config(activation=Bilinear) => needs one of swiglu, geglu
+        small_config(score_function=Bilinear()) => needs one of softmax, sigmoid
+        small_config(activation=made, glu_alpha=1.5) => has no such constant; leave glu_alpha out
+        """, **locals())
+
+
+@pytest.mark.parametrize("T, E, K", [(9, 6, 2), (7, 5, 3), (0, 4, 2), (4, 4, 4)])
+def test_router_round_robin(T, E, K):
+    """Token t has the experts (t·K + k) mod E: no load differs by more than one. The probs are those
+    of the logits; given indices win; one graph."""
+    router = TopKRouter(small_config(
+        num_experts=E, topk=K, score_function="sigmoid", force_load_balancing="round_robin"))
+    x = torch.randn(T, 8, requires_grad=True)
+    probs, indices = router.route(x)
+    want = torch.tensor(
+        [[(t * K + k) % E for k in range(K)] for t in range(T)], dtype=torch.int64).view(T, K)
+    same(indices, want)
+    scores = router.gating(x).sigmoid().gather(1, want)
+    close(probs, scores / scores.sum(1, keepdim=True), 1e-6)
+    counts = indices.flatten().bincount(minlength=E)
+    assert counts.max() - counts.min() <= 1
+    same(router.route(x, None, want.flip(0))[1], want.flip(0))
+    same(compiled(router.route)(x)[1], want)
+    assert 'needs True, False or "round_robin"' in error(small_config, force_load_balancing="even")
+
+
+def test_router_counts_what_is_dropped():
+    """Assignments over capacity of the latest training forward, padding left out."""
+    model = torch.nn.Sequential(
+        MoELayer(small_config(capacity_factor=0.5)), MoELayer(small_config()))
+    metrics = load_balancing_metrics(model)
+    assert metrics["dropped"].isnan().all()
+    x = torch.randn(5, 4, 8, requires_grad=True)
+    mask = torch.rand(5, 4) < 0.3
+    for function in (model[0], compiled(model[0])):
+        function(x, mask).sum().backward()
+        kept = (model[0].router.route(x, mask)[1] < 6).sum()
+        dropped, other = load_balancing_metrics(model)["dropped"]
+        assert dropped == 2 * (~mask).sum() - kept > 0 and other.isnan()
+    same(load_balancing_metrics(model, reduce=True)["dropped"][0], dropped)
+    assert "dropped" not in load_balancing_metrics(model[1])
+
+
 def test_config_makes_what_forwards_ask_for():
     """It is there before the first forward: Dynamo cannot make a cached_property."""
     config = MoEConfig(
