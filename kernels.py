@@ -17,7 +17,7 @@ Autocast  Nothing here follows autocast, in the forward or in the backward: a pr
           the dtype of its operands, and the router's product is in router_dtype. The modules
           of moe.py cast the operands of experts and latent experts to autocast's dtype.
 
-Nothing here has state, a config, or a process group beyond an argument.
+Nothing here has state, a config, or a process group beyond an argument. (But see _exact_fp32.)
 `torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
 dynamic graph serves every T. Where a function is an exception, its docstring says so.
 """
@@ -201,17 +201,20 @@ def _exact_fp32():
     torch.backends has replaced them by TF32 or bf16.
 
     These settings are global, and a graph cannot change them. So this is for the bodies of ops.
-    A setting that equals the one it would inherit is inherited from then on. XPU has a switch of
-    its own, torch.backends.mkldnn.allow_tf32, which stays as it is.
+    One that says fp32 already, or nothing, is not written. Another is, for the time of the
+    product, and other threads see that. If it equals the one it would inherit, it is inherited
+    from then on. XPU has a switch of its own, torch.backends.mkldnn.allow_tf32, which stays as it
+    is.
     """
     with _precision_lock:
-        found = [setting.fp32_precision for setting in _PRECISIONS]
+        found = [(setting, setting.fp32_precision) for setting in _PRECISIONS]
+        lowered = [pair for pair in found if pair[1] not in ("ieee", "none")]
         try:
-            for setting in _PRECISIONS:
+            for setting, _ in lowered:
                 setting.fp32_precision = "ieee"
             yield
         finally:
-            for setting, precision in zip(_PRECISIONS, found):
+            for setting, precision in lowered:
                 setting.fp32_precision = "none"     # now it is inherited
                 if setting.fp32_precision != precision:
                     setting.fp32_precision = precision
