@@ -284,7 +284,8 @@ def print_properties(function, dtype, device):
     counters.clear()
     try:
         graph = torch.compile(function, backend="eager", fullgraph=True)
-        [graph(*first(T)) for T in (512, 480, 300, 200)]
+        for T in (512, 480, 300, 200):
+            graph(*first(T))
         result = f"{counters['stats']['unique_graphs']} graphs for four T"
     except Exception as e:
         result = type(e).__name__
@@ -382,7 +383,8 @@ def main() -> None:
     if args.what == "router":
         cases = router_cases(args.num_experts, args.with_bias)
     if args.list:
-        sys.exit(print(*cases, sep="\n"))
+        print(*cases, sep="\n")
+        return
     try:
         function = load(args.function)
     except (Exception, SystemExit) as e:

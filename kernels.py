@@ -74,9 +74,11 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
         name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
         registered = torch.library.custom_op(name, body, mutates_args=mutates_args, tags=tags)
         registered.register_fake(fake)
-        packet = getattr(getattr(torch.ops, _NAMESPACE), name.partition("::")[2])
-        if flops is not None and packet not in flop_registry:
-            register_flop_formula(packet)(lambda *args, out_shape, **kwargs: flops(*args, **kwargs))
+        if flops is not None:
+            packet = getattr(getattr(torch.ops, _NAMESPACE), name.partition("::")[2])
+            if packet not in flop_registry:                # a second copy of a module has its ops
+                register_flop_formula(packet)(
+                    lambda *args, out_shape, **kwargs: flops(*args, **kwargs))
         return registered
 
     return register

@@ -66,7 +66,8 @@ LOSS_NAMES = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 LOAD_BALANCING_TYPES = ("none", *LOSS_NAMES, "sinkhorn")
-METRICS = (*LOSS_NAMES.values(), "z_loss")           # the order of RouterCounts.last_losses
+METRICS = (*LOSS_NAMES.values(), "z_loss")
+LOGGED = ("dropped", *METRICS)                       # the order of RouterCounts.last_logged
 
 # field of MoEConfig -> constant of an activation
 _CONSTANTS = {
@@ -100,7 +101,7 @@ class MoEConfig:
     ffn_hidden_size: int
     num_experts: int
     topk: int
-    activation: "str | kernels.Activation" = "swiglu"      # a name of kernels.ACTIVATIONS, or its own
+    activation: "str | kernels.Activation" = "swiglu"      # a name in kernels.ACTIVATIONS, or one
     glu_alpha: float = 1.702                       # for quick_geglu
     glu_linear_offset: float = 0.0                 # for swiglu, geglu and quick_geglu
     activation_clamp_value: float | None = None    # for swiglu, geglu and quick_geglu
@@ -532,11 +533,9 @@ class TopKRouter(Router):
             padding_mask = _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, axes)
-        elif self.config.batch_first is None and "seq_aux_loss" in self.config.losses:
-            _check_order(self.config, axes)
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, axes)
-        if self.counts.last_losses.device != self.weight.device:
+        if self.counts.last_logged.device != self.weight.device:
             self.counts.follow(self.weight.device)
 
         if self.config.input_jitter_eps:
@@ -557,8 +556,6 @@ class TopKRouter(Router):
         axes = list(logits.shape[:-1])
         if padding_mask is not None:
             padding_mask = _check_mask(padding_mask, axes)
-        if self.config.batch_first is None and "seq_aux_loss" in self.config.losses:
-            _check_order(self.config, axes)
         topk_indices = None
         if self._replayed is not None:
             topk_indices = self._given_indices(None, axes)
@@ -578,6 +575,8 @@ class TopKRouter(Router):
     def _route_logits(self, logits, padding_T, topk_indices=None, cu_seqlens=None):
         """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
         config = self.config
+        if cu_seqlens is None and config.batch_first is None and "seq_aux_loss" in config.losses:
+            _check_order(config, list(logits.shape[:-1]))
         logits_TE = logits.flatten(0, -2)
         if config.force_load_balancing:
             logits_TE, topk_indices = self._force(logits_TE, topk_indices)
@@ -592,6 +591,7 @@ class TopKRouter(Router):
         probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
             probs_TK, indices_TK = self._unroute(probs_TK, indices_TK, padding_T[:, None])
+
         # Drop
         chosen_TK = indices_TK                       # what is counted: the choice before dropping
         if config.capacity_factor is not None:
@@ -605,7 +605,8 @@ class TopKRouter(Router):
             counts_E = kernels.count_experts(chosen_TK, config.num_experts)
             self.counts.count(counts_E)
             if config.capacity_factor is not None:
-                self.counts.drop(counts_E, kernels.count_experts(indices_TK, config.num_experts))
+                kept_E = kernels.count_experts(indices_TK, config.num_experts)
+                self.counts.log("dropped", counts_E.sum() - kept_E.sum(), sharers=None)
             if self.bias_histogram is not None:
                 self._update_histogram(logits_TE, padding_T)
         if self._recording:
@@ -1479,8 +1480,7 @@ class RouterCounts:
     global_tokens_per_expert [E]     the running sum of the global loss
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
-    last_losses [losses]             of it too, in the order of METRICS
-    last_dropped []                  assignments over capacity, of it too
+    last_logged [LOGGED]             losses, and assignments over capacity, of it too
     """
 
     def __init__(self, config, tp_cp_size):
@@ -1496,10 +1496,10 @@ class RouterCounts:
         self.global_tokens_per_expert = counter(E) if with_global else None
         self.ga_steps = counter() if with_global else None
         self.last_tokens_per_expert = counter(E)
-        self.last_losses = counter(len(METRICS))
-        self.last_dropped = None if config.capacity_factor is None else counter()
-        # Loss -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
-        self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None}
+        self.last_logged = counter(len(LOGGED))
+        # Name -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
+        self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None,
+                        "dropped": None}
         self.reset()
 
     def tensors(self):
@@ -1511,12 +1511,8 @@ class RouterCounts:
         if self.local_tokens_per_expert is not None:
             _update_once(self.local_tokens_per_expert, counts_E, add=True)
 
-    def drop(self, counts_E, kept_E):
-        dropped = (counts_E.sum() - kept_E.sum()).float()
-        _update_once(self.last_dropped, dropped, add=False)
-
-    def log(self, name, loss, sharers):
-        _update_once(self.last_losses[METRICS.index(name)], loss.float(), add=False)
+    def log(self, name, value, sharers):
+        _update_once(self.last_logged[LOGGED.index(name)], value.float(), add=False)
         # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
         if self.sharers[name] != sharers:
             self.sharers[name] = sharers
@@ -1528,9 +1524,7 @@ class RouterCounts:
 
     def reset(self):
         self.zero(*self.tensors())
-        self.last_losses.fill_(math.nan)
-        if self.last_dropped is not None:
-            self.last_dropped.fill_(math.nan)
+        self.last_logged.fill_(math.nan)
 
     def move(self, fn):
         """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
@@ -1546,7 +1540,7 @@ class RouterCounts:
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
         device, move parameters and buffers without `_apply`.
         """
-        if self.last_losses.is_meta:
+        if self.last_logged.is_meta:
             self.move(lambda tensor: torch.empty_like(tensor, device=device))
             self.reset()
         else:
@@ -1722,39 +1716,30 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     ranks that share them and averaged over the others. This is collective. ValueError: several
     ranks run, and a router knows no group of them.
     """
-    counts, losses, violations, dropped = [], [], [], []
+    counts, logged, violations = [], [], []
     on = set()
     for router in _routers(model):
-        last_dropped = router.counts.last_dropped
-        if last_dropped is None:
-            last_dropped = router.counts.last_losses.new_tensor(math.nan)
         counts_E = router.counts.last_tokens_per_expert.long()
-        last_losses = router.counts.last_losses
+        last_logged = router.counts.last_logged
         if reduce:
             group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
             if group is None:
                 _check_one_process("each would return its own values")
             ranks = group_size(group)
-            shares = [ranks / (router.counts.sharers[name] or ranks) for name in METRICS]
+            shares = [ranks / (router.counts.sharers[name] or ranks) for name in LOGGED]
             counts_E = all_sum(counts_E, group)
-            last_losses = all_sum(last_losses, group) / last_losses.new_tensor(shares)
-            last_dropped = all_sum(last_dropped, group)
+            last_logged = all_sum(last_logged, group) / last_logged.new_tensor(shares)
         counts.append(counts_E)
-        losses.append(last_losses)
-        dropped.append(last_dropped)
-        if router.config.capacity_factor is not None:
-            on.add("dropped")
+        logged.append(last_logged)
         # 0 / 0 before any forward.
         violations.append((counts_E.amax() * len(counts_E)).float() / counts_E.sum() - 1)
         on |= {LOSS_NAMES[kind] for kind in router.config.losses}
         if router.config.z_loss_coeff:
             on.add("z_loss")
-    values = dict(zip(METRICS, torch.stack(losses, 1)))
-    metrics = {name: value for name, value in values.items() if name in on}
-    if "dropped" in on:
-        metrics["dropped"] = torch.stack(dropped)
+        if router.config.capacity_factor is not None:
+            on.add("dropped")
     return {
-        **metrics,
+        **{name: values for name, values in zip(LOGGED, torch.stack(logged, 1)) if name in on},
         "max_violation": torch.stack(violations),
         "tokens_per_expert": nn.utils.rnn.pad_sequence(
             counts, batch_first=True, padding_value=-1),

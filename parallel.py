@@ -454,11 +454,6 @@ class ParallelModule(nn.Module):
         return {prefix + path: tensor for path, tensor in state.items()}
 
 
-def _made_by(path):
-    """The path of the parameter that the tensor at this path makes, by a parametrization."""
-    return re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
-
-
 def _place(module, path, tensor, prefix=""):
     """(group, axis, gradient group) of the tensor at this path of the module: see
     ParallelModule. All are None where no ParallelModule holds it.
@@ -468,7 +463,7 @@ def _place(module, path, tensor, prefix=""):
     its size on the sharded one. (So with one expert a rank an adapter that is meant for all
     experts cannot be told from one of its own.)
     """
-    made = _made_by(path)
+    made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
     owner, _, name = made.rpartition(".")
     owner = module.get_submodule(owner)
     if not isinstance(owner, ParallelModule):

@@ -2010,7 +2010,8 @@ def test_config_errors():
         config(situ_beta=2.0); config(situ_linear_beta=2.0) => has no such constant
         situ(situ_beta=0.0); config(latent_size=4, latent_norm_eps=0.0) => needs a positive number
         situ(situ_linear_beta=-1.0) => a positive number, or None
-        config(activation_clamp_value=0.0); config(activation_clamp_value="7") => positive number, or
+        config(activation_clamp_value=0.0) => a positive number, or
+        config(activation_clamp_value="7") => a positive number, or
         config(capacity_factor=0.0); config(capacity_factor=-1) => a positive number below 2 ** 31
         config(z_loss_coeff=-1.0); config(input_jitter_eps=-0.1) => 0 or more, or None
         config(output_init_std=-1.0) => 0 or more, or None
@@ -2087,8 +2088,8 @@ def test_config_takes_an_activation():
 
 @pytest.mark.parametrize("T, E, K", [(9, 6, 2), (7, 5, 3), (0, 4, 2), (4, 4, 4)])
 def test_router_round_robin(T, E, K):
-    """Token t has the experts (t·K + k) mod E: no load differs by more than one. The probs are those
-    of the logits; given indices win; one graph."""
+    """Token t has the experts (t·K + k) mod E: no load differs by more than one. The probs are
+    those of the logits; given indices win; one graph."""
     router = TopKRouter(small_config(
         num_experts=E, topk=K, score_function="sigmoid", force_load_balancing="round_robin"))
     x = torch.randn(T, 8, requires_grad=True)
@@ -2612,7 +2613,7 @@ def test_router_checks_the_bounds_of_a_pack():
 
 
 class Thresholded(moe.Router):
-    """A router with the two abstract methods alone: at most K experts whose softmax is over 0.15."""
+    """The two abstract methods alone: at most K experts, whose softmax is over 0.15."""
 
     def forward(self, input):
         return self.routing(self.gating(input))
@@ -2814,7 +2815,7 @@ def test_router_over_two_ranks_without_communication():
     x, loss = torch.ones(5, 3, requires_grad=True), torch.tensor(0.25, requires_grad=True)
     router.attach_and_log_load_balancing_loss(
         x, 0.5, aux_loss=loss, aux_loss_name="z_loss", reduce_group=None).sum().backward()
-    assert loss.grad == 10 and router.counts.last_losses[-1] == 0.5
+    assert loss.grad == 10 and router.counts.last_logged[-1] == 0.5
 
 
 @pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
