@@ -321,6 +321,14 @@ def _gather_columns(values, indices):
     return F.pad(values, (0, 1)).gather(1, indices)
 
 
+def _sum_columns(values, indices, columns):
+    """[T, columns]: as _scatter_columns, where a column that is named twice gets the sum."""
+    same_TKK = indices[:, :, None] == indices[:, None, :]
+    # Every slot of a column holds its sum: it does not matter which is written last.
+    sums_TK = torch.where(same_TKK, upcast(values)[:, None, :], 0.0).sum(-1)
+    return _scatter_columns(_cast(sums_TK, values.dtype), indices, columns)
+
+
 class Adjoint(torch.autograd.Function):
     """functions = (f, g): f(x, *tensors), whose gradient is g(grad, *tensors)."""
 
@@ -940,6 +948,9 @@ class Plan(NamedTuple):
     offsets: Tensor    # [E] int32      running sums of the counts; unrouted rows come after
 
 
+_INTEGERS = torch.uint8, torch.int16, torch.int32, torch.int64
+
+
 def _empty_plan(indices, num_experts):
     T, K = indices.shape
     new = indices.new_empty
@@ -949,7 +960,10 @@ def _empty_plan(indices, num_experts):
 @op(_empty_plan)
 def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = indices.flatten()
-    order_N = ids_N.argsort(stable=True)                 # stable: an expert's tokens stay in order
+    # A card sorts digit by digit: in the narrowest dtype that holds E there are the fewest.
+    narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
+    # Stable: an expert's tokens stay in order.
+    order_N = ids_N.to(narrow).argsort(stable=True)
     rows_N = torch.arange(len(ids_N), device=ids_N.device)
     inverse_N = torch.empty_like(order_N).scatter_(0, order_N, rows_N)
     inverse_KT = inverse_N.view(indices.shape).t().contiguous()
@@ -2144,12 +2158,9 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     The sum is a product of probs [T, E] and fc2_bias [E, H], computed in fp32 at least. No
     fp32 copy of the bias is kept.
     """
-    # One map per slot, because a token may name an expert twice: in one map that would need an
-    # atomic add.
+    to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
     expert_TK = _expert_of(plan.inverse, plan.offsets)
-    slots = zip(probs.split(1, dim=1), expert_TK.split(1, dim=1))
-    probs_TE = sum(
-        routing_to_map(p_T1, expert_T1, len(fc2_bias))[0] for p_T1, expert_T1 in slots)
+    probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), expert_TK)
     wide = torch.promote_types(y.dtype, torch.float32)
     bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t(), None)
     return (y + bias_TH).to(y.dtype)

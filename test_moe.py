@@ -1050,6 +1050,20 @@ unrouted: tokens [2]""")
     same(plan.order[plan.inverse.flatten()], torch.arange(6))
 
 
+@pytest.mark.parametrize("E, dtype", [
+    (1, torch.uint8), (255, torch.uint8), (256, torch.int16), (32767, torch.int16),
+    (32768, torch.int32)])
+def test_permute_sorts_few_digits(E, dtype):
+    """By the narrowest dtype that holds the unrouted index E; the order is that of int64."""
+    indices = torch.randint(E + 1, (50, 4))
+    indices[::7] = torch.tensor([E, E - 1, 0, E])
+    sorted_in = []
+    with Watch(lambda name, args, out: sorted_in.append(args[0].dtype) if "sort" in name else None):
+        order = kernels._plan_permutation._init_fn(indices, E)[0]
+    assert set(sorted_in) == {dtype}
+    same(order, indices.flatten().argsort(stable=True))
+
+
 def rows_loop(places: list, tokens: Tensor, probs: Tensor):
     """(rows, probs, indices) of the (expert, token) of every row; token T leaves the row empty."""
     rows = torch.zeros(len(places), tokens.shape[1])
@@ -1807,7 +1821,12 @@ def test_experts_index_named_twice_or_nowhere():
             row = expert_mlp(x[t][None], probs[t, k].view(1, 1), plan, *weights)
             y = y.index_add(0, t[None], row)
         return y
-    agree(at_once, one_by_one, tuple(leaf(*shape) for shape in shapes))
+    inputs = tuple(leaf(*shape) for shape in shapes)
+    agree(at_once, one_by_one, inputs)
+    maps = []
+    with Watch(lambda name, args, out: maps.append(name == "scatter_columns")):
+        at_once(*inputs)
+    assert sum(maps) == 1                                # probs [T, E] · fc2_bias
 
 
 # Off the CPU and the native cards, experts of similar size are multiplied as one batch. Here the
