@@ -203,6 +203,21 @@ class MoEConfig:
 
 # ---- Layer ----
 
+def ends_overlap(forward):
+    """Decorator of the layer's forward: the shared expert keeps nothing after it, also after an
+    exception. (A checkpoint ends its recomputation by one.)
+    """
+    @functools.wraps(forward)
+    def ended(self, *args, **kwargs):
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            if self.config.shared_expert_overlap:
+                self.shared_experts.reset_overlap()
+
+    return ended
+
+
 class MoELayer(ParallelModule):
     """y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the shared expert's output.
 
@@ -238,6 +253,7 @@ class MoELayer(ParallelModule):
         if config.shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, config.shared_expert_gate, pg_collection)
 
+    @ends_overlap
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
@@ -251,7 +267,6 @@ class MoELayer(ParallelModule):
         if hidden_states.ndim not in (2, 3):
             _refuse_input(hidden_states, config)
         if config.shared_expert_overlap:
-            shared.reset_overlap()                       # a forward may have ended in an exception
             hidden_states = shared.pre_forward_comm(hidden_states)
         x_TH = hidden_states.flatten(0, -2)
         probs_TK, indices_TK = self.router.route(
