@@ -310,8 +310,7 @@ def from_hf(
     source = Source(tensors, prefix)
     _fill(_matched(inner, model_type, source), source)
     if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
-        for module in (inner, inner.router):
-            module.config = dataclasses.replace(module.config, batch_first=True)
+        inner.config = dataclasses.replace(inner.config, batch_first=True)
     return layer
 
 

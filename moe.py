@@ -78,6 +78,10 @@ _CONSTANTS = {
     "situ_linear_beta": "linear_beta",
 }
 
+_MADE_WITH = (
+    "hidden_size ffn_hidden_size num_experts add_bias_linear router_bias enable_expert_bias "
+    "latent_size latent_norm shared_expert_intermediate_size shared_expert_gate params_dtype")
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -187,6 +191,24 @@ class MoEConfig:
             if constant in known}
         return kernels.make_activation(self.activation, **constants)
 
+    @functools.cached_property
+    def made_with(self) -> dict:
+        """Field -> what the tensors of a layer depend on. Another config for the same layer has
+        the same.
+        """
+        return {
+            **{name: getattr(self, name) for name in _MADE_WITH.split()},
+            "activation": self.parts,
+            "bias_update": self.bias_update == "quantile",
+            "load_balancing_type": "global_aux_loss" in self.losses,
+        }
+
+    @property
+    def always_one(self) -> bool:
+        """One expert a token, and its prob is divided by itself: the router gets no gradient."""
+        return self.topk == 1 and self.prob_options["normalise"] and (
+            "sinkhorn" not in self.balancing)
+
     @property
     def parts(self) -> int:
         """Parts P of fc1's output: gate and up, or one where the activation is not gated."""
@@ -199,6 +221,7 @@ class MoEConfig:
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
         self.losses, self.choice_options, self.prob_options, self.activation_function
+        self.made_with
 
 
 # ---- Layer ----
@@ -234,6 +257,9 @@ class MoELayer(ParallelModule):
     need the same T, with sequence_parallel the same S over tp. ValueError: sizes that ep
     or tp do not divide, tp without sequence_parallel or with batch_first, and in the forward
     wrong shapes.
+
+    `layer.config = dataclasses.replace(layer.config, topk=1)` holds for all parts from now on. A
+    field that the shape of a tensor depends on is a ValueError.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape
@@ -335,12 +361,7 @@ class Router(ParallelModule, ABC):
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
-        ranks = group_size(self.pg_collection.tp)
-        if ranks > 1 and (config.batch_first or not config.sequence_parallel):
-            raise ValueError(
-                f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
-                f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
-                f"batch_first=False: each rank routes its own part of the first axis, the sequence")
+        self.check_config(config)
         self.layer_number = None
         self.weight = self.parameter(config.num_experts, config.hidden_size)
         self.bias = None
@@ -356,6 +377,15 @@ class Router(ParallelModule, ABC):
         self._recorded = None, None                  # indices, probs
         self._replayed = None
         self.reset_parameters()
+
+    def check_config(self, config: MoEConfig) -> None:
+        super().check_config(config)
+        ranks = group_size(self.pg_collection.tp)
+        if ranks > 1 and (config.batch_first or not config.sequence_parallel):
+            raise ValueError(
+                f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
+                f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
+                f"batch_first=False: each rank routes its own part of the first axis, the sequence")
 
     @abstractmethod
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -592,6 +622,8 @@ class TopKRouter(Router):
         config = self.config
         if cu_seqlens is None and config.batch_first is None and "seq_aux_loss" in config.losses:
             _check_order(config, list(logits.shape[:-1]))
+        if config.always_one and self.weight.requires_grad and self._in_training_forward():
+            _refuse_training(config)
         logits_TE = logits.flatten(0, -2)
         if config.force_load_balancing:
             logits_TE, topk_indices = self._force(logits_TE, topk_indices)
@@ -1777,6 +1809,13 @@ def _check_order(config, axes):
                          f"batch_first=False for [S, B, {H}]")
 
 
+def _refuse_training(config):
+    raise ValueError(
+        f"topk = 1, norm_topk_prob = {config.norm_topk_prob}, pre_softmax = {config.pre_softmax}: "
+        f"the one prob is always 1, so training gives the router no gradient; set pre_softmax=True "
+        f"or norm_topk_prob=False, call eval(), or freeze the router")
+
+
 def _check_mask(padding_mask, axes):
     """padding_mask as [T]."""
     if list(padding_mask.shape) != axes or padding_mask.dtype != torch.bool:
@@ -1906,10 +1945,6 @@ def _refused_balancing(c):
 def _refused_routing(c):
     if c.topk > c.num_experts:
         yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
-    if c.topk == 1 and c.prob_options["normalise"] and "sinkhorn" not in c.balancing:
-        yield ("topk norm_topk_prob pre_softmax",
-               "the one prob is always 1, so the router gets no gradient; set pre_softmax=True or "
-               "norm_topk_prob=False")
     if c.pre_softmax and c.score_function != "softmax":
         yield ("pre_softmax score_function",
                "only softmax has a before and an after; leave pre_softmax out")
