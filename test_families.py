@@ -41,7 +41,7 @@ from moe import (
 from test_moe import (
     best, close, compiled, error, filled, fresh_start, full, grads, mesh_of, over_ranks,
     own_part, same, saved_bytes, score_loop, slow)
-from test_scripts import HERE, check_examples, example
+from test_scripts import HERE, check_examples, example, run
 
 
 def check_errors(table, kind: type = ValueError) -> None:
@@ -2638,3 +2638,21 @@ def test_live_example(tmp_path, monkeypatch, capsys):
     names, violation, equal = capsys.readouterr().out.strip().split("\n")
     assert names == "['model.layers.0.mlp', 'model.layers.1.mlp']" and equal == "True"
     assert violation.startswith("tensor([")
+
+
+def test_live_from_a_package(tmp_path):
+    """The files copied into a package of somebody's, as README says: the name `kernels` is then free
+    for Hugging Face's package."""
+    pytest.importorskip("transformers", reason="runs models of transformers")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    files = [*HERE.glob("*.py")]
+    names = "|".join(file.stem for file in files)
+    for file in files:
+        text = re.sub(rf"^import ({names})$", r"from . import \1", file.read_text(), flags=re.M)
+        text = re.sub(rf"^from ({names}) import", r"from .\1 import", text, flags=re.M)
+        (package / file.name).write_text(text)
+    done = run("-m", "pytest", "-q", "package/test_families.py", "-k",
+               "test_live_models_of_the_library or test_live_blocks or lora", cwd=tmp_path)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
