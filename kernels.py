@@ -1,5 +1,5 @@
-"""Mixture-of-Experts as plain tensor functions, in the order a token meets them: gate,
-route, balance, permute, experts.
+"""Mixture-of-Experts as plain tensor functions: the definition, then in the order a token meets
+them gate, route, balance, permute, activations, experts.
 
 Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b; with batch_first
           b·S + s), M rows that arrive at a rank, H hidden size, E experts, K experts per
@@ -17,16 +17,12 @@ Autocast  Nothing here follows autocast, in the forward or in the backward: a pr
           the dtype of its operands, and the router's product is in router_dtype. The modules
           of moe.py cast the operands of experts and latent experts to autocast's dtype.
 
-Nothing here has state, a config, or a process group beyond an argument. (But see _exact_fp32.)
+Nothing here has state, a config, or a process group beyond an argument. (But see exact_fp32.)
 `torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
 dynamic graph serves every T. Where a function is an exception, its docstring says so.
 """
-import contextlib
 import functools
 import math
-import re
-import sys
-import threading
 from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar, NamedTuple
 
@@ -34,101 +30,51 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-# The name of the module is part of the ops' names, so that copies of this file do not collide.
-_NAMESPACE = "moe_" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
+# Some of these are here for those who import them from kernels.py.
+if __package__:
+    from . import grouped
+    from .compat import (
+        all_to_all, as_no_view, as_number, as_one_dim, backward_order, cast, check_known,
+        check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast, in_backward,
+        is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
+        op_without_autocast, place_of_part, reads_on_host, set_backward_order, upcast,
+        value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
+    from .grouped import Read, Rows, grouped_mm
+else:
+    import grouped
+    from compat import (
+        all_to_all, as_no_view, as_number, as_one_dim, backward_order, cast, check_known,
+        check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast, in_backward,
+        is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
+        op_without_autocast, place_of_part, reads_on_host, set_backward_order, upcast,
+        value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
+    from grouped import Read, Rows, grouped_mm
 
 
-# Dynamo of torch 2.11 cannot trace is_autocast_available. So its answer is a constant.
-@torch.compiler.assume_constant_result
-def has_autocast(device_type: str) -> bool:
-    """Whether tensors of this type of device can be under autocast."""
-    return torch.amp.is_autocast_available(device_type)
+# ---- The definition ----
 
+def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> Tensor:
+    """What a Mixture-of-Experts layer computes (arXiv 1701.06538), by plain loops.
 
-def without_autocast(x: Tensor):
-    """A context without autocast for the device of x."""
-    if not has_autocast(x.device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    Each token goes to the `topk` experts with the highest logits. Their outputs are added with the
+    weights softmax(those logits). x [T, H], router [E, H], fc1 [E, 2, F, H] (gate and up),
+    fc2 [E, H, F] -> [T, H]. The rest of the project is this, fast, with its variants.
 
-
-def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
-    """Decorator: registers a function as a custom op. Its annotations are the op's schema.
-
-    The compiler calls the op as it is, and autocast does not reach inside. `fake` takes
-    the same arguments and returns empty tensors with the shapes and dtypes of the results.
-    cudagraph_unsafe is for an op that decides something on the host: the compiler leaves it
-    out of CUDA graphs. `flops` takes the same arguments, shapes in place of tensors, and returns
-    what torch.utils.flop_counter is to count.
+    >>> x, router, fc1 = torch.ones(1, 2), torch.eye(3, 2), torch.ones(3, 2, 4, 2)
+    >>> moe_loop(x, router, fc1, torch.ones(3, 2, 4), topk=2)
+    tensor([[14.0928, 14.0928]])
     """
-    tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
-
-    def register(function):
-        @functools.wraps(function)
-        def body(*args, **kwargs):
-            with op_without_autocast():
-                return function(*args, **kwargs)
-
-        name = f"{_NAMESPACE}::{function.__name__.strip('_')}"
-        registered = torch.library.custom_op(name, body, mutates_args=mutates_args, tags=tags)
-        registered.register_fake(fake)
-        if flops is not None:
-            packet = getattr(getattr(torch.ops, _NAMESPACE), name.partition("::")[2])
-            if packet not in flop_registry:                # a second copy of a module has its ops
-                register_flop_formula(packet)(
-                    lambda *args, out_shape, **kwargs: flops(*args, **kwargs))
-        return registered
-
-    return register
+    y = torch.zeros_like(x)
+    for t, token in enumerate(x):
+        logits, experts = (router @ token).topk(topk)
+        for p, e in zip(logits.softmax(0), experts):
+            gate, up = fc1[e] @ token
+            y[t] += p * (fc2[e] @ (F.silu(gate) * up))
+    return y
 
 
-def once_differentiable(backward):
-    """Decorator for the backward of an autograd function: there is no second derivative.
-
-    A second derivative would treat what the forward has kept as constants, and be wrong
-    without an error. So a backward with create_graph=True is a RuntimeError here. (torch's
-    decorator of this name lets some pass.) In compiled code torch itself raises one.
-    """
-    @functools.wraps(backward)
-    def checked(ctx, *grads):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _refuse_second_derivative(backward)
-        return backward(ctx, *grads)
-
-    return checked
-
-
-def _refuse_second_derivative(backward):
-    raise RuntimeError(
-        f"create_graph is True, and {backward.__qualname__} has no derivative: this project has "
-        f"first derivatives alone. Leave create_graph out")
-
-
-@op(lambda value, grad: torch.empty_like(value))
-def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    """A copy of value. Its argument `grad` forces the compiler to make the copy in the backward.
-
-    `grad` is otherwise unused. Without it the compiler may move results derived from `value`
-    into the forward. That costs memory, since they are kept for the backward. And a value
-    that changes in between, as the loss scale does, would be read too early.
-    """
-    return value.clone()
-
-
-# Torch 2.11 miscompiles an autograd function whose forward ends in a cast without effect: its
-# gradient is wrong. So where the dtype fits there is no cast.
-
-def _cast(x, dtype):
-    """x in dtype; x itself if it has that dtype already."""
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def upcast(x):
-    """x in fp32 at least: fp64 stays fp64."""
-    return x if x.dtype == torch.float64 else _cast(x, torch.float32)
-
+# ---- Gate: tokens -> logits ----
 
 # Sums over tokens are ops because Inductor's code for a CPU is made either for up to 4096 rows or
 # for more: crossing that would recompile. And Inductor adds row after row; torch's sum adds blocks
@@ -139,95 +85,12 @@ def _sum_tokens(x: Tensor) -> Tensor:
     return x.sum(0)
 
 
-def check_known(name, value, known):
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
-
-
-def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
-    """ValueError unless every tensor has the axes that are named for it.
-
-    `check_shapes({"E": 4}, rows=(rows, "N H"), weights=(weights, "E H F"))`: a letter is
-    the same size everywhere, and `known` gives some of the sizes. A tensor that is None is
-    not checked.
-    """
-    sizes = dict(known or {})
-    for name, (tensor, axes) in tensors.items():
-        if tensor is None:
-            continue
-        letters = axes.split()
-        found = dict(zip(letters, tensor.shape))
-        needed = {**found, **sizes}
-        if tensor.ndim != len(letters) or any(found[a] != needed[a] for a in found):
-            _refuse_shape(name, tensor, letters, sizes)
-        sizes = needed
-
-
-def _refuse_shape(name, tensor, letters, sizes):
-    needed = [f"{a} = {sizes[a]}" if a in sizes else a for a in letters]
-    raise ValueError(f"{name} has shape {list(tensor.shape)}; needs [{', '.join(needed)}]")
-
-
-def _check_one_dtype(**tensors):
-    if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
-        _refuse_dtypes(tensors)
-
-
-def _refuse_dtypes(tensors):
-    found = [f"{name} is {x.dtype}" for name, x in tensors.items() if x is not None]
-    raise TypeError(f"{', '.join(found)}; they need one dtype")
-
-
-def is_integer(x: Tensor) -> bool:
-    """Whether x has an integer dtype. Boolean is none."""
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
-def _as_map(routing_map):
-    """routing_map [T, E] as bool. Any integer dtype is accepted."""
-    check_shapes(routing_map=(routing_map, "T E"))
-    if routing_map.dtype != torch.bool and not is_integer(routing_map):
-        raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
-    return routing_map.bool()
-
-
-# ---- Gate: tokens -> logits ----
-
-_precision_lock = threading.Lock()                  # a backward has a thread for each device
-_PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-
-
-@contextlib.contextmanager
-def _exact_fp32():
-    """Products in fp32 are in fp32 here, also where torch.set_float32_matmul_precision or
-    torch.backends has replaced them by TF32 or bf16.
-
-    These settings are global, and a graph cannot change them. So this is for the bodies of ops.
-    One that says fp32 already, or nothing, is not written. Another is, for the time of the
-    product, and other threads see that. If it equals the one it would inherit, it is inherited
-    from then on. XPU has a switch of its own, torch.backends.mkldnn.allow_tf32, which stays as it
-    is.
-    """
-    with _precision_lock:
-        found = [(setting, setting.fp32_precision) for setting in _PRECISIONS]
-        lowered = [pair for pair in found if pair[1] not in ("ieee", "none")]
-        try:
-            for setting, _ in lowered:
-                setting.fp32_precision = "ieee"
-            yield
-        finally:
-            for setting, precision in lowered:
-                setting.fp32_precision = "none"     # now it is inherited
-                if setting.fp32_precision != precision:
-                    setting.fp32_precision = precision
-
-
-# This is an op for _exact_fp32. Without it the compiler would also make the backward's upcast
+# This is an op for exact_fp32. Without it the compiler would also make the backward's upcast
 # copies in the forward, and keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
-@_exact_fp32()
+@exact_fp32()
 def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     """a · b, computed in dtype and returned in out_dtype."""
     if a.is_cuda and _multiplies_into_fp32(a, b, dtype, out_dtype):
@@ -246,7 +109,7 @@ def _product_and_bias_in(a, b, bias, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     if wide != dtype:
         a, b = a.to(dtype), b.to(dtype)
-    return _cast(_product_in(a, b, dtype=wide, out_dtype=wide) + bias.to(wide), dtype)
+    return cast(_product_in(a, b, dtype=wide, out_dtype=wide) + bias.to(wide), dtype)
 
 
 class _LinearIn(torch.autograd.Function):
@@ -326,7 +189,7 @@ def _sum_columns(values, indices, columns):
     same_TKK = indices[:, :, None] == indices[:, None, :]
     # Every slot of a column holds its sum: it does not matter which is written last.
     sums_TK = torch.where(same_TKK, upcast(values)[:, None, :], 0.0).sum(-1)
-    return _scatter_columns(_cast(sums_TK, values.dtype), indices, columns)
+    return _scatter_columns(cast(sums_TK, values.dtype), indices, columns)
 
 
 class Adjoint(torch.autograd.Function):
@@ -350,6 +213,14 @@ def pick(scores: Tensor, indices: Tensor) -> Tensor:
     """[T, K]: scores[t, indices[t, k]] of scores [T, E]; 0 for index E."""
     back = functools.partial(_scatter_columns, columns=scores.shape[1])
     return Adjoint.apply(scores, (_gather_columns, back), indices)
+
+
+def _as_map(routing_map):
+    """routing_map [T, E] as bool. Any integer dtype is accepted."""
+    check_shapes(routing_map=(routing_map, "T E"))
+    if routing_map.dtype != torch.bool and not is_integer(routing_map):
+        raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
+    return routing_map.bool()
 
 
 def _map_of(indices, num_experts):
@@ -723,7 +594,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
 
 @op(lambda cost, tol, padding_mask:
      torch.empty_like(cost, memory_format=torch.contiguous_format))
-@_exact_fp32()
+@exact_fp32()
 def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
     T, E = cost.shape
     tokens = max(T, 1)
@@ -992,11 +863,6 @@ def _refuse_indices(indices):
     raise TypeError(f"indices is {list(indices.shape)} {indices.dtype}; needs [T, K] torch.int64")
 
 
-def _expert_of(row_TK, offsets):
-    """[T, K]: the expert of each row number, E for unrouted rows."""
-    return torch.bucketize(row_TK.t(), offsets, right=True).t()
-
-
 def _sum_rows(rows, inverse, offsets=None):
     """[T, H]: Σ_k rows[inverse[t, k]], summed in fp32 at least, in rows.dtype.
 
@@ -1011,7 +877,7 @@ def _sum_rows(rows, inverse, offsets=None):
         if offsets is not None:
             picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
         total_TH = picked_TH if total_TH is None else total_TH + picked_TH
-    return _cast(total_TH, rows.dtype)
+    return cast(total_TH, rows.dtype)
 
 
 def _spread_rows(tokens, order, inverse, offsets):
@@ -1086,7 +952,7 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
 
     # By how much an expert's rows move: from their old start to the new one.
     moved_E = (offsets - counts) - (plan.offsets - plan.counts)
-    expert_TK = _expert_of(plan.inverse, plan.offsets)
+    expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     inverse = plan.inverse + moved_E[expert_TK.clamp(max=E - 1)]
     inverse = inverse.masked_fill(expert_TK == E, E * capacity)
 
@@ -1470,7 +1336,7 @@ def _activate(y, probs, function, layout="(p f)"):
     value = function.value(*rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts))
     if probs is not None:
         value = value * probs
-    return _cast(value, y.dtype)
+    return cast(value, y.dtype)
 
 
 def _activate_back(y, g, probs, function, layout="(p f)", output=False):
@@ -1488,9 +1354,9 @@ def _activate_back(y, g, probs, function, layout="(p f)", output=False):
     grad_y = torch.stack(grads, -2 if layout == "(p f)" else -1).flatten(-2)
     grad_probs = act = None
     if probs is not None:
-        grad_probs = _cast((g * value).sum(-1, keepdim=True), probs.dtype)
+        grad_probs = cast((g * value).sum(-1, keepdim=True), probs.dtype)
     if output:
-        act = _cast(value * probs, y.dtype)
+        act = cast(value * probs, y.dtype)
     return grad_y, grad_probs, act
 
 
@@ -1606,478 +1472,6 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
     return activation_back(g, y, weights=weights)
 
 
-# ---- Grouped matrix product: row block e times matrix e ----
-# Torch's grouped product reads the offsets on some cards itself (see _native). Elsewhere the two
-# products are custom ops, which read a copy of the offsets on the host. On a CPU they loop over the
-# experts and gather the rows of one just before its product, while these are in the cache. Small
-# blocks go to torch's own loop at once (see _loops_in_torch). On a card a loop would be bound by
-# its launches, so experts of similar size are multiplied as one batch (see _plan_batches).
-# The compiler sees no rows that an op has gathered, so it cannot keep them for the backward.
-
-class _Rows(NamedTuple):
-    """The rows [N, ..] of a product: x, or with token_N the rows x[token_N]."""
-    x: Tensor
-    token_N: Tensor | None = None
-
-    def count(self):
-        rows = self.x if self.token_N is None else self.token_N
-        return rows.shape[0]                 # len() would fix a symbolic size
-
-    def block(self, start=0, end=None):
-        """Rows start to end."""
-        if self.token_N is None:
-            return self.x[start:end]
-        return self.x.index_select(0, self.token_N[start:end])
-
-    def in_slots(self, row_L):
-        """x, and the row of x for each slot; any for a spare slot."""
-        source_L = row_L.clamp(max=self.count() - 1)
-        if self.token_N is not None:
-            source_L = self.token_N.index_select(0, source_L)
-        return self.x, source_L
-
-
-@functools.cache
-def _slow_on_cpu(dtype):
-    """Whether this CPU has no matrix instructions for dtype.
-
-    A product then takes 10 to 100 times as long as one in fp32.
-    """
-    return dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies_in(dtype)
-
-
-def _mm(a, b, out, bias=None):
-    """out = a · b (+ bias), summed in fp32 at least, rounded once."""
-    if a.is_cpu and _slow_on_cpu(a.dtype) and a.shape[0] > 1:
-        product = a.float() @ b.float()
-        if bias is not None:
-            product.add_(bias)
-        out.copy_(product)
-    elif bias is None:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(bias, a, b, out=out)
-
-
-def _aligned(*operands):
-    """Whether widths and strides are multiples of 16 bytes, as torch's grouped product
-    needs them.
-    """
-    for x in operands:
-        steps = [step or 1 for step in x.stride() if step != 1]        # 0 as 1: it does not fit
-        if any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps)):
-            return False
-    return True
-
-
-def _loops_in_torch(a, b, rows_each):
-    """Whether torch's grouped product, which loops in C++ on a CPU, takes a and b and is faster
-    than the loop here.
-
-    It is if an expert has at most 64 KiB of rows on average: there the cost of the Python
-    loop shows.
-    """
-    if a.dtype == torch.float64 or a.dtype != torch.float32 and _slow_on_cpu(a.dtype):
-        return False
-    row_bytes = a.itemsize * max(a.shape[-1], b.shape[-1])
-    return rows_each * row_bytes <= 2 ** 16 and _aligned(a, b)
-
-
-def _blocks(ends):
-    """(expert, first row, end) of every expert, given the list of the offsets."""
-    return zip(range(len(ends)), [0, *ends], ends)
-
-
-class _Batch(NamedTuple):
-    """Experts that one torch.bmm multiplies. Each has `rows` slots for its rows. Where it has
-    fewer rows, its last slots are spare.
-    """
-    experts: list[int]         # ascending
-    neighbours: slice | None   # the experts as a slice; None if a number between them is missing
-    rows: int
-    ids: slice                 # where they are among the experts of all batches
-    slots: slice               # where their slots are among those of all batches
-
-    def own(self, x, part):
-        """[experts, rows, ..]: the slots of this batch in x, which has those of its part."""
-        start = part[0].slots.start
-        return x[self.slots.start - start:self.slots.stop - start].unflatten(0, (-1, self.rows))
-
-    def select(self, weights, ids):
-        """weights[experts], a copy only if they are no neighbours."""
-        if self.neighbours is not None:
-            return weights[self.neighbours]
-        if weights.stride(2) != 1:
-            return weights.mT.index_select(0, ids).mT    # copied as it lies in memory
-        return weights.index_select(0, ids)
-
-
-def _neighbours(experts):
-    first, last = experts[0], experts[-1]
-    return slice(first, last + 1) if last - first < len(experts) else None
-
-
-@functools.lru_cache(maxsize=128)                # so that the products of one forward share it
-def _plan_batches(ends):
-    """(blocks, parts) of the offsets `ends`: every expert with rows is in one of them, once.
-
-    An expert with a twelfth of all rows or more is a block, multiplied alone: see _blocks. The
-    others form classes of similar size. A class takes experts in descending order, each with as
-    many slots as its first has rows, while all slots so far are at most 1.3 times the rows.
-
-    To bound the memory of a product, the slots are cut into parts, lists of batches. A part
-    ends with the expert that completes a quarter of all slots, or four slots for each expert
-    if that is more. A batch is of one class and one part. It has at most a third of the
-    experts, unless they are neighbours, whose weights are not copied.
-    """
-    blocks = []
-    rows_E = {}
-    for e, start, end in _blocks(ends):
-        rows = end - start
-        if 12 * rows >= ends[-1] > 0:
-            blocks.append((e, start, end))
-        elif rows:
-            rows_E[e] = rows
-
-    classes = {}                                 # by size, which differs from class to class
-    size = total = slots = 0
-    for e in sorted(rows_E, key=rows_E.get, reverse=True):
-        total += rows_E[e]
-        if not classes or 10 * (slots + size) > 13 * total:
-            size = rows_E[e]
-        classes.setdefault(size, []).append(e)
-        slots += size
-
-    quarter = max(slots / 4, 4 * len(rows_E))
-    most_copied = math.ceil(len(rows_E) / 3)
-    parts = []
-    left = 0                                     # of the quarter of this part
-    ids = own_slots = slice(0, 0)
-    for size, experts in classes.items():
-        experts.sort()
-        while experts:
-            if left <= 0:
-                parts.append([])
-                left = quarter
-            taken = experts[:math.ceil(left / size)]
-            if _neighbours(taken) is None:
-                taken = taken[:most_copied]
-            experts = experts[len(taken):]
-            ids = slice(ids.stop, ids.stop + len(taken))
-            own_slots = slice(own_slots.stop, own_slots.stop + len(taken) * size)
-            left -= len(taken) * size
-            parts[-1].append(_Batch(taken, _neighbours(taken), size, ids, own_slots))
-    return blocks, parts
-
-
-@op(lambda offsets, num_rows: (
-        torch.empty_like(offsets, device="cpu"),
-        offsets.new_empty(len(offsets) + 13 * num_rows // 10)),
-    cudagraph_unsafe=True)
-def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(a copy of the offsets on the host, the index of the batches on the card).
-
-    The index [E + L] int32 holds the experts of the batches in their order; and for each of
-    L = 13 N // 10 slots its row, N for a spare slot. What has E entries is made on the host,
-    what has L on the card.
-    """
-    on_host = offsets.to("cpu", copy=True)
-    ends = tuple(on_host.tolist())
-    starts = 0, *ends
-    table = []
-    slot = 0
-    for batch in sum(_plan_batches(ends)[1], []):
-        for e in batch.experts:
-            table.append((e, slot + batch.rows, starts[e] - slot, ends[e]))
-            slot += batch.rows
-    # Slots beyond the last batch are those of an expert without rows.
-    L = 13 * num_rows // 10
-    table += [(0, L, 0, 0)] * (len(starts) - len(table))
-    # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
-    table = torch.tensor([*zip(*table)], dtype=torch.int32, device="cpu")
-    table = table.to(offsets.device, non_blocking=offsets.is_cuda)
-    experts_E, slot_ends_E, shifts_E, row_ends_E = table.unbind()
-
-    slot_L = torch.arange(L, dtype=torch.int32, device=offsets.device)
-    expert_L = torch.bucketize(slot_L, slot_ends_E, right=True)
-    row_L = slot_L + shifts_E.index_select(0, expert_L)
-    row_L.masked_fill_(row_L >= row_ends_E.index_select(0, expert_L), num_rows)
-    return on_host, torch.cat((experts_E[:-1], row_L))
-
-
-def _work(offsets, index):
-    """(blocks, parts): what is multiplied alone, and what in batches. Without an index, which is
-    on a CPU, nothing is a batch.
-    """
-    ends = offsets.tolist()
-    return (_blocks(ends), []) if index is None else _plan_batches(tuple(ends))
-
-
-def _multiply(rows, weights, bias, offsets, index):
-    """The products of _rows_times_weights, but for unrouted rows. Spare slots write to row N."""
-    blocks, parts = _work(offsets, index)
-    N = rows.count()
-    out = rows.x.new_empty(N + 1 if parts else N, weights.shape[2])
-    for e, start, end in blocks:
-        if start < end:
-            bias_e = bias if bias is None else bias[e]
-            _mm(rows.block(start, end), weights[e], out=out[start:end], bias=bias_e)
-    if parts:
-        expert_E, row_L = index.long().tensor_split([len(weights)])
-        x, source_L = rows.in_slots(row_L)
-    for part in parts:
-        span = slice(part[0].slots.start, part[-1].slots.stop)
-        block = x.index_select(0, source_L[span])
-        product = out.new_empty(len(block), out.shape[1])
-        for batch in part:
-            ids = expert_E[batch.ids]
-            factors = batch.own(block, part), batch.select(weights, ids)
-            if bias is None:
-                torch.bmm(*factors, out=batch.own(product, part))
-            else:
-                bias_b = bias.index_select(0, ids)[:, None]
-                torch.baddbmm(bias_b, *factors, out=batch.own(product, part))
-            del factors
-        out.index_copy_(0, row_L[span], product)
-        del block, product                               # before the next part needs memory
-    return out[:N]
-
-
-def _empty_product(x, token_N, weights, bias, offsets, index):
-    return x.new_empty(_Rows(x, token_N).count(), weights.shape[2])
-
-
-def _product_flops(x, token_N, weights, *_):
-    [rows] = token_N or x[:1]
-    return 2 * rows * weights[1] * weights[2]
-
-
-@op(_empty_product, cudagraph_unsafe=True, flops=_product_flops)
-def _rows_times_weights(
-    x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
-    index: Tensor | None,
-) -> Tensor:
-    rows = _Rows(x, token_N)
-    if index is None and bias is None and _loops_in_torch(x, weights, rows.count() / len(weights)):
-        out = F.grouped_mm(rows.block(), weights, offs=offsets)
-    else:
-        out = _multiply(rows, weights, bias, offsets, index)
-    out[offsets[-1]:].zero_()
-    return out
-
-
-def _multiply_rows(a, b, offsets, index):
-    """The products of _rows_times_rows. Spare slots hold zeros."""
-    blocks, parts = _work(offsets, index)
-    out = a.x.new_empty(len(offsets), a.x.shape[1], b.x.shape[1])
-    if index is not None and 0 in offsets.diff(prepend=offsets.new_zeros(1)):
-        out.zero_()                                      # experts without rows are in no batch
-    for e, start, end in blocks:
-        _mm(a.block(start, end).t(), b.block(start, end), out=out[e])      # without rows: zeros
-    if parts:
-        expert_E, row_L = index.long().tensor_split([len(out)])
-        spare_L1 = (row_L == a.count())[:, None]
-        sources = a.in_slots(row_L), b.in_slots(row_L)
-    for part in parts:
-        span = slice(part[0].slots.start, part[-1].slots.stop)
-        block_a, block_b = [
-            x.index_select(0, source_L[span]).masked_fill_(spare_L1[span], 0.0)
-            for x, source_L in sources]
-        for batch in part:
-            factors = batch.own(block_a, part).mT, batch.own(block_b, part)
-            if batch.neighbours is None:
-                out.index_copy_(0, expert_E[batch.ids], torch.bmm(*factors))
-            else:
-                torch.bmm(*factors, out=out[batch.neighbours])
-        del block_a, block_b, factors                    # before the next part needs memory
-    return out
-
-
-def _empty_weight_grad(a, token_a, b, token_b, offsets, index):
-    return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
-
-
-def _weight_grad_flops(a, token_a, b, *_):
-    [rows] = token_a or a[:1]
-    return 2 * rows * a[1] * b[1]
-
-
-@op(_empty_weight_grad, cudagraph_unsafe=True, flops=_weight_grad_flops)
-def _rows_times_rows(
-    a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
-    index: Tensor | None,
-) -> Tensor:
-    rows_a, rows_b = _Rows(a, token_a), _Rows(b, token_b)
-    if index is None and _loops_in_torch(a, b, rows_a.count() / len(offsets)):
-        return F.grouped_mm(rows_a.block().t(), rows_b.block(), offs=offsets)
-    return _multiply_rows(rows_a, rows_b, offsets, index)
-
-
-@torch.compiler.assume_constant_result
-def _cuda_generation(device):
-    """The major number of the compute capability of a card from NVIDIA, else 0."""
-    if device.type != "cuda" or torch.version.hip:
-        return 0
-    return torch.cuda.get_device_capability(device)[0]
-
-
-def _begins_aligned(x):
-    return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
-
-
-def _native(*operands):
-    """Whether torch's grouped product takes the operands, rows or matrices [E, ..], as they
-    are, and reads the offsets on the card.
-
-    It does in bf16 on CUDA, not on ROCm, on compute capability 9.x and 10.x (H100, H200,
-    B200, B300), with fewer than 1,024 matrices, if widths, strides and data pointers are
-    multiples of 16 bytes. A graph cannot see data pointers: there they are assumed aligned.
-    """
-    for x in operands:
-        if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
-            return False
-        if not _begins_aligned(x):
-            return False
-    return _aligned(*operands) and _cuda_generation(operands[0].device) in (9, 10)
-
-
-class _Read(NamedTuple):
-    """The offsets where the products read them: native on a card, else on the host. With an index
-    (see _read_in_batches) the products are batches of experts.
-    """
-    offsets: Tensor
-    index: Tensor | None = None
-    native: bool = False
-
-
-def _where_read(offsets, num_rows, *operands):
-    """The _Read for products of the operands, and of their gradients, with N = num_rows rows.
-
-    One copy and one index serve forward and backward of a layer. The copy is their one sync.
-    """
-    if offsets.is_cpu:
-        return _Read(offsets)
-    if _native(*operands):
-        return _Read(offsets, native=True)
-    return _Read(*_read_in_batches(offsets, num_rows))
-
-
-def _native_product(rows, weights, offsets, bias):
-    out = F.grouped_mm(rows, weights, offs=offsets)
-    if bias is not None:
-        row_N = torch.arange(out.shape[0], device=out.device)
-        expert_N = _expert_of(row_N, offsets)
-        out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
-    return out
-
-
-def _product(rows, weights, read, bias=None):
-    """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
-    Unrouted rows are zeros, but uninitialised where the product is native.
-    """
-    offsets, index, native = read
-    if native:
-        return _native_product(rows.block(), weights, offsets, bias)
-    return _rows_times_weights(*rows, weights, bias, offsets, index)
-
-
-def _native_weight_grad(a, b, offsets):
-    grad = F.grouped_mm(a.t(), b, offs=offsets)
-    # A CUTLASS before 4.3 leaves empty blocks uninitialised there (pytorch #172439).
-    if _cuda_generation(offsets.device) == 10:
-        rows_E = offsets.diff(prepend=offsets.new_zeros(1))
-        grad = grad.masked_fill(rows_E[:, None, None] == 0, 0.0)
-    return grad
-
-
-def _weight_grad(a, b, read):
-    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block."""
-    offsets, index, native = read
-    if native:
-        return _native_weight_grad(a.block(), b.block(), offsets)
-    return _rows_times_rows(*a, *b, offsets, index)
-
-
-# This is an op for _exact_fp32: a sum is not rounded as products may be.
-@op(lambda rows, offsets, index: rows.new_empty(offsets.shape[0], rows.shape[1]),
-    cudagraph_unsafe=True)
-@_exact_fp32()
-def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
-    ones = rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
-    return _rows_times_rows(rows, None, ones, None, offsets, index)[..., 0].clone()
-
-
-def _bias_grad(rows, read):
-    """rows [N, O] -> [E, O]: the sum of each row block."""
-    if not read.native:
-        return _block_sums(rows, read.offsets, read.index)
-    ones = rows.new_ones(rows.shape[0], 8)
-    return _native_weight_grad(rows, ones, read.offsets)[..., 0]
-
-
-def _zeroed_product(rows, weights, read):
-    """The _product of rows [N, I], with zeros from offsets[-1] on."""
-    out = _product(_Rows(rows), weights, read)
-    if read.native:
-        row_N = torch.arange(out.shape[0], device=out.device)
-        out = out.masked_fill((row_N >= read.offsets[-1])[:, None], 0.0)
-    return out
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, weights, offsets):
-        read = _where_read(offsets, rows.shape[0], rows, weights)
-        ctx.native = read.native
-        ctx.save_for_backward(rows, weights, read.offsets, read.index)
-        return _zeroed_product(rows, weights, read)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        rows, weights, *read = ctx.saved_tensors
-        read = _Read(*read, ctx.native)
-        need_rows, need_weights, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        if not _begins_aligned(grad):
-            grad = grad.clone()
-        grad_rows = grad_weights = None
-        # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
-        if need_rows:
-            grad_rows = _zeroed_product(grad, weights.mT, read)
-        if need_weights:
-            grad_weights = _weight_grad(_Rows(rows), _Rows(grad), read)
-        # rows, weights, offsets
-        return grad_rows, grad_weights, None
-
-
-def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """rows [N, H] · weights [E, H, F] -> [N, F]: row block e times weights[e].
-
-    rows and weights have one dtype, which is the result's, also under autocast. offsets
-    [E] int32 are the ends of the row blocks; they ascend. Rows at or beyond offsets[-1]
-    come out as zeros and get zero gradients. An expert without rows gets a zero weight
-    gradient.
-
-    On H100, H200, B200 and B300, in bf16, with H and F multiples of 8 and E below 1024, this
-    is torch.nn.functional.grouped_mm without a sync. It needs data pointers that are
-    multiples of 16 bytes; compiled code does not check that. On other devices than the CPU
-    the forward otherwise copies the offsets to the host, the one sync of forward and
-    backward, and multiplies experts of similar size as one batch. That the offsets ascend and
-    end within N is not checked: checking would sync too.
-
-    >>> weights = torch.tensor([[[10.]], [[100.]]])
-    >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
-    >>> grouped_mm(torch.tensor([[1.], [2.], [3.]]), weights, offsets).flatten()
-    tensor([ 10., 200.,   0.])
-    """
-    check_shapes(rows=(rows, "N H"), weights=(weights, "E H F"), offsets=(offsets, "E"))
-    _check_one_dtype(rows=rows, weights=weights)
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets is {offsets.dtype}; needs torch.int32")
-    return _GroupedMM.apply(rows, weights, offsets)
-
-
 # ---- Experts: gather, fc1, activation, fc2, combine ----
 
 def _token_and_prob(order, probs):
@@ -2087,21 +1481,21 @@ def _token_and_prob(order, probs):
 
 class _ExpertMLP(torch.autograd.Function):
     """fc1 is [E, P·F, H]. Kept for the backward are fc1's output, this function's own
-    arguments and what _where_read has read. The activation is cheap to compute again, and
+    arguments and what where_read has read. The activation is cheap to compute again, and
     would take another [N, F].
     """
 
     @staticmethod
     def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
         *ctx.activation, fp8_input_store = options
-        read = _where_read(offsets, order.shape[0], fc1, fc2)
+        read = grouped.where_read(offsets, order.shape[0], fc1, fc2)
         ctx.native = read.native
         token_N, probs_N1 = _token_and_prob(order, probs)
 
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
-        hidden = _product(_Rows(tokens, token_N), fc1.mT, read, bias=fc1_bias)
+        hidden = grouped.product(Rows(tokens, token_N), fc1.mT, read, bias=fc1_bias)
         act = _activate(hidden, probs_N1, *ctx.activation)
-        out = _product(_Rows(act), fc2.mT, read)
+        out = grouped.product(Rows(act), fc2.mT, read)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(
@@ -2112,7 +1506,7 @@ class _ExpertMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         kept, tokens, probs, fc1, fc2, order, inverse, offsets, *read = ctx.saved_tensors
-        read = _Read(*read, ctx.native)
+        read = Read(*read, ctx.native)
         _, need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias, *_ = ctx.needs_input_grad
         grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = None
         grad = grad.contiguous()
@@ -2122,28 +1516,30 @@ class _ExpertMLP(torch.autograd.Function):
         # rows in the forward, and keep them.
         order = value_in_backward(order, grad)
         token_N, probs_N1 = _token_and_prob(order, probs)
-        grad_out = _Rows(grad, token_N)
+        grad_out = Rows(grad, token_N)
 
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
         # grad_p = Σ_f grad_act · activation(hidden)
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
+            grad_act = grouped.product(grad_out, fc2, read)
             grad_hidden, grad_probs_N1, act = _activate_back(
-                hidden, _product(grad_out, fc2, read), probs_N1, *ctx.activation, output=need_fc2)
+                hidden, grad_act, probs_N1, *ctx.activation, output=need_fc2)
+            del grad_act
         else:
             act = _activate(hidden, probs_N1, *ctx.activation)
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
-            grad_fc2 = _weight_grad(grad_out, _Rows(act), read)
+            grad_fc2 = grouped.weight_grad(grad_out, Rows(act), read)
             del act                                      # its memory is free for what follows
         if need_fc1:
-            grad_fc1 = _weight_grad(_Rows(grad_hidden), _Rows(tokens, token_N), read)
+            grad_fc1 = grouped.weight_grad(Rows(grad_hidden), Rows(tokens, token_N), read)
         if need_fc1_bias:
-            grad_fc1_bias = _bias_grad(grad_hidden, read)
+            grad_fc1_bias = grouped.bias_grad(grad_hidden, read)
 
         # grad_rows = grad_hidden · fc1, grad_x = Σ_k grad_rows[inverse]
         if need_tokens:
-            grad_rows = _product(_Rows(grad_hidden), fc1, read)
+            grad_rows = grouped.product(Rows(grad_hidden), fc1, read)
             grad_tokens = _sum_rows(grad_rows, inverse, offsets if read.native else None)
         if need_probs:
             grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
@@ -2159,7 +1555,7 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     fp32 copy of the bias is kept.
     """
     to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
-    expert_TK = _expert_of(plan.inverse, plan.offsets)
+    expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), expert_TK)
     wide = torch.promote_types(y.dtype, torch.float32)
     bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t(), None)
@@ -2204,7 +1600,7 @@ def expert_mlp(
         {"E": len(plan.counts), "P": function.parts}, inverse=(plan.inverse, "T K"),
         tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
-    _check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
+    check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
     layout = "(p f)"
     if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
@@ -2278,164 +1674,6 @@ def project(
     a backward under autocast. Of the activations, only the rows are kept for the backward.
     """
     check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
-    _check_one_dtype(rows=rows, weight=weight)
+    check_one_dtype(rows=rows, weight=weight)
     with without_autocast(rows):
         return _Project.apply(as_number(eps), rows, weight, norm)
-
-
-# ---- Private names of torch ----
-# All that these files use of them stands here. test_sources_private_names_of_torch finds a name
-# that stands elsewhere, and test_compile_private_names_of_torch what a new torch has changed.
-
-from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-
-def as_number(x: float) -> float:
-    """x as a plain number. With dynamic=True Dynamo makes floats symbolic, and an autograd
-    function cannot take those.
-    """
-    return guard_scalar(x)
-
-
-# A context for the body of an op, on any device. Dynamo cannot trace it: see without_autocast.
-op_without_autocast = torch._C._DisableAutocast
-
-# () -> whether autocast is on for any type of device.
-is_any_autocast = torch._C._is_any_autocast_enabled
-
-
-def cpu_multiplies_in(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix instructions for bf16 or fp16. Nothing public says so."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-
-
-def as_no_view(x: Tensor, shape) -> Tensor:
-    """x in this shape, which autograd does not take for a view: FSDP2 warns of a module that
-    returns views.
-    """
-    return torch.ops.aten._unsafe_view(x, shape)
-
-
-def writes_to_module(method):
-    """Decorator of a method that writes to its module.
-
-    Dynamo refuses this inside a checkpointed region of a graph; a switch allows it. It is safe
-    here: a recomputation writes the same, or a later step drops it.
-    """
-    @functools.wraps(method)
-    def run(self, *args, **kwargs):
-        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(
-            method, self, *args, **kwargs)
-
-    return run
-
-
-def in_backward() -> bool:
-    """Whether a node of autograd is running, and not a forward outside of it."""
-    return torch._C._current_autograd_node() is not None
-
-
-def is_recomputing() -> bool:
-    """Whether a non-reentrant checkpoint is running its forward again.
-
-    In eager mode, under compiled autograd too, the checkpoint's hooks on saved tensors say so. In
-    a graph the recomputation is part of the compiled backward. A reentrant checkpoint runs its
-    first pass without grad, where nothing is counted. Its second pass is not recognised here, so
-    the second pass adds to the counts. RuntimeError: neither is known for certain.
-    """
-    return torch._C._current_graph_task_id() != -1 and _recomputes()       # -1: in no backward
-
-
-def _recomputes():
-    packs = [pack for pack, _ in _saved_tensors_hooks()]
-    names = [getattr(pack, "__qualname__", repr(pack)) for pack in packs]
-    if any("_recomputation_hook" in name for name in names):
-        return True
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and compiled.in_compiled_autograd_region:
-        _refuse_to_guess("compiled autograd")
-    node = torch._C._current_autograd_node()
-    node = "" if node is None else node.name()
-    if names and node not in ("CheckpointFunctionBackward", "CompiledFunctionBackward"):
-        _refuse_to_guess(f"{node}, with the saved-tensor hooks {names}")
-    return node == "CompiledFunctionBackward"
-
-
-def _refuse_to_guess(where):
-    raise RuntimeError(
-        f"a forward runs inside the backward of {where}: whether it runs for the second time, and "
-        f"must not count its tokens again, is not known; needs torch.utils.checkpoint with "
-        f"use_reentrant=False, or no hooks around the forward")
-
-
-def _saved_tensors_hooks():
-    """The pairs of hooks on saved tensors that are active, the innermost first. Offloading inside
-    a checkpoint hides the checkpoint's pair, so one has to look behind the first.
-    """
-    pairs = []
-    try:
-        while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            pairs.append(pair)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-    finally:
-        for pair in reversed(pairs):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-    return pairs
-
-
-def with_fixed_address(tensor: Tensor) -> Tensor:
-    """The tensor, which keeps its shape and, since it is updated in place, its address.
-
-    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
-    shape for a variable, and for the same variable as an equal length of the first input.
-    """
-    torch._dynamo.mark_static_address(tensor, guard=False)
-    torch._dynamo.mark_static(tensor)
-    return tensor
-
-
-def reads_on_host():
-    """A context in which Dynamo traces `tolist`."""
-    return torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True)
-
-
-def makes_cuda_graphs() -> bool:
-    """Whether what is being compiled becomes CUDA graphs. Only the compiler knows."""
-    from torch._inductor import config
-    return config.triton.cudagraphs
-
-
-def backward_order(node) -> int:
-    """The sequence number of a node: of those that are ready, autograd takes the highest first."""
-    return node._sequence_nr()
-
-
-def set_backward_order(node, value: int) -> None:
-    node._set_sequence_nr(value)
-
-
-def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
-    """The rows in flight. The public functions wait at once, or break a graph."""
-    return torch.ops._c10d_functional.all_to_all_single(
-        rows, output_split_sizes=receive, input_split_sizes=send, group_name=group.group_name)
-
-
-def wait_for(buffer: Tensor) -> Tensor:
-    """What is in flight, once it has arrived."""
-    return torch.ops._c10d_functional.wait_tensor(buffer)
-
-
-def as_one_dim(mesh):
-    """A DeviceMesh of one dim, over all ranks of this one. Collective."""
-    return mesh._flatten()
-
-
-def place_of_part(parameter) -> tuple:
-    """Where this rank's part of a DTensor begins, one number an axis."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    return compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements)[1]

@@ -19,8 +19,9 @@ from torch.distributed.tensor import (
     DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor)
 
 if __package__:
-    from . import kernels
+    from . import compat, kernels
 else:
+    import compat
     import kernels
 
 
@@ -82,7 +83,7 @@ class ProcessGroups:
             dims = tuple(name for name in names if name in wanted.split())
             if not dims:
                 return None
-            return kernels.as_one_dim(mesh[dims]).get_group()
+            return compat.as_one_dim(mesh[dims]).get_group()
 
         return cls(
             tp=group_over("tp"), ep=group_over("ep"), tp_cp=group_over("tp cp"),
@@ -132,10 +133,10 @@ def exchange(rows: Tensor, splits: Splits) -> Tensor:
     """Issues an all-to-all of rows. The result is valid once `wait` has returned it. There
     is no gradient.
     """
-    return kernels.all_to_all(rows.contiguous(), *splits)
+    return compat.all_to_all(rows.contiguous(), *splits)
 
 
-wait = kernels.wait_for
+wait = compat.wait_for
 
 
 class _Start(torch.autograd.Function):
@@ -147,7 +148,7 @@ class _Start(torch.autograd.Function):
         return exchange(rows, splits), shadow
 
     @staticmethod
-    @kernels.once_differentiable
+    @compat.once_differentiable
     def backward(ctx, _, grad_in_flight):
         # rows, splits
         return wait(grad_in_flight), None
@@ -160,7 +161,7 @@ class _Finish(torch.autograd.Function):
         return wait(buffer)
 
     @staticmethod
-    @kernels.once_differentiable
+    @compat.once_differentiable
     def backward(ctx, grad):
         in_flight = exchange(grad, ctx.splits.back())
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
@@ -274,7 +275,7 @@ class ExpertParallel:
         probs = kernels.gather_probs(probs_TK, plan)
         if capacity_factor is None:
             received = wait(counts_in_flight)
-            with kernels.reads_on_host():
+            with compat.reads_on_host():
                 counts = torch.stack((plan.counts, received)).view(2, ranks, -1)
                 send, receive = counts.sum(2).tolist()
 
@@ -377,7 +378,7 @@ def _own_part(parameter, group, axis):
     starts = [0] * parameter.ndim
     if isinstance(parameter, DTensor):
         own = parameter.to_local()
-        starts = list(kernels.place_of_part(parameter))
+        starts = list(compat.place_of_part(parameter))
     if axis is not None:
         starts[axis] += group_rank(group) * shape[axis]
         shape[axis] *= group_size(group)

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import families
 import moe
 import parallel
+import router as router_file
 from kernels import expert_mlp, plan_permutation
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
@@ -1609,9 +1610,9 @@ def trained_by_callback(callback, pieces: int, model, x: Tensor, upstream: Tenso
         evaluation = {"eval_loss": 1.0}
         callback.on_log(args, state, None, model=model, logs=evaluation)
         assert evaluation == {"eval_loss": 1.0}
-    assert moe._LOSS_SCALE[moe._CPU] == 1 / pieces
+    assert router_file._LOSS_SCALE[router_file._CPU] == 1 / pieces
     callback.on_train_end(args, state, None)
-    assert moe._LOSS_SCALE[moe._CPU] == 1
+    assert router_file._LOSS_SCALE[router_file._CPU] == 1
     return logs
 
 
@@ -1659,7 +1660,7 @@ def test_live_callback_makes_microbatches_one_batch(monkeypatch):
     scaler = types.SimpleNamespace(get_scale=lambda: 512.0)
     args = types.SimpleNamespace(gradient_accumulation_steps=4)
     callback.on_step_begin(args, None, None, optimizer=types.SimpleNamespace(scaler=scaler))
-    assert moe._LOSS_SCALE[moe._CPU] == 128
+    assert router_file._LOSS_SCALE[router_file._CPU] == 128
     callback.on_train_end(args, None, None)
     assert "no attribute 'MoECallbacks'" in str(pytest.raises(
         AttributeError, getattr, families, "MoECallbacks").value)
@@ -1673,7 +1674,7 @@ def test_live_blocks_of_a_model_on_several_ranks():
     groups = ProcessGroups(ep=two, tp_dp_cp=two)
     model = replaced("qwen3_moe", pg_collection=groups, enable_expert_bias=True)
     whole = replaced("qwen3_moe")
-    assert all(router.pg_collection is groups for router in moe._routers(model))
+    assert all(router.pg_collection is groups for router in router_file._routers(model))
     published = fam_tensors("qwen3_moe", prefix="layers.0.mlp.")
     for tensors in (None, whole.state_dict(), published):
         if tensors is not None:
@@ -2202,7 +2203,7 @@ def padded_ids(left: int, S: int = T7) -> tuple[Tensor, Tensor]:
 @contextlib.contextmanager
 def tokens_seen(model):
     """The tokens [B, S] that the first block routes, forward by forward, as ones in a list."""
-    router = moe._routers(model)[0]
+    router = router_file._routers(model)[0]
     seen = []
 
     def note(router, args, output):
@@ -2245,7 +2246,7 @@ def test_live_padding_without_the_library(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     model = torch.load(tmp_path / "model.pt", weights_only=False)
     for module in (plain, model):
-        for router in moe._routers(module):
+        for router in router_file._routers(module):
             router.counts.zero("local_tokens_per_expert")
     torch._dynamo.reset(), counters.clear()
     tokens = 0
@@ -2260,7 +2261,7 @@ def test_live_padding_without_the_library(tmp_path):
         tokens += 2 * S - 3
     for a, b in zip(model.parameters(), plain.parameters()):
         close(a.grad, b.grad, 1e-7)
-    for router in moe._routers(model) + moe._routers(plain):
+    for router in router_file._routers(model) + router_file._routers(plain):
         assert router.local_tokens_per_expert.sum() == tokens * 3
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -2354,7 +2355,7 @@ def test_live_padding_under_checkpoints(reentrant):
         for i in (1, 0, 2):
             losses[i].backward()
         results.append([parameter.grad for parameter in model.parameters()])
-        for router in moe._routers(model):
+        for router in router_file._routers(model):
             tokens = 2 * 3 * T7 - (3 + 1) - (5 + 1)
             assert router.local_tokens_per_expert.sum() == tokens * router.config.topk
     same(*results)
@@ -2397,7 +2398,7 @@ def test_live_padding_in_a_graph(how):
     assert counters["stats"]["unique_graphs"] == 1
     for got, want in zip(model.parameters(), eager.parameters()):
         close(got.grad, want.grad, 1e-5)
-    routers = [moe._routers(each)[0] for each in (model, eager)]
+    routers = [router_file._routers(each)[0] for each in (model, eager)]
     same(*(router.local_tokens_per_expert for router in routers))
     tokens = 2 * (7 + 9 + 12 + 6) - (3 + 5 + 1 + 2) - 4
     assert routers[0].local_tokens_per_expert.sum() == tokens * 3
@@ -2420,7 +2421,7 @@ def test_live_padding_in_the_trainer(tmp_path):
         str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, report_to=[],
         save_strategy="no", use_cpu=True, disable_tqdm=True, gradient_checkpointing=True)
     transformers.Trainer(model, args, train_dataset=data, data_collator=collate).train()
-    for router in moe._routers(model):
+    for router in router_file._routers(model):
         assert router.local_tokens_per_expert.sum() == sum(lengths) * router.config.topk
 
 
@@ -2457,7 +2458,7 @@ def test_live_trainer_of_the_library(tmp_path):
     (one, log, seen), (four, *_) = [trainer_steps(n, tmp_path, **changes) for n in (1, 4)]
     for name, tensor in one.items():
         close(four[name].double(), tensor.double(), 1e-4)
-    assert moe._LOSS_SCALE[moe._CPU] == 1
+    assert router_file._LOSS_SCALE[router_file._CPU] == 1
     for entry, logged in zip(log[:3], seen):
         assert {"loss", "seq_load_balancing_loss", "z_loss", "max_violation"} <= set(entry)
         assert entry == {**logged, "step": entry["step"]}
@@ -2496,7 +2497,7 @@ def test_live_lora_by_peft():
     violations = load_balancing_metrics(model)["max_violation"]
     assert violations.isnan().tolist() == [True, False] * 2
     finish_step(model)
-    biases = [router.expert_bias.any().item() for router in moe._routers(model)]
+    biases = [router.expert_bias.any().item() for router in router_file._routers(model)]
     assert biases == [False, True] * 2
 
 
@@ -2650,7 +2651,7 @@ def test_live_from_a_package(tmp_path):
     files = [*HERE.glob("*.py")]
     names = "|".join(file.stem for file in files)
     for file in files:
-        text = re.sub(rf"^import ({names})$", r"from . import \1", file.read_text(), flags=re.M)
+        text = re.sub(rf"^import (({names})( as \w+)?)$", r"from . import \1", file.read_text(), flags=re.M)
         text = re.sub(rf"^from ({names}) import", r"from .\1 import", text, flags=re.M)
         (package / file.name).write_text(text)
     done = run("-m", "pytest", "-q", "package/test_families.py", "-k",

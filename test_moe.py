@@ -1,4 +1,4 @@
-"""Tests of kernels.py, moe.py and parallel.py: plain-loop oracles first, then a section a topic.
+"""Tests of the layer, moe.py to compat.py: plain-loop oracles first, then a section a topic.
 
     python -m pytest test_moe.py                in minutes
     python -m pytest test_moe.py -k test_route_ one section: its word begins its tests' names
@@ -43,7 +43,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:                                      # copied into a package
-    from . import kernels, moe, parallel
+    from . import compat, grouped, kernels, moe, parallel, shared_experts
+    from . import router as router_file
     from .kernels import (
         activation, activation_back, apply_router_token_dropping, combine_rows,
         compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
@@ -57,9 +58,13 @@ if __package__:                                      # copied into a package
         finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
         set_aux_loss_scale, update_expert_bias)
 else:
+    import compat
+    import grouped
     import kernels
     import moe
     import parallel
+    import router as router_file
+    import shared_experts
     from kernels import (
         activation, activation_back, apply_router_token_dropping, combine_rows,
         compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
@@ -73,6 +78,7 @@ else:
         finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
         set_aux_loss_scale, update_expert_bias)
 
+SOURCES = compat, grouped, kernels, parallel, router_file, shared_experts, moe
 INF = math.inf
 NAN = math.nan
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -1531,7 +1537,7 @@ def with_native_products(monkeypatch) -> None:
     product = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", poisoned)
     monkeypatch.setattr(
-        kernels, "_where_read", lambda offsets, *_: kernels._Read(offsets, native=True))
+        grouped, "where_read", lambda offsets, *_: grouped.Read(offsets, native=True))
 
 
 @about_the_cpu("it stands in for a card")
@@ -1638,8 +1644,8 @@ def test_experts_errors():
 
 def on_a_card_without_products(monkeypatch) -> None:
     """From now on the CPU is a card on which torch's grouped product reads no offsets."""
-    monkeypatch.setattr(kernels, "_where_read", lambda offsets, num_rows, *_: kernels._Read(
-        *kernels._read_in_batches(offsets, num_rows)))
+    monkeypatch.setattr(grouped, "where_read", lambda offsets, num_rows, *_: grouped.Read(
+        *grouped._read_in_batches(offsets, num_rows)))
 
 
 class OnCuda(torch.Tensor):
@@ -1656,12 +1662,12 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
 
     def native(*operands):
-        return kernels._native(*[x.as_subclass(OnCuda) for x in operands])
+        return grouped._native(*[x.as_subclass(OnCuda) for x in operands])
     rows = torch.empty(10, 16).bfloat16()
     weights = torch.empty(4, 16, 24).bfloat16()
     pair = torch.empty(4 * 16 * 24 + 8).bfloat16()
     many = torch.empty(1024, 8, 8).bfloat16()
-    assert not kernels._native(rows, weights)                # on a CPU
+    assert not grouped._native(rows, weights)                # on a CPU
     for operands, fits in [
             ((rows, weights), True),
             ((rows, weights.transpose(1, 2)), True),
@@ -1678,11 +1684,11 @@ def test_experts_native_product_where_it_fits(monkeypatch):
         assert native(*operands) is fits, [(x.shape, x.stride(), x.dtype) for x in operands]
     for card in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)):
         assert native(rows, weights) is (card[0] in (9, 10)), card
-        assert kernels._cuda_generation(torch.device("cuda")) == card[0]
+        assert grouped._cuda_generation(torch.device("cuda")) == card[0]
     card = (9, 0)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not native(rows, weights)
-    function = compiled(lambda x: x + kernels._cuda_generation(x.device))
+    function = compiled(lambda x: x + grouped._cuda_generation(x.device))
     same(function(torch.zeros(2)), torch.zeros(2))
 
 
@@ -1693,8 +1699,8 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     The card is the CPU; its offsets may not be read but in the copy."""
     copies = []
     read = []
-    _work = kernels._work
-    _read_in_batches = kernels._read_in_batches
+    _work = grouped._work
+    _read_in_batches = grouped._read_in_batches
 
     def in_batches(*args):
         offsets, index = _read_in_batches(*args)
@@ -1704,10 +1710,10 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     x = torch.randn(20, 8, requires_grad=True)
     want = outcome(layer, x)
     on_a_card_without_products(monkeypatch)
-    monkeypatch.setattr(kernels, "_read_in_batches", in_batches)
-    monkeypatch.setattr(kernels, "_work", lambda offsets, index: (
+    monkeypatch.setattr(grouped, "_read_in_batches", in_batches)
+    monkeypatch.setattr(grouped, "_work", lambda offsets, index: (
         read.append(offsets.data_ptr()) or _work(offsets, index)))
-    monkeypatch.setattr(kernels, "_loops_in_torch", lambda *_: False)
+    monkeypatch.setattr(grouped, "_loops_in_torch", lambda *_: False)
     monkeypatch.setattr(F, "grouped_mm", None)
     close(outcome(layer, x), want, 1e-5)
     assert read == [copies[0].data_ptr()] * reads and len(copies) == 1
@@ -1721,31 +1727,31 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     """Torch's product may leave them uninitialised (pytorch #172439). The card is a stand-in."""
     a, b = torch.randn(9, 6), torch.randn(9, 4)
     offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
-    read = kernels._Read(offsets)
-    want = kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), read)
+    read = grouped.Read(offsets)
+    want = grouped.weight_grad(grouped.Rows(a), grouped.Rows(b), read)
     assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
 
     def garbage(rows_t, rows, offs):
-        grad = kernels._rows_times_rows(rows_t.t(), None, rows, None, offs, None)
+        grad = grouped._rows_times_rows(rows_t.t(), None, rows, None, offs, None)
         grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
         return grad
     monkeypatch.setattr(F, "grouped_mm", garbage)
-    read = kernels._Read(offsets, native=True)
-    monkeypatch.setattr(kernels, "_cuda_generation", lambda device: 10)
-    same(kernels._weight_grad(kernels._Rows(a), kernels._Rows(b), read), want)
+    read = grouped.Read(offsets, native=True)
+    monkeypatch.setattr(grouped, "_cuda_generation", lambda device: 10)
+    same(grouped.weight_grad(grouped.Rows(a), grouped.Rows(b), read), want)
 
 
 def test_experts_without_rows_are_not_multiplied(monkeypatch):
     """Of the loop on a CPU, which a bias makes sure of."""
     multiplied = []
-    product = kernels._mm
+    product = grouped._mm
 
     def counted(rows, *args, **kwargs):
         multiplied.append(len(rows))
         product(rows, *args, **kwargs)
-    monkeypatch.setattr(kernels, "_mm", counted)
+    monkeypatch.setattr(grouped, "_mm", counted)
     offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
-    kernels._rows_times_weights(
+    grouped._rows_times_weights(
         torch.randn(9, 6), None, torch.randn(5, 6, 4), torch.randn(5, 4), offsets, None)
     assert multiplied == [4, 5]
 
@@ -1755,7 +1761,7 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
 def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
     """The loop in C++ and the one in Python give the same bits. An expert has no rows, and some
     rows belong to no expert."""
-    monkeypatch.setattr(kernels, "_slow_on_cpu", lambda dtype: False)
+    monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: False)
     x = torch.randn(9, 16).to(dtype)
     grad = torch.randn(18, 24).to(dtype)
     weights = torch.randn(4, 24, 16).to(dtype)
@@ -1763,15 +1769,15 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
         [[0, 4], [3, 0], [1, 3], [0, 1], [3, 4], [0, 3], [1, 0], [3, 1], [4, 0]]), 4)
     token_N = plan.order // 2
     forward = functools.partial(
-        kernels._rows_times_weights, offsets=plan.offsets, index=None)
-    back = functools.partial(kernels._rows_times_rows, offsets=plan.offsets, index=None)
+        grouped._rows_times_weights, offsets=plan.offsets, index=None)
+    back = functools.partial(grouped._rows_times_rows, offsets=plan.offsets, index=None)
     results = []
     called = []
     product = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: (
         called.append(in_torch) or product(*args, **kwargs)))
     for in_torch in (True, False):
-        monkeypatch.setattr(kernels, "_loops_in_torch", lambda *_: in_torch)
+        monkeypatch.setattr(grouped, "_loops_in_torch", lambda *_: in_torch)
         results.append([
             forward(x, token_N, weights.transpose(1, 2), None),
             forward(grad, None, weights, None),
@@ -1790,8 +1796,8 @@ def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
             (few, 40, True), (many, 2 ** 14, False), (few, 2 ** 14, False), (many, 40, True),
             (few.double(), 40, False), (few[:, :6].contiguous(), 40, False)]:
         for other in (few.to(x.dtype), few[0].expand(4, 8, 16).contiguous().to(x.dtype)):
-            assert kernels._loops_in_torch(x, other, tokens / 4) == loops, (x.shape, tokens)
-            assert kernels._loops_in_torch(other, x, tokens / 4) == loops, (x.shape, tokens)
+            assert grouped._loops_in_torch(x, other, tokens / 4) == loops, (x.shape, tokens)
+            assert grouped._loops_in_torch(other, x, tokens / 4) == loops, (x.shape, tokens)
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2, 3, 1), (0, 3, 1, 2), (0, 1, 3, 2)])
@@ -1894,7 +1900,7 @@ def test_experts_batches_match_loop(monkeypatch, T, E, K, backend):
 def test_experts_batches_of_any_dtype_leave_unrouted_rows_alone(monkeypatch, dtype, tol):
     """grouped_mm: NaN in the rows past the last offset, which spare slots read."""
     offsets = torch.tensor([3, 4, 0, *[3, 4] * 8]).cumsum(0).int()      # some slots are spare
-    blocks, parts = kernels._plan_batches(tuple(offsets.tolist()))
+    blocks, parts = grouped._plan_batches(tuple(offsets.tolist()))
     assert [blocks, len(sum(parts, []))] == [[], 2]
     rows = torch.randn(70, 8).to(dtype)
     weights = torch.randn(19, 8, 16).to(dtype).requires_grad_()
@@ -1918,9 +1924,9 @@ def test_experts_batches_hold_each_expert_and_row_once():
         for load, indices in loads(T, E, K).items():
             counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
             offsets = counts.cumsum(0).int()
-            blocks, parts = kernels._plan_batches(tuple(offsets.tolist()))
+            blocks, parts = grouped._plan_batches(tuple(offsets.tolist()))
             batches = sum(parts, [])
-            on_host, index = kernels._read_in_batches(offsets, T * K)
+            on_host, index = grouped._read_in_batches(offsets, T * K)
             assert on_host.tolist() == offsets.tolist()
             experts, row = index[:E].tolist(), index[E:].tolist()
             assert index.dtype == torch.int32 and len(row) == T * K + 3 * T * K // 10
@@ -2299,6 +2305,14 @@ def test_config_may_have_another_topk_in_eval():
 
 
 # ---- Layer ----
+
+def test_layer_computes_the_definition():
+    """kernels.moe_loop, for every token; on shapes that all differ."""
+    layer = MoELayer(exact_config(topk=3, init_std=0.5, shared_expert_intermediate_size=None))
+    x = leaf(7, 6)
+    weights = layer.router.weight, layer.experts.fc1, layer.experts.fc2
+    agree(lambda x, *w: layer(x), lambda x, *w: kernels.moe_loop(x, *w, topk=3), (x, *weights))
+
 
 class RouterLoop:
     """Oracle of TopKRouter in training: one token at a time, with counts and sums of its own."""
@@ -3011,7 +3025,7 @@ def test_router_writes_no_global_setting_without_need(monkeypatch):
     x, weight = torch.randn(5, 8), torch.randn(4, 8)
     for precision, written in (("none", []), ("ieee", []), ("tf32", ["ieee", "none", "tf32"])):
         settings = [Setting(precision), Setting("ieee")]
-        monkeypatch.setattr(kernels, "_PRECISIONS", settings)
+        monkeypatch.setattr(compat, "_PRECISIONS", settings)
         kernels.router_gating_linear(x, weight, None, router_dtype=torch.float32)
         assert settings[0].written == written and settings[0].precision == precision
         assert settings[1].written == []
@@ -3250,12 +3264,13 @@ def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
         try:
             with on:
                 name = type(on).__name__
-                again = imported_as(f"{package}kernels_{name}", kernels, monkeypatch)
-                monkeypatch.setitem(sys.modules, f"{package}kernels", again)   # moe.py imports it
-                if package:
-                    monkeypatch.setattr(sys.modules[__package__], "kernels", again)
-                module = imported_as(f"{package}moe_{name}", moe, monkeypatch)
-                scale = module._loss_scale(torch.device("cpu"))
+                for source in SOURCES:                       # the later ones import it
+                    file = Path(source.__file__).stem
+                    module = imported_as(f"{package}{file}_{name}", source, monkeypatch)
+                    monkeypatch.setitem(sys.modules, f"{package}{file}", module)
+                    if package:
+                        monkeypatch.setattr(sys.modules[__package__], file, module)
+                scale = sys.modules[f"{package}router"]._loss_scale(torch.device("cpu"))
         finally:
             torch.set_default_dtype(torch.float32)
         assert scale.dtype == torch.float32 and scale.device.type == "cpu"
@@ -3601,7 +3616,7 @@ def test_shared_overlap_survives_pickle_and_deepcopy(monkeypatch):
     moved."""
     import pickle
     devices = []
-    monkeypatch.setattr(moe, "_make_side_stream", lambda device: devices.append(device.type))
+    monkeypatch.setattr(shared_experts, "_make_side_stream", lambda device: devices.append(device.type))
     layer = MoELayer(exact_config(shared_expert_overlap=True))
     x = torch.randn(4, 1, 6, dtype=torch.float64)
     for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
@@ -4580,12 +4595,12 @@ def test_trainer_replay_refuses_what_does_not_fit():
         replay(a, b[:, :1]) => second.router is [5, 1] torch.int64; needs [5, 2] or [5, 2] of an
         replay(a, b.float()) => second.router is [5, 2] torch.float32; needs [5, 2] or [5, 2]
         """, a=a, b=b, replay=replay, twice=twice)
-    counted = [router.local_tokens_per_expert.sum() for router in moe._routers(model)]
+    counted = [router.local_tokens_per_expert.sum() for router in router_file._routers(model)]
     assert counted == [4 * 10, 0]            # the router that refuses has changed nothing
     with pytest.raises(ZeroDivisionError):
         with replay_routing(model, [a, b]), record_routing(model):
             1 / 0
-    for router in moe._routers(model):
+    for router in router_file._routers(model):
         assert not router._recording and router._replayed is None
 
 
@@ -4846,7 +4861,7 @@ def test_compile_ops_pass_opcheck():
     h = torch.randn(18, 6)
     many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
     of_many = torch.randn(16, 8, 6)
-    _, index = kernels._read_in_batches(many, 18)
+    _, index = grouped._read_in_batches(many, 18)
     for op, *args in [
             (kernels._plan_permutation, indices, 4),
             (kernels.value_in_backward, torch.ones(()), x),
@@ -4854,37 +4869,35 @@ def test_compile_ops_pass_opcheck():
             (kernels._scatter_columns, torch.rand(9, 2), indices, 4),
             (kernels._scatter_columns, indices, indices, 4, 7),
             (kernels._sinkhorn, x, 1e-4, None),
-            (kernels._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
-            (kernels._rows_times_weights, h, None, w, None, offsets, None),
-            (kernels._rows_times_rows, x, token, h, None, offsets, None),
-            (kernels._rows_times_rows, h, None, x, token, offsets, None),
-            (kernels._read_in_batches, offsets, 18),
-            (kernels._read_in_batches, many, 18),
-            (kernels._rows_times_weights, x, token, of_many, None, many, index),
-            (kernels._rows_times_rows, x, token, h, None, many, index),
+            (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
+            (grouped._rows_times_weights, h, None, w, None, offsets, None),
+            (grouped._rows_times_rows, x, token, h, None, offsets, None),
+            (grouped._rows_times_rows, h, None, x, token, offsets, None),
+            (grouped._read_in_batches, offsets, 18),
+            (grouped._read_in_batches, many, 18),
+            (grouped._rows_times_weights, x, token, of_many, None, many, index),
+            (grouped._rows_times_rows, x, token, h, None, many, index),
             (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
             (kernels._sum_weighted, x, torch.rand(8)),
-            (kernels._block_sums, h, offsets, None),
-            (moe._update_once, torch.zeros(4), torch.ones(4), True),
-            (moe._running_sums, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
+            (grouped._block_sums, h, offsets, None),
+            (router_file._update_once, torch.zeros(4), torch.ones(4), True),
+            (router_file._running_sums, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
         torch.library.opcheck(op, args)
 
 
 def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
-    spaces = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    ops = getattr(torch.ops, kernels._NAMESPACE)
-    names = [name for space, name in spaces if space == kernels._NAMESPACE]
-    on_host = [name for name in names if torch.Tag.cudagraph_unsafe in
-               getattr(ops, name).default.tags]
-    assert sorted(on_host) == [
+    on_host = [op._name for module in SOURCES for op in vars(module).values()
+               if isinstance(op, torch._library.custom_ops.CustomOpDef)
+               and torch.Tag.cudagraph_unsafe in op._opoverload.tags]
+    assert sorted({*on_host}) == [
         "block_sums", "read_in_batches", "rows_times_rows", "rows_times_weights", "running_sums",
         "update_once"]
 
 
 def test_compile_private_names_of_torch(monkeypatch):
-    """What the section of this name in kernels.py relies on, each by its effect or its absence."""
+    """What the section of this name in compat.py relies on, each by its effect or its absence."""
     assert kernels.as_number(2.5) == 2.5
     function = torch.compile(
         lambda x, by: x * math.ceil(kernels.as_number(by)), backend="eager", fullgraph=True,
@@ -4948,7 +4961,7 @@ def test_compile_private_names_of_torch(monkeypatch):
 class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
     """A device without float64, as Apple's and Intel's: refused in every op, and in the ops that
     the project's own ops are made of."""
-    bodies = {op._qualname: op._init_fn for module in (kernels, moe) for op in vars(module).values()
+    bodies = {op._qualname: op._init_fn for module in SOURCES for op in vars(module).values()
               if isinstance(op, torch._library.custom_ops.CustomOpDef)}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -4996,10 +5009,10 @@ def imported_as(name: str, module, monkeypatch):
 
 def test_compile_kernels_under_a_name_with_a_hyphen(monkeypatch):
     """Op names are made of the module's name, whatever it is."""
-    module = imported_as("my-kernels.v2", kernels, monkeypatch)
+    module = imported_as("my-kernels", kernels, monkeypatch)
     assert module.plan_permutation(torch.tensor([[1], [0]]), 2).order.tolist() == [1, 0]
-    op = torch.ops.moe_my_kernels_v2.plan_permutation.default
-    assert op.name() == "moe_my_kernels_v2::plan_permutation"
+    op = torch.ops.moe_my_kernels.plan_permutation.default
+    assert op.name() == "moe_my_kernels::plan_permutation"
 
 
 # ---- On a card ----
@@ -5007,7 +5020,7 @@ def test_compile_kernels_under_a_name_with_a_hyphen(monkeypatch):
 
 def is_native(dtype) -> bool:
     """Whether torch's grouped product reads the offsets on this card."""
-    return dtype == torch.bfloat16 and kernels._cuda_generation(torch.device(DEVICE)) in (9, 10)
+    return dtype == torch.bfloat16 and grouped._cuda_generation(torch.device(DEVICE)) in (9, 10)
 
 
 def syncs_of(step) -> int:

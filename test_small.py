@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import grouped
 import kernels
 import moe
 import small
@@ -84,7 +85,7 @@ def test_small_equals_its_loop():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_small_equals_the_layer(monkeypatch, case, dtype):
     """To the bit in eager mode, with padding and under autocast too: output, gradients, counts."""
-    monkeypatch.setattr(kernels, "_slow_on_cpu", lambda dtype: False)   # all products in dtype
+    monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: False)   # all products in dtype
     layer, whole = pair(case, dtype)
     x = torch.randn(5, 7, H, dtype=dtype, requires_grad=True)
     for masked, autocast in itertools.product((False, True), repeat=2):

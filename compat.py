@@ -1,0 +1,334 @@
+"""What torch makes necessary: custom ops, casts, autocast, exact products in fp32, checks of
+shapes and dtypes, and every private name of torch that these files use.
+"""
+import contextlib
+import functools
+import re
+import sys
+import threading
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+
+# Dynamo of torch 2.11 cannot trace is_autocast_available. So its answer is a constant.
+@torch.compiler.assume_constant_result
+def has_autocast(device_type: str) -> bool:
+    """Whether tensors of this type of device can be under autocast."""
+    return torch.amp.is_autocast_available(device_type)
+
+
+def without_autocast(x: Tensor):
+    """A context without autocast for the device of x."""
+    if not has_autocast(x.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
+    """Decorator: registers a function as a custom op. Its annotations are the op's schema.
+
+    The compiler calls the op as it is, and autocast does not reach inside. `fake` takes
+    the same arguments and returns empty tensors with the shapes and dtypes of the results.
+    cudagraph_unsafe is for an op that decides something on the host: the compiler leaves it
+    out of CUDA graphs. `flops` takes the same arguments, shapes in place of tensors, and returns
+    what torch.utils.flop_counter is to count.
+    """
+    tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
+
+    def register(function):
+        @functools.wraps(function)
+        def body(*args, **kwargs):
+            with op_without_autocast():
+                return function(*args, **kwargs)
+
+        # The name of the module is part of it, so that copies of a file do not collide.
+        namespace = "moe_" + re.sub(r"\W", "_", function.__module__, flags=re.ASCII)
+        name = function.__name__.strip("_")
+        registered = torch.library.custom_op(
+            f"{namespace}::{name}", body, mutates_args=mutates_args, tags=tags)
+        registered.register_fake(fake)
+        if flops is not None:
+            packet = getattr(getattr(torch.ops, namespace), name)
+            if packet not in flop_registry:                # a second copy of a module has its ops
+                register_flop_formula(packet)(
+                    lambda *args, out_shape, **kwargs: flops(*args, **kwargs))
+        return registered
+
+    return register
+
+
+def once_differentiable(backward):
+    """Decorator for the backward of an autograd function: there is no second derivative.
+
+    A second derivative would treat what the forward has kept as constants, and be wrong
+    without an error. So a backward with create_graph=True is a RuntimeError here. (torch's
+    decorator of this name lets some pass.) In compiled code torch itself raises one.
+    """
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _refuse_second_derivative(backward)
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def _refuse_second_derivative(backward):
+    raise RuntimeError(
+        f"create_graph is True, and {backward.__qualname__} has no derivative: this project has "
+        f"first derivatives alone. Leave create_graph out")
+
+
+@op(lambda value, grad: torch.empty_like(value))
+def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
+    """A copy of value. Its argument `grad` forces the compiler to make the copy in the backward.
+
+    `grad` is otherwise unused. Without it the compiler may move results derived from `value`
+    into the forward. That costs memory, since they are kept for the backward. And a value
+    that changes in between, as the loss scale does, would be read too early.
+    """
+    return value.clone()
+
+
+# Torch 2.11 miscompiles an autograd function whose forward ends in a cast without effect: its
+# gradient is wrong. So where the dtype fits there is no cast.
+
+def cast(x, dtype):
+    """x in dtype; x itself if it has that dtype already."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def upcast(x):
+    """x in fp32 at least: fp64 stays fp64."""
+    return x if x.dtype == torch.float64 else cast(x, torch.float32)
+
+
+def check_known(name, value, known):
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
+
+
+def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
+    """ValueError unless every tensor has the axes that are named for it.
+
+    `check_shapes({"E": 4}, rows=(rows, "N H"), weights=(weights, "E H F"))`: a letter is
+    the same size everywhere, and `known` gives some of the sizes. A tensor that is None is
+    not checked.
+    """
+    sizes = dict(known or {})
+    for name, (tensor, axes) in tensors.items():
+        if tensor is None:
+            continue
+        letters = axes.split()
+        found = dict(zip(letters, tensor.shape))
+        needed = {**found, **sizes}
+        if tensor.ndim != len(letters) or any(found[a] != needed[a] for a in found):
+            _refuse_shape(name, tensor, letters, sizes)
+        sizes = needed
+
+
+def _refuse_shape(name, tensor, letters, sizes):
+    needed = [f"{a} = {sizes[a]}" if a in sizes else a for a in letters]
+    raise ValueError(f"{name} has shape {list(tensor.shape)}; needs [{', '.join(needed)}]")
+
+
+def check_one_dtype(**tensors):
+    if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
+        _refuse_dtypes(tensors)
+
+
+def _refuse_dtypes(tensors):
+    found = [f"{name} is {x.dtype}" for name, x in tensors.items() if x is not None]
+    raise TypeError(f"{', '.join(found)}; they need one dtype")
+
+
+def is_integer(x: Tensor) -> bool:
+    """Whether x has an integer dtype. Boolean is none."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+_precision_lock = threading.Lock()                  # a backward has a thread for each device
+_PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+
+
+@contextlib.contextmanager
+def exact_fp32():
+    """Products in fp32 are in fp32 here, also where torch.set_float32_matmul_precision or
+    torch.backends has replaced them by TF32 or bf16.
+
+    These settings are global, and a graph cannot change them. So this is for the bodies of ops.
+    One that says fp32 already, or nothing, is not written. Another is, for the time of the
+    product, and other threads see that. If it equals the one it would inherit, it is inherited
+    from then on. XPU has a switch of its own, torch.backends.mkldnn.allow_tf32, which stays as it
+    is.
+    """
+    with _precision_lock:
+        found = [(setting, setting.fp32_precision) for setting in _PRECISIONS]
+        lowered = [pair for pair in found if pair[1] not in ("ieee", "none")]
+        try:
+            for setting, _ in lowered:
+                setting.fp32_precision = "ieee"
+            yield
+        finally:
+            for setting, precision in lowered:
+                setting.fp32_precision = "none"     # now it is inherited
+                if setting.fp32_precision != precision:
+                    setting.fp32_precision = precision
+
+
+# ---- Private names of torch ----
+# All that these files use of them stands here. test_sources_private_names_of_torch finds a name
+# that stands elsewhere, and test_compile_private_names_of_torch what a new torch has changed.
+
+def as_number(x: float) -> float:
+    """x as a plain number. With dynamic=True Dynamo makes floats symbolic, and an autograd
+    function cannot take those.
+    """
+    return guard_scalar(x)
+
+
+# A context for the body of an op, on any device. Dynamo cannot trace it: see without_autocast.
+op_without_autocast = torch._C._DisableAutocast
+
+# () -> whether autocast is on for any type of device.
+is_any_autocast = torch._C._is_any_autocast_enabled
+
+
+def cpu_multiplies_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU has matrix instructions for bf16 or fp16. Nothing public says so."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def as_no_view(x: Tensor, shape) -> Tensor:
+    """x in this shape, which autograd does not take for a view: FSDP2 warns of a module that
+    returns views.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
+def writes_to_module(method):
+    """Decorator of a method that writes to its module.
+
+    Dynamo refuses this inside a checkpointed region of a graph; a switch allows it. It is safe
+    here: a recomputation writes the same, or a later step drops it.
+    """
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(
+            method, self, *args, **kwargs)
+
+    return run
+
+
+def in_backward() -> bool:
+    """Whether a node of autograd is running, and not a forward outside of it."""
+    return torch._C._current_autograd_node() is not None
+
+
+def is_recomputing() -> bool:
+    """Whether a non-reentrant checkpoint is running its forward again.
+
+    In eager mode, under compiled autograd too, the checkpoint's hooks on saved tensors say so. In
+    a graph the recomputation is part of the compiled backward. A reentrant checkpoint runs its
+    first pass without grad, where nothing is counted. Its second pass is not recognised here, so
+    the second pass adds to the counts. RuntimeError: neither is known for certain.
+    """
+    return torch._C._current_graph_task_id() != -1 and _recomputes()       # -1: in no backward
+
+
+def _recomputes():
+    packs = [pack for pack, _ in _saved_tensors_hooks()]
+    names = [getattr(pack, "__qualname__", repr(pack)) for pack in packs]
+    if any("_recomputation_hook" in name for name in names):
+        return True
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        _refuse_to_guess("compiled autograd")
+    node = torch._C._current_autograd_node()
+    node = "" if node is None else node.name()
+    if names and node not in ("CheckpointFunctionBackward", "CompiledFunctionBackward"):
+        _refuse_to_guess(f"{node}, with the saved-tensor hooks {names}")
+    return node == "CompiledFunctionBackward"
+
+
+def _refuse_to_guess(where):
+    raise RuntimeError(
+        f"a forward runs inside the backward of {where}: whether it runs for the second time, and "
+        f"must not count its tokens again, is not known; needs torch.utils.checkpoint with "
+        f"use_reentrant=False, or no hooks around the forward")
+
+
+def _saved_tensors_hooks():
+    """The pairs of hooks on saved tensors that are active, the innermost first. Offloading inside
+    a checkpoint hides the checkpoint's pair, so one has to look behind the first.
+    """
+    pairs = []
+    try:
+        while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            pairs.append(pair)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    finally:
+        for pair in reversed(pairs):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+    return pairs
+
+
+def with_fixed_address(tensor: Tensor) -> Tensor:
+    """The tensor, which keeps its shape and, since it is updated in place, its address.
+
+    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
+    shape for a variable, and for the same variable as an equal length of the first input.
+    """
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    torch._dynamo.mark_static(tensor)
+    return tensor
+
+
+def reads_on_host():
+    """A context in which Dynamo traces `tolist`."""
+    return torch._dynamo.patch_dynamo_config(capture_scalar_outputs=True)
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether what is being compiled becomes CUDA graphs. Only the compiler knows."""
+    from torch._inductor import config
+    return config.triton.cudagraphs
+
+
+def backward_order(node) -> int:
+    """The sequence number of a node: of those that are ready, autograd takes the highest first."""
+    return node._sequence_nr()
+
+
+def set_backward_order(node, value: int) -> None:
+    node._set_sequence_nr(value)
+
+
+def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
+    """The rows in flight. The public functions wait at once, or break a graph."""
+    return torch.ops._c10d_functional.all_to_all_single(
+        rows, output_split_sizes=receive, input_split_sizes=send, group_name=group.group_name)
+
+
+def wait_for(buffer: Tensor) -> Tensor:
+    """What is in flight, once it has arrived."""
+    return torch.ops._c10d_functional.wait_tensor(buffer)
+
+
+def as_one_dim(mesh):
+    """A DeviceMesh of one dim, over all ranks of this one. Collective."""
+    return mesh._flatten()
+
+
+def place_of_part(parameter) -> tuple:
+    """Where this rank's part of a DTensor begins, one number an axis."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    return compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements)[1]

@@ -1,0 +1,1016 @@
+"""The router: logits, choice, drops, balance losses and counts; then what is done to all routers
+of a model.
+"""
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if __package__:
+    from . import compat, kernels
+    from .parallel import ParallelModule, ProcessGroups, all_sum, gathered, group_size
+else:
+    import compat
+    import kernels
+    from parallel import ParallelModule, ProcessGroups, all_sum, gathered, group_size
+if TYPE_CHECKING:
+    from .moe import MoEConfig
+
+
+# balancing type -> name of its loss in the metrics
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+LOAD_BALANCING_TYPES = ("none", *LOSS_NAMES, "sinkhorn")
+METRICS = (*LOSS_NAMES.values(), "z_loss")
+LOGGED = ("dropped", *METRICS)                       # the order of RouterCounts.last_logged
+
+
+# ---- Router ----
+
+def _counted(name):
+    """A property of the router: the tensor of this name in its counts."""
+    return property(lambda router: getattr(router.counts, name))
+
+
+class Router(ParallelModule, ABC):
+    """The base of a router: weight [E, H], the logits, the expert bias and what is counted. A
+    subclass turns the logits into a choice. With `forward` and `routing` alone it works in a layer.
+    """
+
+    def __init__(self, config: "MoEConfig", pg_collection: ProcessGroups | None = None):
+        super().__init__(config, pg_collection)
+        self.check_config(config)
+        self.layer_number = None
+        self.weight = self.parameter(config.num_experts, config.hidden_size)
+        self.bias = None
+        if config.router_bias:
+            self.bias = self.parameter(config.num_experts)
+        expert_bias = None
+        if config.enable_expert_bias:
+            expert_bias = torch.empty(config.num_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", expert_bias)
+        self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
+        # See record_routing and replay_routing.
+        self._recording = False
+        self._recorded = None, None                  # indices, probs
+        self._replayed = None
+        self.reset_parameters()
+
+    def check_config(self, config: "MoEConfig") -> None:
+        super().check_config(config)
+        ranks = group_size(self.pg_collection.tp)
+        if ranks > 1 and (config.batch_first or not config.sequence_parallel):
+            raise ValueError(
+                f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
+                f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
+                f"batch_first=False: each rank routes its own part of the first axis, the sequence")
+
+    @abstractmethod
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """input [S, B, H] -> (probs [T, E], routing_map [T, E] bool)."""
+
+    @abstractmethod
+    def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
+
+    def route(
+        self, input: Tensor, padding_mask: Tensor | None = None,
+        topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(probs [T, K], indices [T, K] int64), the form that the layer runs on, made of what
+        forward(input) returns.
+
+        They are the ones of each row of the map, by descending prob. A row with fewer than K
+        ones ends with index E and prob 0, one with more is cut to K. Padding is unrouted.
+        ValueError: topk_indices or cu_seqlens are given. Override this to take them.
+        """
+        for name, given in (("topk_indices", topk_indices), ("cu_seqlens", cu_seqlens)):
+            if given is not None:
+                raise ValueError(f"{name} is given, and {type(self).__name__}.route is that of "
+                                 f"Router, which calls forward(input) alone; override route")
+        probs_TE, map_TE = self(input)
+        kept_TE = probs_TE.detach().masked_fill(~map_TE, -math.inf)
+        best = kept_TE.topk(self.config.topk, dim=1)
+        unrouted = best.values == -math.inf
+        if padding_mask is not None:
+            unrouted = unrouted | _check_mask(padding_mask, list(input.shape[:-1]))[:, None]
+        indices = best.indices.masked_fill(unrouted, self.config.num_experts)
+        return kernels.pick(probs_TE, indices), indices
+
+    def gating(self, input: Tensor) -> Tensor:
+        """input [.., H] -> logits [.., E] in router_dtype. Autocast does not change it."""
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, DTensor):
+            weight, bias = gathered(weight), gathered(bias)
+        return kernels.router_gating_linear(
+            input, weight, bias, router_dtype=self.config.router_dtype)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        self.layer_number = layer_number
+
+    def reset_parameters(self) -> None:
+        """Also empties the expert bias, counts and sums."""
+        super().reset_parameters()
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+        self.counts.reset()
+        _loss_scale(self.weight.device)              # made here, not by the first compiled forward
+
+    def _given_indices(self, topk_indices, axes):
+        """The indices [T, K] int64 that replace the choice: replay_routing's, or the argument."""
+        name, indices = self._replayed or ("topk_indices", topk_indices)
+        if indices is None:
+            raise ValueError(f"{name} is None: this router had not run in record_routing; "
+                             f"needs a tensor [T, {self.config.topk}] of an integer dtype")
+        T, K = math.prod(axes), self.config.topk
+        # Not by `in`: in a graph that takes sizes for different that are symbolic.
+        fits = indices.shape == (T, K) or indices.shape == (*axes, K)
+        if not fits or not compat.is_integer(indices):
+            raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
+                             f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
+        return indices.flatten(0, -2).long()
+
+    # -- what is counted, in training with grad --
+
+    local_tokens_per_expert = _counted("local_tokens_per_expert")
+    bias_histogram = _counted("bias_histogram")
+    global_tokens_per_expert = _counted("global_tokens_per_expert")
+    ga_steps = _counted("ga_steps")
+
+    def _in_training_forward(self):
+        return self.training and torch.is_grad_enabled()
+
+    def _apply_expert_bias(self, routing_map):
+        """Adds the counts of the map [T, E], which is before dropping and without padding,
+        to those of the expert bias: once per training forward with grad. For a router of your
+        own; TopKRouter counts its indices.
+        """
+        if self._in_training_forward():
+            self.counts.count(routing_map.sum(0))
+
+    def _update_histogram(self, logits_TE, padding_T):
+        scores_TE = kernels.SCORE_FUNCTIONS[self.config.score_function](compat.upcast(logits_TE))
+        histogram = kernels.required_bias_histogram(
+            scores_TE, self.expert_bias, self.config.topk, padding_mask=padding_T)
+        _update_once(self.bias_histogram, histogram, add=True)
+
+    def reset_bias_histogram(self) -> None:
+        """Empties the histogram of bias_update="quantile", which was made with the old bias.
+
+        Call it after writing the expert bias by hand. load_state_dict does so for you, and
+        empties local_tokens_per_expert too.
+        """
+        self.counts.zero("bias_histogram")
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Starts the averages of the global loss anew. finish_step calls it."""
+        self.counts.zero("global_tokens_per_expert", "ga_steps")
+
+    # -- the expert bias stays in fp32: in bf16 an update of 1e-3 is rounded away --
+
+    def _apply(self, fn, recurse=True):
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        self.counts.move(fn)
+        _loss_scale(self.weight.device)
+        return self
+
+    def _maintain_float32_expert_bias(self):
+        """Casts the expert bias back if something other than `_apply` has cast it."""
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = self.expert_bias.float()
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
+        self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        self._maintain_float32_expert_bias()
+        super()._save_to_state_dict(*args, **kwargs)
+
+
+class _RandomLogits(torch.autograd.Function):
+    """Random values, with the gradient of the logits."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return torch.randn_like(logits)
+
+    @staticmethod
+    @compat.once_differentiable
+    def backward(ctx, grad):
+        return grad
+
+
+class TopKRouter(Router):
+    """Sends each token to its top K experts.
+
+    forward(input)   -> (probs [T, E], routing_map [T, E]), Megatron's form
+    route(input)     -> (probs [T, K], indices [T, K]), the same choice in the layer's form
+    routing(logits)  -> (probs [T, E], routing_map [T, E]), from given logits
+    gating(input)    -> logits
+    choose(logits)   -> (probs [T, K], indices [T, K]): override it for a routing of your own
+
+    A router works without a layer, as below. finish_step and load_balancing_metrics then take
+    the router as the model.
+
+    In training, with grad enabled, balance losses are attached to the probs and the z-loss
+    to the logits. So the losses are in the gradient already: do not add them. What it counts
+    is in `counts`, a RouterCounts.
+
+    >>> router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
+    >>> probs, indices = router.route(torch.randn(5, 3, 8))
+    >>> probs.shape, indices.shape
+    (torch.Size([15, 2]), torch.Size([15, 2]))
+    """
+
+    def forward(
+        self, input: Tensor, padding_mask: Tensor | None = None,
+        topk_indices: Tensor | None = None, dense_output: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """input [S, B, H], with batch_first [B, S, H], or [T, H] -> (probs [T, E] in
+        router_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
+        indices [T, K] int64), where index E is unrouted and has prob 0.
+
+        padding_mask [S, B] or [T] bool: tokens with True are unrouted. Within tp_cp either
+        every rank passes a mask or none does. topk_indices [T, K] or [S, B, K] in [0, E], of
+        any integer dtype, takes the place of the choice (replay, hash routing). An expert
+        that it names more than once for a token counts once: see
+        kernels.topk_routing_with_score_function. The range is not checked: checking would
+        sync the device.
+
+        cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: sequence i of a pack has
+        the tokens from cu_seqlens[i] to before cu_seqlens[i + 1]. The input is [T, H], or one
+        of its two token axes has length 1. Only seq_aux_loss uses it: it is then the mean
+        over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
+        own part, for the same n sequences. The values are checked in eager mode on a CPU alone.
+        """
+        axes = list(input.shape[:-1])
+        if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:
+            refuse_input(input, self.config)
+        if padding_mask is not None:
+            padding_mask = _check_mask(padding_mask, axes)
+        if cu_seqlens is not None:
+            _check_bounds(cu_seqlens, axes)
+        if topk_indices is not None or self._replayed is not None:
+            topk_indices = self._given_indices(topk_indices, axes)
+        if self.counts.last_logged.device != self.weight.device:
+            self.counts.follow(self.weight.device)
+
+        if self.config.input_jitter_eps:
+            input = self.apply_input_jitter(input)
+        routing = self._route_logits(
+            self.gating(input), padding_mask, topk_indices, cu_seqlens=cu_seqlens)
+        return routing if dense_output else self._to_map(*routing)
+
+    def route(
+        self, input: Tensor, padding_mask: Tensor | None = None,
+        topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """forward in the [T, K] form that the layer runs on: (probs [T, K], indices [T, K])."""
+        return self(input, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
+        axes = list(logits.shape[:-1])
+        if padding_mask is not None:
+            padding_mask = _check_mask(padding_mask, axes)
+        topk_indices = None
+        if self._replayed is not None:
+            topk_indices = self._given_indices(None, axes)
+        return self._to_map(*self._route_logits(logits, padding_mask, topk_indices))
+
+    # -- the choice --
+
+    def apply_input_jitter(self, input: Tensor) -> Tensor:
+        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961). The experts
+        see the input without it.
+        """
+        eps = self.config.input_jitter_eps
+        if not self.training:
+            return input
+        return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
+
+    def _route_logits(self, logits, padding_T, topk_indices=None, cu_seqlens=None):
+        """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
+        config = self.config
+        if cu_seqlens is None and config.batch_first is None and "seq_aux_loss" in config.losses:
+            _check_order(config, list(logits.shape[:-1]))
+        if config.always_one and self.weight.requires_grad and self._in_training_forward():
+            _refuse_training(config)
+        logits_TE = logits.flatten(0, -2)
+        if config.force_load_balancing:
+            logits_TE, topk_indices = self._force(logits_TE, topk_indices)
+        if config.z_loss_coeff:
+            logits_TE = self.apply_z_loss(logits_TE, padding_T)
+
+        # Choose. The tokens of padding are unrouted.
+        if config.enable_expert_bias:
+            self._maintain_float32_expert_bias()
+        if self._replayed is not None:
+            topk_indices = self._fill_unknown(topk_indices, logits_TE, padding_T)
+        probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
+        if padding_T is not None:
+            probs_TK, indices_TK = self._unroute(probs_TK, indices_TK, padding_T[:, None])
+
+        # Drop
+        chosen_TK = indices_TK                       # what is counted: the choice before dropping
+        if config.capacity_factor is not None:
+            probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
+
+        # Balance and count
+        if self._in_training_forward():
+            if config.losses:
+                probs_TK = self._apply_losses(
+                    probs_TK, logits_TE, padding_T, axes=logits.shape[:-1], cu_seqlens=cu_seqlens)
+            counts_E = kernels.count_experts(chosen_TK, config.num_experts)
+            self.counts.count(counts_E)
+            if config.capacity_factor is not None:
+                kept_E = kernels.count_experts(indices_TK, config.num_experts)
+                self.counts.log("dropped", counts_E.sum() - kept_E.sum(), sharers=None)
+            if self.bias_histogram is not None:
+                self._update_histogram(logits_TE, padding_T)
+        if self._recording:
+            self._record(chosen_TK, topk_indices, padding_T, probs_TK)
+        return probs_TK, indices_TK
+
+    def choose(
+        self, logits: Tensor, padding_mask: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """logits [T, E] -> (probs [T, K], indices [T, K] int64 in [0, E]), before padding
+        and dropping.
+
+        Override this for a routing of your own. Index E is unrouted, and its prob must be
+        0. The balance losses still see the plain top K of the logits. padding_mask [T]
+        bool and topk_indices [T, K] are those of `forward`, or None. The given indices may
+        name an expert twice, the returned ones may not: see kernels.merge_repeats.
+        """
+        config = self.config
+        if "sinkhorn" in config.balancing:
+            return self._choose_by_sinkhorn(logits, padding_mask, topk_indices)
+        logits_TE = compat.upcast(logits)
+        if topk_indices is not None:
+            probs_TK, indices_TK = kernels.probs_of_given(
+                logits_TE, topk_indices, **config.prob_options)
+        else:
+            scores_TE = logits_TE
+            if self.expert_bias is not None or config.num_groups is not None:
+                scores_TE = kernels.scores_for_choice(
+                    logits_TE, expert_bias=self.expert_bias, **config.choice_options)
+            indices_TK = scores_TE.topk(config.topk, dim=1).indices
+            probs_TK = kernels.probs_of_chosen(logits_TE, indices_TK, **config.prob_options)
+        return probs_TK.to(logits.dtype), indices_TK
+
+    def _choose_by_sinkhorn(
+        self, logits, padding_mask=None, topk_indices=None, dense_output=True,
+    ):
+        K = self.config.topk
+        if topk_indices is None:
+            balanced_TE = compat.upcast(logits.detach())
+            if self.training:
+                balanced_TE = kernels.sinkhorn(balanced_TE, padding_mask=padding_mask)
+            topk_indices = balanced_TE.topk(K, dim=1).indices
+        return kernels.topk_routing_with_score_function(
+            logits, K, score_function="sigmoid" if K == 1 else "softmax", norm_topk_prob=False,
+            precomputed_indices=topk_indices, dense_output=dense_output)
+
+    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [.., E] -> (probs [T, E], routing_map [T, E]).
+
+        The choice is the top K of sinkhorn(logits) in training, of the logits in eval. The
+        probs are, at the chosen, the sigmoid (K = 1) or the softmax over all E, not
+        normalised again.
+        """
+        return self._choose_by_sinkhorn(logits.flatten(0, -2), dense_output=False)
+
+    def _force(self, logits_TE, topk_indices):
+        """(logits, indices) of force_load_balancing. Given indices stay."""
+        if self.config.force_load_balancing != "round_robin":
+            return _RandomLogits.apply(logits_TE), topk_indices
+        if topk_indices is None:
+            T, E = logits_TE.shape
+            number_N = torch.arange(T * self.config.topk, device=logits_TE.device)
+            topk_indices = (number_N % E).view(T, self.config.topk)
+        return logits_TE, topk_indices
+
+    def _fill_unknown(self, indices_TK, logits_TE, padding_T):
+        """Replayed indices, with the router's own choice for the tokens that have a -1."""
+        with torch.no_grad():
+            _, own_TK = self.choose(logits_TE, padding_T)
+        return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
+
+    @compat.writes_to_module
+    def _record(self, indices_TK, given_TK, padding_T, probs_TK):
+        if given_TK is not None:
+            indices_TK = given_TK                    # with its repeats
+        if padding_T is not None:
+            indices_TK = indices_TK.masked_fill(padding_T[:, None], self.config.num_experts)
+        self._recorded = indices_TK, probs_TK.detach()
+
+    # -- drop --
+
+    def _drop(self, probs_TK, indices_TK):
+        """Assignments beyond an expert's capacity become unrouted. The probs that remain are
+        not normalised again.
+        """
+        probs_TE, map_TE = kernels.routing_to_map(
+            probs_TK.detach(), indices_TK, self.config.num_experts)
+        kept_TE = self._cut_to_capacity(probs_TE, map_TE)
+        return self._unroute(probs_TK, indices_TK, ~kernels.pick(kept_TE, indices_TK))
+
+    def _unroute(self, probs_TK, indices_TK, where):
+        unrouted_TK = indices_TK.masked_fill(where, self.config.num_experts)
+        return probs_TK.masked_fill(where, 0.0), unrouted_TK
+
+    def _cut_to_capacity(self, probs_TE, map_TE, pad=False):
+        """The routing_map of kernels.apply_router_token_dropping."""
+        config = self.config
+        return kernels.apply_router_token_dropping(
+            probs_TE, map_TE, config.topk, capacity_factor=config.capacity_factor,
+            drop_policy=config.token_drop_policy, pad_to_capacity=pad)[1]
+
+    def _to_map(self, probs_TK, indices_TK):
+        """The [T, E] form. With pad_to_capacity the map also marks the fillers, for which
+        the [T, K] form has no place.
+        """
+        probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
+        if self.config.pad_to_capacity:
+            map_TE = self._cut_to_capacity(probs_TE.detach(), map_TE, pad=True)
+        return probs_TE, map_TE
+
+    # -- losses --
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """The coefficient of a balancing type, 0.0 when it is off."""
+        return self.config.balancing.get(aux_loss_type, 0.0)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Whether any balance loss has a coefficient other than 0."""
+        return bool(self.config.losses)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """logits [.., E] with the z-loss attached, in training with grad (arXiv 2202.08906).
+
+        Over tp_cp each rank has its part: coeff · Σ logsumexp² over its valid tokens,
+        divided by the valid tokens of all.
+        """
+        coeff = self.config.z_loss_coeff
+        group = self.pg_collection.tp_cp
+        if not self._in_training_forward():
+            return logits
+        loss = kernels.z_loss_func(logits, coeff, padding_mask)
+        if padding_mask is None:
+            tokens = math.prod(logits.shape[:-1]) * group_size(group)
+            loss = loss / group_size(group)
+        else:
+            local = (~padding_mask).sum()
+            tokens = all_sum(local, group)
+            loss = loss * local / tokens.clamp(min=1)
+        return self.attach_and_log_load_balancing_loss(
+            logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=group,
+            valid_token_count=tokens)
+
+    def _apply_losses(self, probs, logits_TE, padding_T, axes, cu_seqlens):
+        """probs [T, K] with every balance loss that is on. The tokens have the axes [S, B], with
+        batch_first [B, S], or [T]: one sequence, or a pack with the bounds cu_seqlens.
+        """
+        map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
+            logits_TE, self.config.topk, score_function=self.config.score_function,
+            padding_mask=padding_T)
+        losses = self.config.losses
+        if "aux_loss" in losses:
+            probs = self._apply_aux_loss(probs, scores_TE, map_TE)
+        if "seq_aux_loss" in losses:
+            probs = self._apply_loss_of_sequences(probs, scores_TE, map_TE, axes, cu_seqlens)
+        if "global_aux_loss" in losses:
+            probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
+        return probs
+
+    def _apply_loss_of_sequences(self, probs, scores_TE, map_TE, axes, cu_seqlens):
+        """The loss of each sequence of a pack, or of a batch whose tokens have these axes."""
+        if cu_seqlens is not None:
+            return self._apply_packed_aux_loss(probs, scores_TE, map_TE, cu_seqlens=cu_seqlens)
+        S, *batch = axes
+        B = math.prod(batch)
+        by_sequence = scores_TE, map_TE
+        if self.config.batch_first and batch:
+            B, S = S, B
+            by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B, s=S) for x in by_sequence]
+        return self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
+
+    def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map):
+        """probs with the switch loss attached (arXiv 2101.03961).
+
+        scores and routing_map [T, E] are those of the balance losses, zero where padding
+        is. Counts and T are those of tp_cp.
+        """
+        group = self.pg_collection.tp_cp
+        counts_E = all_sum(routing_map.sum(0), group)
+        return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
+
+    def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
+        """probs with the switch loss of each sequence attached: the mean over the B = bsz
+        sequences of S = seq_length tokens on this rank. Each has its own counts and its own
+        valid tokens, over tp_cp. A sequence of padding gives 0.
+        """
+        E = self.config.num_experts
+        group = self.pg_collection.tp_cp
+        counts_BE = all_sum(routing_map.view(seq_length, bsz, E).sum(0), group)
+        return self._attach_switch_loss(
+            "seq_aux_loss", probs, scores_for_aux_loss, counts_BE, group)
+
+    def _apply_packed_aux_loss(self, probs, scores, routing_map, cu_seqlens):
+        """As _apply_seq_aux_loss, for the sequences of a pack: the mean over those that have
+        tokens on any rank of tp_cp.
+        """
+        # Differences of running sums: no scatter, so the compiler makes no atomics of it. The
+        # last column counts tokens. Row 0 of the differences is no sequence: it keeps the compiler
+        # from taking n = 1 for a case of its own.
+        group = self.pg_collection.tp_cp
+        bounds = cu_seqlens.long()
+        sums = F.pad(routing_map.long(), (0, 1, 1, 0), value=1).cumsum(0)       # [T + 1, E + 1]
+        counts = sums[bounds].diff(dim=0, prepend=sums[:1])                     # [n + 1, E + 1]
+        counts = all_sum(counts, group)
+        sequences = (counts[:, -1] > 0).sum().clamp(min=1)
+        counts_BE = counts[:, :-1]
+        T = scores.shape[0]
+        tokens = torch.arange(T, device=scores.device)
+        sequence_T = torch.searchsorted(bounds, tokens, right=True)             # from 1 on
+        # Each token stands for itself, with the counts of its sequence. The mean over T such
+        # "sequences" times T / sequences is the one over the sequences.
+        return self._attach_switch_loss(
+            "seq_aux_loss", probs, scores, counts_BE[sequence_T], group,
+            valid=counts_BE.sum().to(scores.dtype) / self.config.topk,
+            share=T / sequences.to(scores.dtype))
+
+    def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
+        """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are those
+        of tp_dp_cp, averaged over the forwards since reset_global_aux_loss_tracker.
+        """
+        groups = self.pg_collection
+        local_E = routing_map.sum(0)
+        sums_E, steps = _running_sums(
+            self.global_tokens_per_expert, self.ga_steps,
+            all_sum(local_E, groups.tp_dp_cp).float())
+        mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
+        valid = all_sum(local_E.sum(), groups.tp_cp) / self.config.topk
+        return self._attach_switch_loss(
+            "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
+
+    def _attach_switch_loss(self, kind, probs, scores, counts, group, valid=None, share=1.0):
+        """probs with the switch loss of the counts, [E] or [B, E] of the group, times `share`.
+        `valid` is the count of valid tokens, if the counts do not say it.
+        """
+        config = self.config
+        coeff = self.get_aux_loss_coeff(kind)
+        tokens = counts.sum(-1).to(scores.dtype) / config.topk
+        loss = kernels.switch_load_balancing_loss_func(
+            scores, counts, total_num_tokens=tokens, topk=config.topk,
+            num_experts=config.num_experts, moe_aux_loss_coeff=coeff * share)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind], reduce_group=group,
+            reduce_group_has_dp=kind == "global_aux_loss",
+            valid_token_count=tokens.sum() if valid is None else valid)
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str,
+        reduce_group, reduce_group_has_dp: bool = False,
+        valid_token_count: int | Tensor | None = None,
+    ) -> Tensor:
+        """activation, with aux_loss in its backward.
+
+        The loss divided by its coefficient is kept for load_balancing_metrics. With
+        reduce=True that sums it over reduce_group, and averages it over the data-parallel
+        ranks unless reduce_group_has_dp. With calculate_per_token_loss the loss is attached
+        times valid_token_count (default: the rows of the activation over tp_cp).
+        ValueError: an unknown aux_loss_name.
+        """
+        compat.check_known("aux_loss_name", aux_loss_name, METRICS)
+        sharers = None if reduce_group_has_dp else group_size(reduce_group)
+        self.counts.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
+        if self.config.calculate_per_token_loss:
+            aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
+
+    def _tokens_of(self, activation, valid_token_count):
+        if valid_token_count is None:
+            return activation.shape[0] * group_size(self.pg_collection.tp_cp)
+        return valid_token_count
+
+
+# ---- Kept: the loss scale, and a loss in the backward ----
+
+_CPU = torch.device("cpu")
+with torch.inference_mode(False):            # this file may be imported inside an inference_mode
+    _LOSS_SCALE = {_CPU: torch.ones((), dtype=torch.float32, device=_CPU)}
+
+
+def _loss_scale(device):
+    if device not in _LOSS_SCALE:
+        _add_loss_scale(device)
+    return _LOSS_SCALE[device]
+
+
+def _add_loss_scale(device):
+    with torch.inference_mode(False):
+        _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
+
+
+def set_aux_loss_scale(scale: float | Tensor) -> None:
+    """Sets the factor on the gradients of all balance losses and z-losses.
+
+    Give the factor by which you multiply the main loss before its backward: a loss
+    scaler's, or 1 / microbatches. It is a float or a 0-d tensor. It is one value for the
+    whole process. It holds for every backward from now on, also of forwards that have run
+    already, and in compiled code without a recompile.
+    """
+    if isinstance(scale, Tensor) and scale.ndim:
+        raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
+    with torch.no_grad():
+        for tensor in _LOSS_SCALE.values():
+            tensor.fill_(scale)
+
+
+class MoEAuxLossAutoScaler(torch.autograd.Function):
+    """activation -> activation. In the backward `loss` gets the gradient `scale`, a 0-d
+    tensor, as if scale · loss had been added to the main loss.
+
+    Megatron's set_loss_scale is set_aux_loss_scale here.
+    """
+
+    @staticmethod
+    def forward(ctx, activation, loss, scale):
+        # Not through save_for_backward: the scale may change before the backward.
+        ctx.scale = scale
+        ctx.dtype = loss.dtype
+        return compat.as_no_view(activation, activation.shape)
+
+    @staticmethod
+    @compat.once_differentiable
+    def backward(ctx, grad):
+        # activation, loss, scale
+        return grad, compat.value_in_backward(ctx.scale, grad).to(ctx.dtype), None
+
+
+# ---- Kept: counts that grow once per training forward ----
+# These are ops because the check for a recomputation has to happen at run time. Traced
+# into a graph, its answer would be fixed when the graph is made.
+
+@compat.op(lambda buffer, value, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
+def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
+    """buffer += value, or buffer = value. Nothing if a checkpoint is recomputing."""
+    if not compat.is_recomputing():
+        buffer.copy_(buffer + value if add else value)
+
+
+@compat.op(
+    lambda sums, steps, counts: (torch.empty_like(sums), torch.empty_like(steps)),
+    mutates_args=("sums", "steps"), cudagraph_unsafe=True)
+def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds counts [E] to sums [E] and 1 to steps [], and returns copies of both.
+
+    Nothing is added if a checkpoint is recomputing.
+    """
+    if not compat.is_recomputing():
+        sums.add_(counts)
+        steps.add_(1)
+    return sums.clone(), steps.clamp(min=1)
+
+
+class RouterCounts:
+    """What a router counts, beside its state dict. It follows the router from device to device.
+
+    These are plain tensors, not buffers: DistributedDataParallel would overwrite buffers with
+    those of rank 0. They are in fp32, the histogram in int32. They are updated in place, and
+    once per training forward. None stands for what the config does not ask for.
+
+    local_tokens_per_expert [E]      since the last update_expert_bias
+    bias_histogram [E, 1000]         of needed biases, since that too
+    global_tokens_per_expert [E]     the running sum of the global loss
+    ga_steps []                      forwards in that sum
+    last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
+    last_logged [LOGGED]             losses, and assignments over capacity, of it too
+    """
+
+    def __init__(self, config, tp_cp_size):
+        E = config.num_experts
+
+        def counter(*shape, dtype=torch.float32):
+            return compat.with_fixed_address(torch.empty(shape, dtype=dtype))
+
+        quantile = config.bias_update == "quantile"
+        with_global = "global_aux_loss" in config.losses
+        self.local_tokens_per_expert = counter(E) if config.enable_expert_bias else None
+        self.bias_histogram = counter(E, 1000, dtype=torch.int32) if quantile else None
+        self.global_tokens_per_expert = counter(E) if with_global else None
+        self.ga_steps = counter() if with_global else None
+        self.last_tokens_per_expert = counter(E)
+        self.last_logged = counter(len(LOGGED))
+        # Name -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
+        self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None,
+                        "dropped": None}
+        self.reset()
+
+    def tensors(self):
+        """Name -> tensor."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    def count(self, counts_E):
+        _update_once(self.last_tokens_per_expert, counts_E, add=False)
+        if self.local_tokens_per_expert is not None:
+            _update_once(self.local_tokens_per_expert, counts_E, add=True)
+
+    def log(self, name, value, sharers):
+        _update_once(self.last_logged[LOGGED.index(name)], value.float(), add=False)
+        # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
+        if self.sharers[name] != sharers:
+            self.sharers[name] = sharers
+
+    def zero(self, *names):
+        for name, tensor in self.tensors().items():
+            if name in names:
+                tensor.zero_()
+
+    def reset(self):
+        self.zero(*self.tensors())
+        self.last_logged.fill_(math.nan)
+
+    def move(self, fn):
+        """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
+        grows by 1.
+        """
+        for name, tensor in self.tensors().items():
+            moved = fn(tensor)
+            if moved.dtype != tensor.dtype:
+                moved = tensor.to(moved.device)
+            setattr(self, name, compat.with_fixed_address(moved))
+
+    def follow(self, device):
+        """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
+        device, move parameters and buffers without `_apply`.
+        """
+        if self.last_logged.is_meta:
+            self.move(lambda tensor: torch.empty_like(tensor, device=device))
+            self.reset()
+        else:
+            self.move(lambda tensor: tensor.to(device))
+
+
+# ---- Routers of a whole model ----
+
+def _routers(model):
+    return list(_named_routers(model).values())
+
+
+def _named_routers(model):
+    routers = {
+        name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    if not routers:
+        raise ValueError(f"model ({type(model).__name__}) has no Router")
+    return routers
+
+
+def finish_step(model: nn.Module) -> None:
+    """Ends a training step. Call it after the optimizer's step.
+
+    It updates the expert biases (update_expert_bias) and starts the averages of the global
+    loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
+    Under torch.distributed.pipelining give the stage its shapes, PipelineStage(..,
+    input_args=.., output_args=..): else it may find them by a training forward on empty
+    tensors, whose tokens are counted. This is collective.
+    """
+    update_expert_bias(model)
+    for router in _routers(model):
+        router.reset_global_aux_loss_tracker()
+
+
+def _check_one_process(otherwise):
+    """For a router that has no group of all ranks."""
+    ranks = group_size(dist.group.WORLD)
+    if ranks > 1:
+        raise ValueError(
+            f"tp_dp_cp is None and {ranks} ranks run: {otherwise}. For one model on all ranks give "
+            f"the layer their group, MoELayer(config, ProcessGroups.from_mesh(mesh[\"dp\"])); for "
+            f"independent models ProcessGroups(tp_dp_cp=group) with a group of one rank")
+
+
+def update_expert_bias(model: nn.Module) -> None:
+    """Updates the expert bias of every router. finish_step calls it.
+
+    It uses the tokens of all ranks since the last update. With bias_update="sign" the bias
+    moves by bias_update_rate towards an even load (arXiv 2408.15664). With "quantile" it
+    becomes that of kernels.quantile_expert_bias. This is collective. ValueError: several
+    ranks run, and the router does not know over which to pool the counts.
+    """
+    routers = [router for router in _routers(model) if router.expert_bias is not None]
+    for router in routers:
+        if router.pg_collection.tp_dp_cp is None:
+            _check_one_process("each would balance its own tokens, and their expert biases would "
+                               "drift apart")
+    for router in routers:
+        router._maintain_float32_expert_bias()
+        config = router.config
+        group = router.pg_collection.tp_dp_cp
+        if config.bias_update == "quantile":
+            histogram = all_sum(router.bias_histogram, group)
+            bias = kernels.quantile_expert_bias(histogram, router.expert_bias, config.topk)
+        else:
+            bias = kernels.get_updated_expert_bias(
+                router.local_tokens_per_expert.long(), router.expert_bias,
+                expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
+        router.expert_bias.copy_(bias)
+        router.counts.zero("local_tokens_per_expert", "bias_histogram")
+
+
+class RoutingRecord:
+    """What the routers chose: see record_routing. names: those of the routers in the model."""
+
+    def __init__(self, routers):
+        self.names = list(routers)
+        self._routers = list(routers.values())
+        self._kept = None
+
+    @property
+    def indices(self) -> list[Tensor | None]:
+        """Each router's latest choice [T, K] int64 before dropping, in module order. Index
+        E is unrouted. None for a router that has not run.
+        """
+        return [indices for indices, _ in self._latest()]
+
+    @property
+    def probs(self) -> list[Tensor | None]:
+        """The probs [T, K] of these indices, detached: what the experts multiply by. They are 0
+        where an assignment was dropped.
+        """
+        return [probs for _, probs in self._latest()]
+
+    def _latest(self):
+        return self._kept or [router._recorded for router in self._routers]
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module):
+    """A context that gives a RoutingRecord of what the model's routers choose inside it.
+
+    It works in training and in eval, and in compiled code. A forward takes the place of the one
+    before it. To keep those of all forwards, as of a `generate`:
+    `kept = []; model.register_forward_hook(lambda *_: kept.append(record.indices))`.
+    ValueError: no router, or nested on one model.
+
+    >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
+    >>> x = torch.randn(6, 1, 8)
+    >>> with record_routing(layer) as record:
+    ...     y = layer(x)
+    >>> with replay_routing(layer, record.indices):
+    ...     torch.equal(layer(x), y)
+    True
+    """
+    routers = _named_routers(model)
+    if any(router._recording for router in routers.values()):
+        raise ValueError("model is being recorded already; leave record_routing first")
+    record = RoutingRecord(routers)
+    try:
+        for router in routers.values():
+            router._recording = True
+        yield record
+    finally:
+        record._kept = record._latest()
+        for router in routers.values():
+            router._recording = False
+            router._recorded = None, None
+
+
+@contextlib.contextmanager
+def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
+    """A context in which every router of the model takes `indices` as its choice.
+
+    indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
+    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1,
+    which needs a signed dtype, is routed by the router itself: inference engines write -1 for
+    what they do not know. The probs are computed anew. An activation checkpoint runs the routers
+    again in the backward: run the backward inside the context too. Outside of it a non-reentrant
+    checkpoint raises an error, but a reentrant one routes anew, and its gradients are wrong
+    without an error. A topk_indices argument is not used meanwhile.
+    ValueError: no router, another number of layers, or nested on one model; in the forward,
+    naming the router, a wrong shape or dtype, or None.
+    """
+    routers = _named_routers(model)
+    if len(indices) != len(routers):
+        raise ValueError(f"indices is for {len(indices)} layers; "
+                         f"the model has {len(routers)} routers: {', '.join(routers)}")
+    if any(router._replayed is not None for router in routers.values()):
+        raise ValueError("model is replaying already; leave replay_routing first")
+    try:
+        for (name, router), choice in zip(routers.items(), indices):
+            router._replayed = f"indices of {name}", choice
+        yield
+    finally:
+        for router in routers.values():
+            router._replayed = None
+
+
+def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
+    """Metrics of each router's latest training forward. Layers are in module order.
+
+    "tokens_per_expert" [layers, max E] int64: before dropping, without padding; -1 where a
+    layer has no such expert.
+    "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664), NaN where nothing
+    was counted. "dropped" [layers], if any layer has a capacity: the assignments over it, NaN
+    for a layer without one. And each loss that is on in any layer, [layers], divided by its
+    coefficient, NaN for a layer without it. The metrics are for logging only: the losses
+    are in the gradient already, do not add them.
+
+    Without reduce the counts are those of this rank, and a loss over several ranks is this
+    rank's share of it. reduce: over all ranks. Counts are summed; losses are summed over the
+    ranks that share them and averaged over the others. This is collective. ValueError: several
+    ranks run, and a router knows no group of them.
+    """
+    counts, logged, violations = [], [], []
+    on = set()
+    for router in _routers(model):
+        counts_E = router.counts.last_tokens_per_expert.long()
+        last_logged = router.counts.last_logged
+        if reduce:
+            group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
+            if group is None:
+                _check_one_process("each would return its own values")
+            ranks = group_size(group)
+            shares = [ranks / (router.counts.sharers[name] or ranks) for name in LOGGED]
+            counts_E = all_sum(counts_E, group)
+            last_logged = all_sum(last_logged, group) / last_logged.new_tensor(shares)
+        counts.append(counts_E)
+        logged.append(last_logged)
+        # 0 / 0 before any forward.
+        violations.append((counts_E.amax() * len(counts_E)).float() / counts_E.sum() - 1)
+        on |= {LOSS_NAMES[kind] for kind in router.config.losses}
+        if router.config.z_loss_coeff:
+            on.add("z_loss")
+        if router.config.capacity_factor is not None:
+            on.add("dropped")
+    return {
+        **{name: values for name, values in zip(LOGGED, torch.stack(logged, 1)) if name in on},
+        "max_violation": torch.stack(violations),
+        "tokens_per_expert": nn.utils.rnn.pad_sequence(
+            counts, batch_first=True, padding_value=-1),
+    }
+
+
+# ---- Checks of a router's arguments ----
+
+def refuse_input(input, config):
+    axes = "B, S" if config.batch_first else "S, B"
+    raise ValueError(f"input has shape {list(input.shape)}; "
+                     f"needs [{axes}, {config.hidden_size}] or [T, {config.hidden_size}]")
+
+
+def _check_order(config, axes):
+    H = config.hidden_size
+    if len(axes) == 2:
+        raise ValueError(f"batch_first is None, and seq_aux_loss has to know which of the axes "
+                         f"{axes} is the sequence; needs batch_first=True for [B, S, {H}] or "
+                         f"batch_first=False for [S, B, {H}]")
+
+
+def _refuse_training(config):
+    raise ValueError(
+        f"topk = 1, norm_topk_prob = {config.norm_topk_prob}, pre_softmax = {config.pre_softmax}: "
+        f"the one prob is always 1, so training gives the router no gradient; set pre_softmax=True "
+        f"or norm_topk_prob=False, call eval(), or freeze the router")
+
+
+def _check_mask(padding_mask, axes):
+    """padding_mask as [T]."""
+    if list(padding_mask.shape) != axes or padding_mask.dtype != torch.bool:
+        raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
+                         f"needs {axes} torch.bool, True = padding")
+    return padding_mask.flatten()
+
+
+def _check_bounds(cu_seqlens, axes):
+    integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.ndim != 1 or not cu_seqlens.numel() or not integer:
+        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}; "
+                         f"needs [n + 1] torch.int32 or torch.int64, the bounds of n sequences")
+    if len(axes) == 2 and 1 not in axes:
+        raise ValueError(f"cu_seqlens is for packed sequences, and input has {list(axes)} tokens; "
+                         f"needs [T], or one axis of length 1")
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():          # else it would sync
+        bounds = cu_seqlens.tolist()
+        T = math.prod(axes)
+        if bounds[0] != 0 or bounds[-1] != T or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens is {bounds}; needs 0 first, ascending, {T} last")

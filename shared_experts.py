@@ -1,0 +1,451 @@
+"""The shared expert: an MLP for every token, in one call or in five steps beside the routed path.
+"""
+import contextlib
+import enum
+import functools
+from typing import TYPE_CHECKING, NamedTuple, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+if __package__:
+    from . import compat, kernels
+    from .parallel import Dispatch, ParallelModule, ProcessGroups, enter_tp, group_size, leave_tp
+else:
+    import compat
+    import kernels
+    from parallel import Dispatch, ParallelModule, ProcessGroups, enter_tp, group_size, leave_tp
+if TYPE_CHECKING:
+    from .moe import MoEConfig
+
+
+# ---- Shared expert: the order of its five steps ----
+
+class SharedExpertState(enum.Enum):
+    """Which of the five steps was the last."""
+    IDLE = 0
+    PRE_FORWARD_COMM_DONE = 1
+    FC1_FORWARD_DONE = 2
+    FC2_FORWARD_DONE = 3
+    POST_FORWARD_COMM_DONE = 4
+
+
+_State = SharedExpertState
+# For each state: the tensors that the steps after it need.
+_CACHED_IN = {
+    _State.IDLE: (),
+    _State.PRE_FORWARD_COMM_DONE: ("cached_fc1_input", "gate_score"),
+    _State.FC1_FORWARD_DONE: ("cached_fc2_input", "gate_score"),
+    _State.FC2_FORWARD_DONE: ("cached_fc2_output", "gate_score"),
+    _State.POST_FORWARD_COMM_DONE: ("cached_output", "gate_score"),
+}
+
+
+def overlap_state_check(required_state: SharedExpertState, next_state: SharedExpertState):
+    """Decorator of a step: it runs in `required_state` alone, and leads to `next_state`.
+
+    RuntimeError, and nothing changes, if overlap is off, the state is another, or a tensor
+    of the step before is missing. An exception inside the step drops all caches.
+    """
+    def decorate(step):
+        @compat.writes_to_module
+        @functools.wraps(step)
+        def checked(self, *args, **kwargs):
+            _check_step(self, step.__name__, required_state)
+            try:
+                result = step(self, *args, **kwargs)
+                self._overlap_state = next_state
+                return result
+            except BaseException:
+                self.reset_overlap()
+                raise
+
+        return checked
+
+    return decorate
+
+
+def _check_step(shared, step, required_state):
+    if not shared.config.shared_expert_overlap:
+        raise RuntimeError(f"{step} needs shared_expert_overlap=True, found False: "
+                           f"call the module itself")
+    if shared._overlap_state is not required_state:
+        raise RuntimeError(f"{step} needs the state {required_state.name}, found "
+                           f"{shared._overlap_state.name}; reset_overlap() starts again")
+    for name in _CACHED_IN[required_state]:
+        without_gate = name == "gate_score" and shared.gate_weight is None
+        if getattr(shared, name) is None and not without_gate:
+            raise RuntimeError(f"{step} needs {name} from the step before, found None; "
+                               f"reset_overlap() starts again")
+
+
+# ---- Shared expert: to the side stream and back ----
+# A tensor that comes back to the current stream, in the forward or in the backward, passes
+# an op that waits and copies. In a graph of torch 2.13 a wait alone could move behind the op
+# that reads the data, and the graph of a backward could not be split there.
+
+_SIDE_STREAMS = {}                           # device -> torch.Stream
+
+
+def _make_side_stream(device):
+    """Called outside of compiled code, which can enter a stream but not make one."""
+    if device.type in ("cpu", "meta") or device in _SIDE_STREAMS:
+        return
+    if hasattr(torch.get_device_module(device), "Stream"):           # MPS has none
+        _SIDE_STREAMS[device] = torch.Stream(device)
+
+
+def _current_stream(device):
+    return torch.accelerator.current_stream(device)
+
+
+def _empty_on_other_stream(tensor, others=()):
+    if compat.makes_cuda_graphs():
+        raise RuntimeError(
+            "shared_expert_overlap with CUDA graphs (mode=\"reduce-overhead\"): graphs of one "
+            "memory pool must not run on two streams; compile without them, or without overlap")
+    return torch.empty_like(tensor)
+
+
+@compat.op(_empty_on_other_stream)
+def _fork_stream(tensor: Tensor) -> Tensor:
+    """A copy for the side stream, which waits for the current one."""
+    copy = tensor.clone()
+    side = _SIDE_STREAMS[tensor.device]
+    side.wait_stream(_current_stream(tensor.device))
+    copy.record_stream(side)                 # its memory lives until that stream has read it
+    return copy
+
+
+@compat.op(_empty_on_other_stream)
+def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """The current stream waits for the side stream. Then it copies `tensor`. After the
+    wait, `others` are ready too.
+    """
+    current = _current_stream(tensor.device)
+    current.wait_stream(_SIDE_STREAMS[tensor.device])
+    for made_there in (tensor, *others):
+        made_there.record_stream(current)
+    return tensor.clone()
+
+
+class _ToSideStream(torch.autograd.Function):
+    """(input, *weights) -> (input and weights for the side stream, input for the current stream).
+
+    With `wait` the input for the side stream is a copy, for which that stream waits. In the
+    backward the current stream waits for the gradients of the side stream. The join takes the
+    gradient of the current stream's path as an argument, if the input needs one: in a graph it
+    then stands behind that path, and the two overlap.
+    """
+
+    # Without grad, Dynamo up to torch 2.14 calls a forward without its ctx if that fits the
+    # number of its named arguments. So the tensors have no names.
+    @staticmethod
+    def forward(ctx, stream, wait, *tensors):
+        ctx.stream = stream
+        ctx.set_materialize_grads(False)
+        input = tensors[0]
+        tensors = *tensors, input
+        outputs = [tensor.view_as(tensor) for tensor in tensors]
+        if wait:
+            outputs[0] = _fork_stream(input)
+        else:
+            input.record_stream(stream)
+        frozen = [y for x, y in zip(tensors, outputs) if not x.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(outputs)
+
+    @staticmethod
+    @compat.once_differentiable
+    def backward(ctx, *grads):
+        # In a graph what needs no gradient gets zeros.
+        _, _, *need = ctx.needs_input_grad
+        grads = [grad if needed else None for grad, needed in zip(grads, (*need, need[0]))]
+        first, *others = filter(torch.is_tensor, grads)
+        # In a graph this view is the last op on the side stream that reads the gradient.
+        with ctx.stream:
+            joined = first.view_as(first)
+        joined = _join_stream(joined, others)
+        grad_input, *grad_weights, grad_main = [
+            joined if grad is first else grad for grad in grads]
+        if grad_input is None:
+            grad_input = grad_main
+        elif grad_main is not None:
+            grad_input = grad_input + grad_main
+        # stream, wait, input, *weights
+        return None, None, grad_input, *grad_weights
+
+
+class _BackwardStreamWait(torch.autograd.Function):
+    """input -> input. In the backward the side stream waits for the current one.
+
+    What runs there next starts after what is launched already for the routed path.
+    """
+
+    @staticmethod
+    def forward(ctx, input):
+        return input.view_as(input)
+
+    @staticmethod
+    @compat.once_differentiable
+    def backward(ctx, grad):
+        _SIDE_STREAMS[grad.device].wait_stream(_current_stream(grad.device))
+        return grad
+
+
+class _FromSideStream(torch.autograd.Function):
+    """A copy of output. The current stream waits for the side stream first. In the backward
+    the side stream waits for the current one.
+
+    A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a
+    tensor, on the stream of that node. This node is the first, and it is on the current
+    stream. On the side stream nobody would wait for the recomputation.
+    """
+
+    @staticmethod
+    def forward(ctx, output):
+        ctx.save_for_backward(output.new_empty(0))
+        return _join_stream(output, [])
+
+    @staticmethod
+    @compat.once_differentiable
+    def backward(ctx, grad):
+        ctx.saved_tensors
+        return _fork_stream(grad)
+
+
+def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
+    """Sets the priority of the tensor's node: of the nodes that are ready, the backward
+    takes the one with the highest number first. Without a tensor or a grad_fn this does
+    nothing.
+    """
+    node = getattr(tensor, "grad_fn", None)
+    if node is not None:
+        compat.set_backward_order(node, value)
+
+
+# ---- Shared expert: for every token, in one call or in five steps beside the routed path ----
+
+class SharedExpertMLP(ParallelModule):
+    """An MLP for every token, of width Fs = shared_expert_intermediate_size.
+
+    It has the activation of the config and no biases. With `gate` its output is multiplied
+    by sigmoid(x · gate_weightᵀ). hidden_states [.., H] -> the same shape. Over tp, with
+    sequence_parallel, the first axis is each rank's part of the sequence; without it every
+    rank holds all of it.
+
+    `forward` computes all in one call. With shared_expert_overlap five steps do the same on
+    the side stream `stream`: pre_forward_comm, linear_fc1_forward_and_act,
+    linear_fc2_forward, post_forward_comm, get_output. OverlappedDispatch runs the middle
+    ones beside a dispatcher's communication. A step out of order is a RuntimeError.
+    """
+
+    def __init__(self, config: "MoEConfig", gate: bool, pg_collection: ProcessGroups | None = None):
+        super().__init__(config, pg_collection)
+        size = config.shared_expert_intermediate_size
+        ranks = group_size(self.pg_collection.tp)
+        if size is None or size % ranks:
+            raise ValueError(f"shared_expert_intermediate_size is {size}; "
+                             f"needs a multiple of the tp size, {ranks}")
+        P, H = config.parts, config.hidden_size
+        self.fc1 = self.parameter(P, size // ranks, H)
+        self.fc2 = self.parameter(H, size // ranks)
+        self.gate_weight = self.parameter(1, H) if gate else None
+        self.reset_overlap()
+        self.reset_parameters()
+        _make_side_stream(self.fc1.device)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate_score = self._score(hidden_states, self.gate_weight)
+        act = self._fc1_and_act(self._enter(hidden_states), self.fc1)
+        output = self._leave(self._fc2(act, self.fc2))
+        return output if gate_score is None else output * gate_score
+
+    # The parts take their weights as arguments: in steps they get those that _ToSideStream
+    # has returned, so that the gradients of the weights wait for the side stream.
+
+    def _score(self, x, gate_weight=None):
+        H = self.config.hidden_size
+        if x.shape[-1] != H:
+            raise ValueError(f"hidden_states has shape {list(x.shape)}; needs [.., {H}]")
+        if x.dtype != self.fc1.dtype and not compat.is_any_autocast():
+            raise TypeError(f"hidden_states is {x.dtype}, and the shared expert {self.fc1.dtype}; "
+                            f"they need one dtype")
+        return None if gate_weight is None else F.linear(x, gate_weight).sigmoid()
+
+    def _enter(self, x):
+        return enter_tp(x, self.pg_collection.tp, self.config.sequence_parallel)
+
+    def _fc1_and_act(self, x, fc1):
+        hidden = F.linear(x, fc1.flatten(0, 1))
+        return kernels.activation(
+            hidden, self.config.activation_function,
+            fp8_input_store=self.config.activation_fp8_input_store)
+
+    def _fc2(self, x, fc2):
+        return F.linear(x, fc2)
+
+    def _leave(self, y):
+        return leave_tp(y, self.pg_collection.tp, self.config.sequence_parallel)
+
+    # -- the same in five steps --
+
+    @property
+    def stream(self) -> torch.Stream | None:
+        """The side stream of the parameters' device. None without overlap or an accelerator."""
+        if not self.config.shared_expert_overlap:
+            return None
+        return _SIDE_STREAMS.get(self.fc1.device)
+
+    def _beside(self):
+        return contextlib.nullcontext() if self.stream is None else self.stream
+
+    @overlap_state_check(_State.IDLE, _State.PRE_FORWARD_COMM_DONE)
+    def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> Tensor:
+        """Computes the score of the gate, and gathers the tokens of all tp ranks.
+
+        Returns the input for the path beside this one. If that path goes on from it, the
+        graph of a backward waits for the side stream behind that path, not before it. Without
+        wait_current_stream the side stream must have waited for the input already.
+        """
+        if isinstance(self.fc1, DTensor):
+            raise RuntimeError("pre_forward_comm needs whole weights, found a DTensor: fully_shard "
+                               "gathers them for a call, not for steps; shard the layer, not its "
+                               "shared expert alone")
+        main_input = input
+        tensors = [x for x in (input, self.fc1, self.fc2, self.gate_weight) if x is not None]
+        if self.stream is not None:
+            *tensors, main_input = _ToSideStream.apply(
+                self.stream, wait_current_stream, *tensors)
+            if torch.compiler.is_compiling() and not tensors[0].requires_grad:
+                # A copy that is made of both: else a graph may put the fork behind the main path.
+                main_input = compat.value_in_backward(main_input, tensors[0])
+        input, *self._weights = tensors
+        with self._beside():
+            self.gate_score = self._score(input, *self._weights[2:])
+            self.cached_fc1_input = self._enter(input)
+        return main_input
+
+    @overlap_state_check(_State.PRE_FORWARD_COMM_DONE, _State.FC1_FORWARD_DONE)
+    def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
+        """Computes fc1 and the activation.
+
+        overlapped_comm_output is the result of the communication that runs beside this
+        step, for a dispatcher of your own. Its backward is launched first. The backward of
+        this step waits for the current stream.
+        """
+        with self._beside():
+            act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
+        # The order in a graph is fixed when it is made.
+        if self.stream is not None and not torch.compiler.is_compiling():
+            act = _BackwardStreamWait.apply(act)
+        node = getattr(overlapped_comm_output, "grad_fn", None)
+        if node is not None:
+            set_tensor_grad_fn_sequence_sr(act, compat.backward_order(node) - 1)
+        self.cached_fc1_input = None
+        self.cached_fc2_input = act
+
+    @overlap_state_check(_State.FC1_FORWARD_DONE, _State.FC2_FORWARD_DONE)
+    def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
+        """Computes fc2. The backward of overlapped_comm_output goes before all else that
+        is ready.
+        """
+        if overlapped_comm_output is not None:
+            set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
+        with self._beside():
+            self.cached_fc2_output = self._fc2(self.cached_fc2_input, self._weights[1])
+        self.cached_fc2_input = None
+
+    @overlap_state_check(_State.FC2_FORWARD_DONE, _State.POST_FORWARD_COMM_DONE)
+    def post_forward_comm(self) -> None:
+        """Sums over the tp ranks."""
+        with self._beside():
+            self.cached_output = self._leave(self.cached_fc2_output)
+        self.cached_fc2_output = None
+
+    @overlap_state_check(_State.POST_FORWARD_COMM_DONE, _State.IDLE)
+    def get_output(self) -> Tensor:
+        """Applies the gate and returns the output, for which the current stream waits."""
+        with self._beside():
+            output = self.cached_output
+            if self.gate_score is not None:
+                output = output * self.gate_score
+        if self.stream is not None:
+            output = _FromSideStream.apply(output)
+        self.reset_overlap()
+        return output
+
+    def wait_current_stream(self) -> None:
+        """The side stream waits for what is on the current one so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(_current_stream(self.fc1.device))
+
+    @compat.writes_to_module
+    def reset_overlap(self) -> None:
+        """Goes back to IDLE and drops the caches. Call it after an exception outside of
+        the steps.
+        """
+        self._overlap_state = SharedExpertState.IDLE
+        self.gate_score = None
+        self.cached_fc1_input = None
+        self.cached_fc2_input = None
+        self.cached_fc2_output = None
+        self.cached_output = None
+        self._weights = None                 # fc1, fc2, gate_weight, for the side stream
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        _make_side_stream(self.fc1.device)
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        _make_side_stream(self.fc1.device)
+
+    # -- over ranks --
+
+    def shard(self, name):
+        axis = None if name == "gate_weight" else 1
+        return self.pg_collection.tp, axis
+
+    def gradient_group(self, name):
+        # Without sequence parallelism every tp rank sees all tokens, so each has the whole
+        # gradient of the gate.
+        groups = self.pg_collection
+        partial = group_size(groups.tp) == 1 or self.config.sequence_parallel
+        return groups.tp_dp_cp if name == "gate_weight" and partial else groups.dp_cp
+
+
+class OverlappedDispatch(NamedTuple):
+    """A Dispatch, with the shared expert's steps beside its communication."""
+    dispatched: Dispatch
+    shared: SharedExpertMLP
+
+    def wait_for_rows(self):
+        self.shared.linear_fc1_forward_and_act()
+        return self.dispatched.wait_for_rows()
+
+    def send_back(self, output):
+        return self.dispatched.send_back(output)
+
+    def wait_and_combine(self, handle):
+        self.shared.linear_fc2_forward()
+        self.shared.post_forward_comm()
+        return self.dispatched.wait_and_combine(handle)
+
+
+def ends_overlap(forward):
+    """Decorator of the layer's forward: the shared expert keeps nothing after it, also after an
+    exception. (A checkpoint ends its recomputation by one.)
+    """
+    @functools.wraps(forward)
+    def ended(self, *args, **kwargs):
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            if self.config.shared_expert_overlap:
+                self.shared_experts.reset_overlap()
+
+    return ended
