@@ -14,8 +14,8 @@ Unrouted  An assignment with index E is unrouted: it was dropped, or its token i
           output. In the backward its row and its prob get the gradient 0.
 Masks     A padding_mask is boolean. True means padding.
 Autocast  Nothing here follows autocast, in the forward or in the backward: a product is in
-          the dtype of its operands, and the router's product is in router_dtype. The modules
-          of moe.py cast the operands of experts and latent experts to autocast's dtype.
+          the dtype of its operands, and the router's product is in router_dtype. In moe.py
+          Experts casts its operands to autocast's dtype; the latent pair is torch's own.
 
 Nothing here has state, a config, or a process group beyond an argument. (But see exact_fp32.)
 `torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
@@ -247,15 +247,17 @@ def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     integer dtype.
 
     An expert that is named more than once for a token keeps its first slot; the slots after
-    it become E. `copies` says how often the given indices name the expert of each slot.
+    it become E. `copies` says how often the given indices name the expert of each slot, and 0
+    where that is E.
 
     >>> merge_repeats(torch.tensor([[1, 0, 1]]), num_experts=2)
-    (tensor([[1, 0, 2]]), tensor([[2, 1, 2]]))
+    (tensor([[1, 0, 2]]), tensor([[2, 1, 0]]))
     """
     indices_TK = indices.long()
     same_TKK = indices_TK[:, :, None] == indices_TK[:, None, :]
     repeats_TK = same_TKK.tril(-1).any(-1)               # the same as an earlier slot
-    return indices_TK.masked_fill(repeats_TK, num_experts), same_TKK.sum(-1)
+    indices_TK = indices_TK.masked_fill(repeats_TK, num_experts)
+    return indices_TK, same_TKK.sum(-1).masked_fill(indices_TK == num_experts, 0)
 
 
 def _sqrtsoftplus(x):
@@ -271,75 +273,6 @@ SCORE_FUNCTIONS = {
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": _sqrtsoftplus,
 }
-
-
-def scores_for_choice(
-    logits: Tensor, topk: int, score_function: str = "softmax", expert_bias: Tensor | None = None,
-    num_groups: int | None = None, group_topk: int | None = None,
-    group_score_topk: int | None = None,
-) -> Tensor:
-    """scores + expert_bias [T, E], from logits [T, E] in fp32 at least. With groups they are -inf
-    outside of a token's best groups.
-
-    With a bias or groups the choice is their top K. Otherwise it is the top K of the logits, which
-    have the order of the scores without the ties of saturated ones. For the arguments see
-    topk_routing_with_score_function. Nothing is checked here.
-    """
-    scores = SCORE_FUNCTIONS[score_function](logits.detach())
-    if expert_bias is not None:
-        scores = scores + expert_bias
-    if num_groups is not None:
-        scores = _only_best_groups(
-            scores, num_groups, group_topk, group_score_topk or topk // group_topk)
-    return scores
-
-
-def normalisation(
-    score_function: str, topk: int, use_pre_softmax: bool, norm_topk_prob: bool | None,
-) -> str | None:
-    """How the probs of the chosen experts get the sum 1: "softmax" over the chosen logits, by
-    their "sum", or None, not at all. norm_topk_prob None is Megatron's convention.
-    """
-    if norm_topk_prob is None:
-        if score_function == "softmax":
-            return None if use_pre_softmax else "softmax"
-        norm_topk_prob = topk > 1
-    return "sum" if norm_topk_prob else None
-
-
-def probs_of_chosen(
-    logits: Tensor, indices: Tensor, score_function: str, normalise: str | None,
-    norm_eps: float = 1e-20, scaling_factor: float | None = None, copies: Tensor | None = None,
-) -> Tensor:
-    """The probs [T, K] of indices [T, K], from logits [T, E] in fp32 at least.
-
-    normalise is what `normalisation` returns. copies [T, K] says how often each index counts.
-    Nothing is checked here.
-    """
-    over_chosen = normalise == "softmax"
-    scores_TE = logits if over_chosen else SCORE_FUNCTIONS[score_function](logits)
-    probs_TK = pick(scores_TE, indices)
-    if copies is not None:
-        probs_TK = _with_copies(probs_TK, copies, as_logits=over_chosen)
-    if over_chosen:
-        probs_TK = probs_TK.softmax(-1)
-    elif normalise == "sum":
-        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
-    if scaling_factor is not None:
-        probs_TK = probs_TK * scaling_factor
-    return probs_TK
-
-
-def probs_of_given(logits: Tensor, given: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """(probs [T, K], indices [T, K]) of given indices [T, K], which may be unrouted or name an
-    expert twice: see merge_repeats. The options are those of probs_of_chosen.
-    """
-    E = logits.shape[1]
-    indices_TK, copies_TK = merge_repeats(given, E)
-    unrouted_TK = indices_TK == E
-    copies_TK = copies_TK.masked_fill(unrouted_TK, 0)
-    probs_TK = probs_of_chosen(logits, indices_TK, copies=copies_TK, **options)
-    return probs_TK.masked_fill(unrouted_TK, 0.0), indices_TK
 
 
 def _with_copies(chosen, copies, as_logits):
@@ -403,25 +336,41 @@ def topk_routing_with_score_function(
         raise TypeError(f"precomputed_indices is {precomputed_indices.dtype}; "
                         f"needs an integer dtype")
     if precomputed_indices is None and num_groups is not None:
-        check_groups(
+        group_score_topk = check_groups(
             topk, E, num_groups=num_groups, group_topk=group_topk,
             group_score_topk=group_score_topk)
 
+    # The choice, which has no gradient
+    score = SCORE_FUNCTIONS[score_function]
     logits_TE = upcast(logits)
-    normalise = normalisation(
-        score_function, topk, use_pre_softmax=use_pre_softmax, norm_topk_prob=norm_topk_prob)
-    options = {"score_function": score_function, "normalise": normalise, "norm_eps": norm_eps,
-               "scaling_factor": scaling_factor}
+    copies_TK = None
     if precomputed_indices is not None:
-        probs_TK, indices_TK = probs_of_given(logits_TE, precomputed_indices, **options)
+        indices_TK, copies_TK = merge_repeats(precomputed_indices, E)
     else:
-        scores_TE = logits_TE
+        ranked_TE = logits_TE.detach()
         if expert_bias is not None or num_groups is not None:
-            scores_TE = scores_for_choice(
-                logits_TE, topk, score_function=score_function, expert_bias=expert_bias,
-                num_groups=num_groups, group_topk=group_topk, group_score_topk=group_score_topk)
-        indices_TK = scores_TE.topk(topk, dim=1).indices
-        probs_TK = probs_of_chosen(logits_TE, indices_TK, **options)
+            ranked_TE = score(ranked_TE)
+        if expert_bias is not None:
+            ranked_TE = ranked_TE + expert_bias
+        if num_groups is not None:
+            ranked_TE = _only_best_groups(ranked_TE, num_groups, group_topk, group_score_topk)
+        indices_TK = ranked_TE.topk(topk, dim=1).indices
+
+    # Its probs
+    over_chosen = norm_topk_prob is None and score_function == "softmax" and not use_pre_softmax
+    if norm_topk_prob is None:
+        norm_topk_prob = score_function != "softmax" and topk > 1
+    probs_TK = pick(logits_TE if over_chosen else score(logits_TE), indices_TK)
+    if copies_TK is not None:
+        probs_TK = _with_copies(probs_TK, copies_TK, as_logits=over_chosen)
+    if over_chosen:
+        probs_TK = probs_TK.softmax(-1)
+    elif norm_topk_prob:
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
+    if scaling_factor is not None:
+        probs_TK = probs_TK * scaling_factor
+    if copies_TK is not None:
+        probs_TK = probs_TK.masked_fill(copies_TK == 0, 0.0)
     probs_TK = probs_TK.to(logits.dtype)
     if dense_output:
         return probs_TK, indices_TK
@@ -1614,66 +1563,3 @@ def expert_mlp(
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
     return y
-
-
-# ---- Project: into the space of latent experts, and back ----
-
-def _rms_norm(rows, norm, eps):
-    """(unit · norm in rows.dtype, unit, inverse_rms), where unit = rows · inverse_rms."""
-    wide = upcast(rows)
-    inverse_rms = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    unit = wide * inverse_rms
-    return (unit * norm).to(rows.dtype), unit, inverse_rms
-
-
-class _Project(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, eps, rows, weight, norm):
-        ctx.save_for_backward(rows, weight, norm)
-        ctx.eps = eps
-        normed = rows if norm is None else _rms_norm(rows, norm, eps)[0]
-        return normed @ weight.t()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        rows, weight, norm = ctx.saved_tensors
-        _, need_rows, need_weight, need_norm = ctx.needs_input_grad
-        normed = rows
-        if norm is not None:
-            rows = value_in_backward(rows, grad)
-            normed, unit, inverse_rms = _rms_norm(rows, norm, ctx.eps)
-        grad_rows = grad_weight = grad_norm = None
-        # grad_weight = gradᵀ · normed, grad_normed = grad · weight
-        with without_autocast(grad):
-            if need_weight:
-                grad_weight = grad.t() @ normed
-            if need_rows or need_norm:
-                grad_normed = grad @ weight
-        # grad_norm = Σ_t grad_normed · unit, grad_unit = grad_normed · norm,
-        # grad_rows = (grad_unit - unit · mean(grad_unit · unit)) / rms
-        if need_norm:
-            grad_norm = _sum_tokens(grad_normed * unit).to(norm.dtype)
-        if need_rows and norm is None:
-            grad_rows = grad_normed
-        elif need_rows:
-            grad_unit = upcast(grad_normed) * norm
-            along_unit = (grad_unit * unit).mean(-1, keepdim=True)
-            grad_rows = (inverse_rms * (grad_unit - unit * along_unit)).to(rows.dtype)
-        # eps, rows, weight, norm
-        return None, grad_rows, grad_weight, grad_norm
-
-
-def project(
-    rows: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-5,
-) -> Tensor:
-    """rows [T, in] · weightᵀ -> [T, out], for weight [out, in]. With norm [in] the rows go
-    through an RMSNorm first: rows / rms(rows) · norm (arXiv 1910.07467).
-
-    The norm is computed in fp32 at least. The product is in the dtype of the rows, also in
-    a backward under autocast. Of the activations, only the rows are kept for the backward.
-    """
-    check_shapes(rows=(rows, "T in"), weight=(weight, "out in"), norm=(norm, "in"))
-    check_one_dtype(rows=rows, weight=weight)
-    with without_autocast(rows):
-        return _Project.apply(as_number(eps), rows, weight, norm)

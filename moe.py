@@ -36,6 +36,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Some of these are here for those who import them from moe.py.
@@ -168,19 +169,12 @@ class MoEConfig:
         return {kind: coeff for kind, coeff in self.balancing.items() if kind in LOSS_NAMES}
 
     @functools.cached_property
-    def choice_options(self) -> dict:
-        """Keyword arguments of kernels.scores_for_choice."""
-        names = "topk", "score_function", "num_groups", "group_topk", "group_score_topk"
-        return {name: getattr(self, name) for name in names}
-
-    @functools.cached_property
-    def prob_options(self) -> dict:
-        """Keyword arguments of kernels.probs_of_chosen."""
-        normalise = kernels.normalisation(
-            self.score_function, self.topk, use_pre_softmax=self.pre_softmax,
-            norm_topk_prob=self.norm_topk_prob)
-        return {"score_function": self.score_function, "normalise": normalise,
-                "norm_eps": self.norm_eps, "scaling_factor": self.scaling_factor}
+    def routing_options(self) -> dict:
+        """Keyword arguments of kernels.topk_routing_with_score_function."""
+        names = ("topk", "score_function", "num_groups", "group_topk", "group_score_topk",
+                 "norm_topk_prob", "norm_eps", "scaling_factor")
+        options = {name: getattr(self, name) for name in names}
+        return {**options, "use_pre_softmax": self.pre_softmax}
 
     @functools.cached_property
     def activation_function(self) -> "kernels.Activation":
@@ -208,8 +202,11 @@ class MoEConfig:
     @property
     def always_one(self) -> bool:
         """One expert a token, and its prob is divided by itself: the router gets no gradient."""
-        return self.topk == 1 and self.prob_options["normalise"] and (
-            "sinkhorn" not in self.balancing)
+        if self.topk > 1 or "sinkhorn" in self.balancing:
+            return False
+        if self.norm_topk_prob is None:
+            return self.score_function == "softmax" and not self.pre_softmax
+        return self.norm_topk_prob
 
     @property
     def parts(self) -> int:
@@ -222,7 +219,7 @@ class MoEConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))     # it can be hashed
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
-        self.losses, self.choice_options, self.prob_options, self.activation_function
+        self.losses, self.routing_options, self.activation_function
         self.made_with
 
 
@@ -391,19 +388,7 @@ class Experts(ParallelModule):
 
 # ---- Latent experts: into a space of ℓ dimensions, and back ----
 
-class _Projection(ParallelModule):
-    """rows -> norm(rows) · weightᵀ, where norm is an RMSNorm, or None."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        dtype = rows.dtype
-        weight = self.weight
-        if compat.is_any_autocast():
-            rows, weight = _as_autocast(rows, weight)
-        eps = self.config.latent_norm_eps
-        return kernels.project(rows, weight, norm=self.norm, eps=eps).to(dtype)
-
-
-class LatentDown(_Projection):
+class LatentDown(ParallelModule):
     """x [T, H] -> x · weightᵀ [T, ℓ], with ℓ = latent_size: the space in which the routed
     experts are (arXiv 2601.18089).
     """
@@ -411,13 +396,15 @@ class LatentDown(_Projection):
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
         self.weight = self.parameter(config.latent_size, config.hidden_size)
-        self.norm = None
         self.reset_parameters()
 
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
-class LatentUp(_Projection):
-    """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. Without latent_norm there is
-    no norm.
+
+class LatentUp(ParallelModule):
+    """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. The norm is an RMSNorm (arXiv
+    1910.07467); without latent_norm there is none.
     """
     std_fields = {"weight": "output_std"}
 
@@ -428,6 +415,11 @@ class LatentUp(_Projection):
         if config.latent_norm:
             self.norm = self.parameter(config.latent_size)
         self.reset_parameters()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.norm is not None:
+            rows = F.rms_norm(rows, self.norm.shape, self.norm, self.config.latent_norm_eps)
+        return F.linear(rows, self.weight)
 
 
 # ---- What a config refuses ----

@@ -363,18 +363,9 @@ class TopKRouter(Router):
         config = self.config
         if "sinkhorn" in config.balancing:
             return self._choose_by_sinkhorn(logits, padding_mask, topk_indices)
-        logits_TE = compat.upcast(logits)
-        if topk_indices is not None:
-            probs_TK, indices_TK = kernels.probs_of_given(
-                logits_TE, topk_indices, **config.prob_options)
-        else:
-            scores_TE = logits_TE
-            if self.expert_bias is not None or config.num_groups is not None:
-                scores_TE = kernels.scores_for_choice(
-                    logits_TE, expert_bias=self.expert_bias, **config.choice_options)
-            indices_TK = scores_TE.topk(config.topk, dim=1).indices
-            probs_TK = kernels.probs_of_chosen(logits_TE, indices_TK, **config.prob_options)
-        return probs_TK.to(logits.dtype), indices_TK
+        return kernels.topk_routing_with_score_function(
+            logits, expert_bias=self.expert_bias, precomputed_indices=topk_indices,
+            dense_output=True, **config.routing_options)
 
     def _choose_by_sinkhorn(
         self, logits, padding_mask=None, topk_indices=None, dense_output=True,

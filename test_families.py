@@ -2651,8 +2651,10 @@ def test_live_from_a_package(tmp_path):
     files = [*HERE.glob("*.py")]
     names = "|".join(file.stem for file in files)
     for file in files:
-        text = re.sub(rf"^import (({names})( as \w+)?)$", r"from . import \1", file.read_text(), flags=re.M)
-        text = re.sub(rf"^from ({names}) import", r"from .\1 import", text, flags=re.M)
+        text = file.read_text()
+        for old, new in ((rf"import ({names})( as \w+)?$", r"from . import \1\2"),
+                         (rf"from ({names}) import", r"from .\1 import")):
+            text = re.sub(f"^{old}", new, text, flags=re.M)
         (package / file.name).write_text(text)
     done = run("-m", "pytest", "-q", "package/test_families.py", "-k",
                "test_live_models_of_the_library or test_live_blocks or lora", cwd=tmp_path)
