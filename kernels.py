@@ -40,7 +40,7 @@ if __package__:
         is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
         op_without_autocast, place_of_part, reads_on_host, set_backward_order, upcast,
         value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
-    from .grouped import Read, Rows, grouped_mm
+    from .grouped import Read, grouped_mm
 else:
     import grouped
     from compat import (
@@ -49,7 +49,7 @@ else:
         is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
         op_without_autocast, place_of_part, reads_on_host, set_backward_order, upcast,
         value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
-    from grouped import Read, Rows, grouped_mm
+    from grouped import Read, grouped_mm
 
 
 # ---- The definition ----
@@ -1251,37 +1251,8 @@ def make_activation(kind: str | Activation, **constants: float | None) -> Activa
 _ELEMENTS_AT_ONCE = 2 ** 21
 
 
-def _is_large(y):
-    """Whether y is taken by parts."""
-    if torch.compiler.is_compiling() or y.ndim == 1:
-        return False
-    return y.numel() >= 2 * _ELEMENTS_AT_ONCE and len(y) >= 128
-
-
-def _by_parts(function, *tensors):
-    """function(*tensors) -> results, some rows at a time. The tensors and the results are None,
-    or have as many rows as the first tensor.
-    """
-    # Multiples of 64 rows: so a CPU's vectors cover the same elements, and a card adds up a row in
-    # the same order, as without parts. The results are equal to the bit.
-    y = tensors[0]
-    step = 64 * max(1, _ELEMENTS_AT_ONCE * len(y) // (64 * y.numel()))
-    bounds = [*range(0, len(y) - step + 1, step), len(y)]              # the last takes what remains
-    results = None
-    for start, end in zip(bounds, bounds[1:]):
-        values = function(*[x if x is None else x[start:end] for x in tensors])
-        if results is None:
-            results = [x if x is None else x.new_empty(len(y), *x.shape[1:]) for x in values]
-        for result, value in zip(results, values):
-            if result is not None:
-                result[start:end] = value
-    return results
-
-
 def _activate(y, probs, function, layout="(p f)"):
     """The activation of y, times probs, in y.dtype. layout says how the parts lie in y."""
-    if _is_large(y):
-        return _by_parts(lambda *rows: [_activate(*rows, function, layout)], y, probs)[0]
     value = function.value(*rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts))
     if probs is not None:
         value = value * probs
@@ -1292,9 +1263,6 @@ def _activate_back(y, g, probs, function, layout="(p f)", output=False):
     """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, the result of _activate).
     Without probs the second is None, without `output` the third.
     """
-    if _is_large(y):
-        return _by_parts(
-            lambda *rows: _activate_back(*rows, function, layout, output), y, g, probs)
     g = upcast(g)
     g_value = g if probs is None else g * probs
     parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
@@ -1442,9 +1410,9 @@ class _ExpertMLP(torch.autograd.Function):
         token_N, probs_N1 = _token_and_prob(order, probs)
 
         # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
-        hidden = grouped.product(Rows(tokens, token_N), fc1.mT, read, bias=fc1_bias)
+        hidden = grouped.product(tokens, fc1.mT, read, token_N, bias=fc1_bias)
         act = _activate(hidden, probs_N1, *ctx.activation)
-        out = grouped.product(Rows(act), fc2.mT, read)
+        out = grouped.product(act, fc2.mT, read)
 
         kept = _to_fp8(hidden) if fp8_input_store else hidden
         ctx.save_for_backward(
@@ -1465,12 +1433,11 @@ class _ExpertMLP(torch.autograd.Function):
         # rows in the forward, and keep them.
         order = value_in_backward(order, grad)
         token_N, probs_N1 = _token_and_prob(order, probs)
-        grad_out = Rows(grad, token_N)
 
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
         # grad_p = Σ_f grad_act · activation(hidden)
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
-            grad_act = grouped.product(grad_out, fc2, read)
+            grad_act = grouped.product(grad, fc2, read, token_N)
             grad_hidden, grad_probs_N1, act = _activate_back(
                 hidden, grad_act, probs_N1, *ctx.activation, output=need_fc2)
             del grad_act
@@ -1479,16 +1446,16 @@ class _ExpertMLP(torch.autograd.Function):
 
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
-            grad_fc2 = grouped.weight_grad(grad_out, Rows(act), read)
+            grad_fc2 = grouped.weight_grad(grad, act, read, token_a=token_N)
             del act                                      # its memory is free for what follows
         if need_fc1:
-            grad_fc1 = grouped.weight_grad(Rows(grad_hidden), Rows(tokens, token_N), read)
+            grad_fc1 = grouped.weight_grad(grad_hidden, tokens, read, token_b=token_N)
         if need_fc1_bias:
             grad_fc1_bias = grouped.bias_grad(grad_hidden, read)
 
         # grad_rows = grad_hidden · fc1, grad_x = Σ_k grad_rows[inverse]
         if need_tokens:
-            grad_rows = grouped.product(Rows(grad_hidden), fc1, read)
+            grad_rows = grouped.product(grad_hidden, fc1, read)
             grad_tokens = _sum_rows(grad_rows, inverse, offsets if read.native else None)
         if need_probs:
             grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
