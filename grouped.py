@@ -372,6 +372,28 @@ def _in_slots(token_N, row_L, N):
     return row_L if token_N is None else token_N[row_L]
 
 
+def _multiply(x, token_N, weights, bias, offsets, index):
+    """The products of _rows_times_weights, but for unrouted rows. Spare slots write to row N."""
+    N = _count(x, token_N)
+    out = x.new_empty(N if index is None else N + 1, weights.shape[2])
+    alone, parts, row_L = _pieces(offsets, index)
+    for e, rows in alone:
+        bias_e = bias if bias is None else bias[e]
+        _mm(_rows(x, token_N, rows), weights[e], bias_e, out=out[rows])
+    if parts:
+        token_L = _in_slots(token_N, row_L, N)
+    for part, batches in parts:
+        block = x.index_select(0, token_L[part])
+        product = out.new_empty(len(block), out.shape[1])
+        for experts, slots, size in batches:
+            batch, of_batch = [y[slots].unflatten(0, (-1, size)) for y in (block, product)]
+            bias_b = bias if bias is None else bias[experts]
+            _mm(batch, weights[experts], bias_b, out=of_batch)
+        out.index_copy_(0, row_L[part], product)
+        del block, product, batch, of_batch              # before the next part needs memory
+    return out[:N]
+
+
 @op(lambda x, token_N, weights, *_: x.new_empty(_count(x, token_N), weights.shape[2]),
     flops=lambda x, token_N, weights, *_: 2 * math.prod(token_N or x[:1]) * math.prod(weights[1:]),
     cudagraph_unsafe=True)
@@ -379,27 +401,34 @@ def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
     index: Tensor | None,
 ) -> Tensor:
-    N = _count(x, token_N)
-    if index is None and bias is None and _loops_in_torch(x, weights, N / len(weights)):
+    rows_each = _count(x, token_N) / len(weights)
+    if index is None and bias is None and _loops_in_torch(x, weights, rows_each):
         out = F.grouped_mm(_rows(x, token_N), weights, offs=offsets)
     else:
-        out = x.new_empty(N + 1, weights.shape[2])       # spare slots write to row N
-        alone, parts, row_L = _pieces(offsets, index)
-        for e, rows in alone:
-            _mm(_rows(x, token_N, rows), weights[e], bias if bias is None else bias[e],
-                out=out[rows])
-        if parts:
-            token_L = _in_slots(token_N, row_L, N)
-        for part, batches in parts:
-            block = x.index_select(0, token_L[part])
-            product = out.new_empty(len(block), out.shape[1])
-            for experts, slots, size in batches:
-                batch, of_batch = [y[slots].unflatten(0, (-1, size)) for y in (block, product)]
-                _mm(batch, weights[experts], bias if bias is None else bias[experts], out=of_batch)
-            out.index_copy_(0, row_L[part], product)
-            del block, product, batch, of_batch          # before the next part needs memory
-        out = out[:N]
+        out = _multiply(x, token_N, weights, bias, offsets, index)
     out[offsets[-1]:].zero_()
+    return out
+
+
+def _multiply_rows(a, token_a, b, token_b, offsets, index):
+    """The products of _rows_times_rows. Spare slots hold zeros."""
+    N = _count(a, token_a)
+    out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
+    if 0 in offsets.diff(prepend=offsets.new_zeros(1)):
+        out.zero_()                                      # an expert without rows is nowhere
+    alone, parts, row_L = _pieces(offsets, index)
+    for e, rows in alone:
+        _mm(_rows(a, token_a, rows).t(), _rows(b, token_b, rows), out=out[e])
+    if parts:
+        spare_L1 = (row_L == N)[:, None]
+        sources = (a, _in_slots(token_a, row_L, N)), (b, _in_slots(token_b, row_L, N))
+    for part, batches in parts:
+        blocks = [x.index_select(0, token_L[part]).masked_fill_(spare_L1[part], 0.0)
+                  for x, token_L in sources]
+        for experts, slots, size in batches:
+            batch_a, batch_b = [block[slots].unflatten(0, (-1, size)) for block in blocks]
+            out[experts] = torch.bmm(batch_a.mT, batch_b)
+        del blocks, batch_a, batch_b                     # before the next part needs memory
     return out
 
 
@@ -411,27 +440,9 @@ def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
     index: Tensor | None,
 ) -> Tensor:
-    N = _count(a, token_a)
-    if index is None and _loops_in_torch(a, b, N / len(offsets)):
+    if index is None and _loops_in_torch(a, b, _count(a, token_a) / len(offsets)):
         return F.grouped_mm(_rows(a, token_a).t(), _rows(b, token_b), offs=offsets)
-    out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
-    if 0 in offsets.diff(prepend=offsets.new_zeros(1)):
-        out.zero_()                                      # an expert without rows is nowhere
-    alone, parts, row_L = _pieces(offsets, index)
-    for e, rows in alone:
-        _mm(_rows(a, token_a, rows).t(), _rows(b, token_b, rows), out=out[e])
-    if parts:
-        spare_L1 = (row_L == N)[:, None]
-        sources = (a, _in_slots(token_a, row_L, N)), (b, _in_slots(token_b, row_L, N))
-    for part, batches in parts:
-        block_a, block_b = [
-            x.index_select(0, token_L[part]).masked_fill_(spare_L1[part], 0.0)
-            for x, token_L in sources]
-        for experts, slots, size in batches:
-            x, y = [block[slots].unflatten(0, (-1, size)) for block in (block_a, block_b)]
-            out[experts] = torch.bmm(x.mT, y)
-        del block_a, block_b, x, y                       # before the next part needs memory
-    return out
+    return _multiply_rows(a, token_a, b, token_b, offsets, index)
 
 
 # This is an op for exact_fp32: a sum is not rounded as products may be.

@@ -1246,11 +1246,6 @@ def make_activation(kind: str | Activation, **constants: float | None) -> Activa
     return made(**numbers)
 
 
-# An eager activation takes so many elements of y at once: then only their fp32 copies are in
-# memory, not those of all rows. Compiled code makes no such copies.
-_ELEMENTS_AT_ONCE = 2 ** 21
-
-
 def _activate(y, probs, function, layout="(p f)"):
     """The activation of y, times probs, in y.dtype. layout says how the parts lie in y."""
     value = function.value(*rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts))
