@@ -650,23 +650,20 @@ def get_updated_expert_bias(
 ) -> Tensor:
     """bias + rate · sign(mean(n) - n): up for experts with too few tokens (arXiv 2408.15664).
 
-    tokens_per_expert n [.., E] of any dtype is first summed over `tp_dp_cp_group`, in a
-    copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a step of 1e-3 is lost.
+    tokens_per_expert n [.., E], whole numbers of any dtype, is first summed over
+    `tp_dp_cp_group`, in a copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a step of 1e-3 is lost.
 
     >>> counts, bias = torch.tensor([5, 1, 3]), torch.zeros(3)
     >>> get_updated_expert_bias(counts, bias, expert_bias_update_rate=0.5)
     tensor([-0.5000,  0.5000,  0.0000])
     """
     with torch.no_grad():
-        counts = tokens_per_expert.clone()
+        counts = tokens_per_expert.to(torch.int64, copy=True)
         if tp_dp_cp_group is not None and tp_dp_cp_group.size() > 1:
             torch.distributed.all_reduce(counts, group=tp_dp_cp_group)
         # The sum against E·n, not the mean against n: in integers, so that an even load
-        # gives exactly 0, however many tokens there are. Averaged counts have a rest.
-        E = counts.shape[-1]
-        missing_of = lambda n: n.sum(-1, keepdim=True) - n * E
-        whole = counts.long()
-        missing = missing_of(whole) + missing_of(counts - whole)
+        # gives exactly 0, however many tokens there are.
+        missing = counts.sum(-1, keepdim=True) - counts * counts.shape[-1]
         return expert_bias + missing.sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 

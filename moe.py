@@ -15,7 +15,7 @@ After the section "Experts" you have read the layer. Seven files make it:
                              └─> SharedExpertMLP ──────────────────────────────────────────┴─> sum
 
 Where is it?
-    tokens over capacity        TopKRouter._drop; kernels.apply_router_token_dropping decides
+    tokens over capacity        TopKRouter._is_over_capacity; kernels.apply_router_token_dropping
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
                                 the gradient
     counts, and activation      RouterCounts; _update_once
@@ -219,8 +219,8 @@ class MoEConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))     # it can be hashed
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
-        self.losses, self.routing_options, self.activation_function
-        self.made_with
+        for name in ("losses", "routing_options", "activation_function", "made_with"):
+            getattr(self, name)
 
 
 # ---- Layer ----

@@ -312,27 +312,30 @@ class TopKRouter(Router):
             _check_order(config, list(logits.shape[:-1]))
         if config.always_one and self.weight.requires_grad and self._in_training_forward():
             _refuse_training(config)
+
+        # 1. The logits [T, E], with the z-loss in their gradient.
         logits_TE = logits.flatten(0, -2)
         if config.force_load_balancing:
             logits_TE, topk_indices = self._force(logits_TE, topk_indices)
         if config.z_loss_coeff:
             logits_TE = self.apply_z_loss(logits_TE, padding_T)
 
-        # Choose. The tokens of padding are unrouted.
+        # 2. Choose. This is what is counted and recorded; the tokens of padding are unrouted.
         if config.enable_expert_bias:
             self._maintain_float32_expert_bias()
         if self._replayed is not None:
             topk_indices = self._fill_unknown(topk_indices, logits_TE, padding_T)
-        probs_TK, indices_TK = self.choose(logits_TE, padding_T, topk_indices)
+        probs_TK, chosen_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
-            probs_TK, indices_TK = self._unroute(probs_TK, indices_TK, padding_T[:, None])
+            probs_TK, chosen_TK = self._unroute(probs_TK, chosen_TK, where=padding_T[:, None])
 
-        # Drop
-        chosen_TK = indices_TK                       # what is counted: the choice before dropping
+        # 3. Drop what is over capacity.
+        indices_TK = chosen_TK
         if config.capacity_factor is not None:
-            probs_TK, indices_TK = self._drop(probs_TK, indices_TK)
+            over_TK = self._is_over_capacity(probs_TK, chosen_TK)
+            probs_TK, indices_TK = self._unroute(probs_TK, chosen_TK, where=over_TK)
 
-        # Balance and count
+        # 4. Balance and count.
         if self._in_training_forward():
             if config.losses:
                 probs_TK = self._apply_losses(
@@ -415,14 +418,13 @@ class TopKRouter(Router):
 
     # -- drop --
 
-    def _drop(self, probs_TK, indices_TK):
-        """Assignments beyond an expert's capacity become unrouted. The probs that remain are
-        not normalised again.
+    def _is_over_capacity(self, probs_TK, indices_TK):
+        """[T, K] bool, True for what is unrouted already too. An expert keeps its C tokens with the
+        highest prob, or its first (arXiv 2006.16668). The other probs are not normalised again.
         """
         probs_TE, map_TE = kernels.routing_to_map(
             probs_TK.detach(), indices_TK, self.config.num_experts)
-        kept_TE = self._cut_to_capacity(probs_TE, map_TE)
-        return self._unroute(probs_TK, indices_TK, ~kernels.pick(kept_TE, indices_TK))
+        return ~kernels.pick(self._cut_to_capacity(probs_TE, map_TE), indices_TK)
 
     def _unroute(self, probs_TK, indices_TK, where):
         unrouted_TK = indices_TK.masked_fill(where, self.config.num_experts)

@@ -52,39 +52,6 @@ V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 BALANCE = "aux seq global bias quantile sinkhorn none dense".split()
-OPTIONS = """
---data        ""      a file or a folder to train on, without hidden files and tests; "" is the
-                      Python standard library. Of ten or more files every tenth is held out, else
-                      the last tenth of the bytes
---out         "out"   folder for checkpoint-STEP/ and log.jsonl
---resume      ""      go on from this checkpoint (alone: from the last one in OUT) with the same
-                      settings; with more --steps the run gets longer. Resume only what you trust: a
-                      checkpoint can run code
---baseline    ""      then train these with the same data and steps: the model with another balance,
-                      or a dense one
---no-compile  false   run without torch.compile, as where CXX or g++ is missing
---steps       500     steps of the optimizer
---batch       8       sequences a step
---context     256     bytes a sequence
---lr          1e-2    of the embedding, at the peak of the schedule; make_optimizer says what the
-                      matrices get
---optimizer   "adamw" or muon, for the matrices of attention and feed-forward; AdamW for the rest
---seed        0       of the weights and of the order of the data, not of what is held out
---layers      4       blocks of attention and feed-forward
---hidden      128     H, width of the model
---experts     8       E, experts a layer
---topk        2       K, experts a byte goes to
---ffn         0       F, width of one expert; 0 is 4 H / K, up to a multiple of 8
---shared      0       width of a shared expert in every layer; 0 is none
---overlap     false   the shared expert runs beside the routed path, on a stream of its own
---ep          1       processes over which the experts are spread (under torchrun)
---fsdp        false   shard all that is not a MoE layer over the processes (under torchrun)
---balance     "bias"  what keeps the experts evenly used; dense is a model without experts, of the
-                      same active parameters
---dtype       "auto"  of the products; auto is bfloat16 on a GPU and on a CPU with bf16
-                      instructions, else float32
---save-every  100     steps between checkpoints
-"""                                            # option, default, help
 
 
 def fail(message):
@@ -99,18 +66,50 @@ def parse_args(argv=None):
     """The settings of the run and of this process."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = fail
-    more = {
-        "--resume": dict(nargs="?", const="last"),
-        "--baseline": dict(nargs="+", choices=BALANCE),
-        "--balance": dict(choices=BALANCE),
-        "--optimizer": dict(choices="adamw muon".split()),
-        "--dtype": dict(choices="auto float32 bfloat16".split())}
-    for name, default, help in re.findall(r"(--\S+) +(\S+) +(.*(?:\n .*)*)", OPTIONS):
-        default = json.loads(default)
-        kind = dict(type=type(default))
-        if default is False:
-            kind = dict(action="store_true")
-        parser.add_argument(name, default=default, help=help, **kind | more.get(name, {}))
+    add = parser.add_argument
+    add("--data", default="", help=(
+        'a file or a folder to train on, without hidden files and tests; "" is the Python '
+        'standard library. Of ten or more files every tenth is held out, else the last tenth of '
+        'the bytes'))
+    add("--out", default="out", help="folder for checkpoint-STEP/ and log.jsonl")
+    add("--resume", default="", nargs="?", const="last", help=(
+        "go on from this checkpoint (alone: from the last one in OUT) with the same settings; "
+        "with more --steps the run gets longer. Resume only what you trust: a checkpoint can run "
+        "code"))
+    add("--baseline", default="", nargs="+", choices=BALANCE, help=(
+        "then train these with the same data and steps: the model with another balance, or a "
+        "dense one"))
+    add("--no-compile", action="store_true", help=(
+        "run without torch.compile, as where CXX or g++ is missing"))
+    add("--steps", type=int, default=500, help="steps of the optimizer")
+    add("--batch", type=int, default=8, help="sequences a step")
+    add("--context", type=int, default=256, help="bytes a sequence")
+    add("--lr", type=float, default=1e-2, help=(
+        "of the embedding, at the peak of the schedule; make_optimizer says what the matrices get"))
+    add("--optimizer", default="adamw", choices=["adamw", "muon"], help=(
+        "or muon, for the matrices of attention and feed-forward; AdamW for the rest"))
+    add("--seed", type=int, default=0, help=(
+        "of the weights and of the order of the data, not of what is held out"))
+    add("--layers", type=int, default=4, help="blocks of attention and feed-forward")
+    add("--hidden", type=int, default=128, help="H, width of the model")
+    add("--experts", type=int, default=8, help="E, experts a layer")
+    add("--topk", type=int, default=2, help="K, experts a byte goes to")
+    add("--ffn", type=int, default=0, help=(
+        "F, width of one expert; 0 is 4 H / K, up to a multiple of 8"))
+    add("--shared", type=int, default=0, help="width of a shared expert in every layer; 0 is none")
+    add("--overlap", action="store_true", help=(
+        "the shared expert runs beside the routed path, on a stream of its own"))
+    add("--ep", type=int, default=1, help=(
+        "processes over which the experts are spread (under torchrun)"))
+    add("--fsdp", action="store_true", help=(
+        "shard all that is not a MoE layer over the processes (under torchrun)"))
+    add("--balance", default="bias", choices=BALANCE, help=(
+        "what keeps the experts evenly used; dense is a model without experts, of the same active "
+        "parameters"))
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help=(
+        "of the products; auto is bfloat16 on a GPU and on a CPU with bf16 instructions, else "
+        "float32"))
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
     args = parser.parse_args(argv)
 
     for name in "steps batch context lr layers hidden experts topk ep save_every".split():
