@@ -1251,22 +1251,19 @@ def _activate(y, probs, function, layout="(p f)"):
     return cast(value, y.dtype)
 
 
-def _activate_back(y, g, probs, function, layout="(p f)", output=False):
-    """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, the result of _activate).
-    Without probs the second is None, without `output` the third.
+def _activate_back(y, g, probs, function, layout="(p f)"):
+    """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, the result of _activate). Without
+    probs they count as 1, and the second is None.
     """
     g = upcast(g)
-    g_value = g if probs is None else g * probs
     parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
-    value, *grads = function.back(g_value, *parts)
+    value, *grads = function.back(g if probs is None else g * probs, *parts)
     grads = [grad.to(y.dtype) for grad in grads]
     grad_y = torch.stack(grads, -2 if layout == "(p f)" else -1).flatten(-2)
-    grad_probs = act = None
-    if probs is not None:
-        grad_probs = cast((g * value).sum(-1, keepdim=True), probs.dtype)
-    if output:
-        act = cast(value * probs, y.dtype)
-    return grad_y, grad_probs, act
+    if probs is None:
+        return grad_y, None, cast(value, y.dtype)
+    grad_probs = cast((g * value).sum(-1, keepdim=True), probs.dtype)
+    return grad_y, grad_probs, cast(value * probs, y.dtype)
 
 
 def _to_fp8(y):
@@ -1396,7 +1393,8 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
-        *ctx.activation, fp8_input_store = options
+        function, layout, fp8_input_store = options
+        ctx.activation = function, layout
         read = grouped.where_read(offsets, order.shape[0], fc1, fc2)
         ctx.native = read.native
         token_N, probs_N1 = _token_and_prob(order, probs)
@@ -1431,7 +1429,7 @@ class _ExpertMLP(torch.autograd.Function):
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
             grad_act = grouped.product(grad, fc2, read, token_N)
             grad_hidden, grad_probs_N1, act = _activate_back(
-                hidden, grad_act, probs_N1, *ctx.activation, output=need_fc2)
+                hidden, grad_act, probs_N1, *ctx.activation)
             del grad_act
         else:
             act = _activate(hidden, probs_N1, *ctx.activation)
