@@ -235,19 +235,6 @@ def _mm(a, b, bias=None, out=None):
     return torch.baddbmm(bias[:, None], a, b, out=out)
 
 
-def _loops_in_torch(a, b, rows_each):
-    """Whether torch's grouped product, which loops in C++ on a CPU, takes a and b and is faster
-    than the loop here.
-
-    It is if an expert has at most 64 KiB of rows on average: there the cost of the Python
-    loop shows.
-    """
-    if a.dtype == torch.float64 or a.dtype != torch.float32 and _slow_on_cpu(a.dtype):
-        return False
-    row_bytes = a.itemsize * max(a.shape[-1], b.shape[-1])
-    return rows_each * row_bytes <= 2 ** 16 and _aligned(a, b)
-
-
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
 def _plan_batches(ends):
     """(alone, parts) of the offsets `ends`: every expert with rows is in one of them, once.
@@ -335,22 +322,25 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return on_host, torch.cat((id_E[:-1], row_L))
 
 
-def _pieces(offsets, index):
-    """(alone, parts): what is multiplied expert by expert, [(expert, slice of its rows)]; and in
-    batches, [(slice of the slots of a part, batches)]. A batch is (experts, a slice if they are
-    neighbours; slice of their slots in the part; size). Without an index, which is on a CPU,
-    there are no batches. An expert without rows is nowhere. Then the row [L] of each slot, N for
-    a spare one.
+def _alone(offsets, index):
+    """[(expert, slice of its rows)]: all experts with rows that are in no batch. Without an index,
+    which is on a CPU, there are no batches.
     """
     ends = offsets.tolist()
     starts = 0, *ends
-    alone, plan, row_L = range(len(ends)), [], None
-    if index is not None:
-        alone, plan = _plan_batches(tuple(ends))
-        id_E, row_L = index.long().tensor_split([len(ends)])
+    alone = range(len(ends)) if index is None else _plan_batches(tuple(ends))[0]
+    return [(e, slice(starts[e], ends[e])) for e in alone if ends[e] > starts[e]]
+
+
+def _parts(offsets, index):
+    """(row [L] of each slot, N for a spare one; parts [(slice of its slots, batches)]). A batch is
+    (experts, a slice if they are neighbours; slice of its slots in the part; size).
+    """
+    ends = tuple(offsets.tolist())
+    id_E, row_L = index.long().tensor_split([len(ends)])
     parts = []
     n = stop = 0
-    for part in plan:
+    for part in _plan_batches(ends)[1]:
         batches = []
         start = stop
         for experts, size in part:
@@ -362,36 +352,13 @@ def _pieces(offsets, index):
             stop = start + slots.stop
             batches.append((ids, slots, size))
         parts.append((slice(start, stop), batches))
-    alone = [(e, slice(starts[e], ends[e])) for e in alone if ends[e] > starts[e]]
-    return alone, parts, row_L
+    return row_L, parts
 
 
 def _in_slots(token_N, row_L, N):
     """Which row of x is in each slot: any in a spare one."""
     row_L = row_L.clamp(max=N - 1)
     return row_L if token_N is None else token_N[row_L]
-
-
-def _multiply(x, token_N, weights, bias, offsets, index):
-    """The products of _rows_times_weights, but for unrouted rows. Spare slots write to row N."""
-    N = _count(x, token_N)
-    out = x.new_empty(N if index is None else N + 1, weights.shape[2])
-    alone, parts, row_L = _pieces(offsets, index)
-    for e, rows in alone:
-        bias_e = bias if bias is None else bias[e]
-        _mm(_rows(x, token_N, rows), weights[e], bias_e, out=out[rows])
-    if parts:
-        token_L = _in_slots(token_N, row_L, N)
-    for part, batches in parts:
-        block = x.index_select(0, token_L[part])
-        product = out.new_empty(len(block), out.shape[1])
-        for experts, slots, size in batches:
-            batch, of_batch = [y[slots].unflatten(0, (-1, size)) for y in (block, product)]
-            bias_b = bias if bias is None else bias[experts]
-            _mm(batch, weights[experts], bias_b, out=of_batch)
-        out.index_copy_(0, row_L[part], product)
-        del block, product, batch, of_batch              # before the next part needs memory
-    return out[:N]
 
 
 @op(lambda x, token_N, weights, *_: x.new_empty(_count(x, token_N), weights.shape[2]),
@@ -401,35 +368,30 @@ def _rows_times_weights(
     x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
     index: Tensor | None,
 ) -> Tensor:
-    rows_each = _count(x, token_N) / len(weights)
-    if index is None and bias is None and _loops_in_torch(x, weights, rows_each):
-        out = F.grouped_mm(_rows(x, token_N), weights, offs=offsets)
-    else:
-        out = _multiply(x, token_N, weights, bias, offsets, index)
+    N = _count(x, token_N)
+    out = x.new_empty(N if index is None else N + 1, weights.shape[2])
+    for e, rows in _alone(offsets, index):
+        bias_e = bias if bias is None else bias[e]
+        _mm(_rows(x, token_N, rows), weights[e], bias_e, out=out[rows])
+    if index is not None:
+        _batches_times_weights(out, x, token_N, weights, bias, offsets, index)
     out[offsets[-1]:].zero_()
-    return out
+    return out[:N]
 
 
-def _multiply_rows(a, token_a, b, token_b, offsets, index):
-    """The products of _rows_times_rows. Spare slots hold zeros."""
-    N = _count(a, token_a)
-    out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
-    if 0 in offsets.diff(prepend=offsets.new_zeros(1)):
-        out.zero_()                                      # an expert without rows is nowhere
-    alone, parts, row_L = _pieces(offsets, index)
-    for e, rows in alone:
-        _mm(_rows(a, token_a, rows).t(), _rows(b, token_b, rows), out=out[e])
-    if parts:
-        spare_L1 = (row_L == N)[:, None]
-        sources = (a, _in_slots(token_a, row_L, N)), (b, _in_slots(token_b, row_L, N))
+def _batches_times_weights(out, x, token_N, weights, bias, offsets, index):
+    """Writes their rows of out [N + 1, O]. Spare slots write to row N."""
+    row_L, parts = _parts(offsets, index)
+    token_L = _in_slots(token_N, row_L, len(out) - 1)
     for part, batches in parts:
-        blocks = [x.index_select(0, token_L[part]).masked_fill_(spare_L1[part], 0.0)
-                  for x, token_L in sources]
+        block = x.index_select(0, token_L[part])
+        product = out.new_empty(len(block), out.shape[1])
         for experts, slots, size in batches:
-            batch_a, batch_b = [block[slots].unflatten(0, (-1, size)) for block in blocks]
-            out[experts] = torch.bmm(batch_a.mT, batch_b)
-        del blocks, batch_a, batch_b                     # before the next part needs memory
-    return out
+            batch, of_batch = [y[slots].unflatten(0, (-1, size)) for y in (block, product)]
+            bias_b = bias if bias is None else bias[experts]
+            _mm(batch, weights[experts], bias_b, out=of_batch)
+        out.index_copy_(0, row_L[part], product)
+        del block, product, batch, of_batch              # before the next part needs memory
 
 
 @op(lambda a, token_a, b, token_b, offsets, index:
@@ -440,9 +402,29 @@ def _rows_times_rows(
     a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
     index: Tensor | None,
 ) -> Tensor:
-    if index is None and _loops_in_torch(a, b, _count(a, token_a) / len(offsets)):
-        return F.grouped_mm(_rows(a, token_a).t(), _rows(b, token_b), offs=offsets)
-    return _multiply_rows(a, token_a, b, token_b, offsets, index)
+    out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
+    if 0 in offsets.diff(prepend=offsets.new_zeros(1)):
+        out.zero_()                                      # an expert without rows is nowhere
+    for e, rows in _alone(offsets, index):
+        _mm(_rows(a, token_a, rows).t(), _rows(b, token_b, rows), out=out[e])
+    if index is not None:
+        _batches_times_rows(out, a, token_a, b, token_b, offsets, index)
+    return out
+
+
+def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
+    """Writes their matrices of out [E, I, O]. Spare slots hold zeros."""
+    N = _count(a, token_a)
+    row_L, parts = _parts(offsets, index)
+    spare_L1 = (row_L == N)[:, None]
+    sources = (a, _in_slots(token_a, row_L, N)), (b, _in_slots(token_b, row_L, N))
+    for part, batches in parts:
+        blocks = [x.index_select(0, token_L[part]).masked_fill_(spare_L1[part], 0.0)
+                  for x, token_L in sources]
+        for experts, slots, size in batches:
+            batch_a, batch_b = [block[slots].unflatten(0, (-1, size)) for block in blocks]
+            out[experts] = torch.bmm(batch_a.mT, batch_b)
+        del blocks, batch_a, batch_b                     # before the next part needs memory
 
 
 # This is an op for exact_fp32: a sum is not rounded as products may be.

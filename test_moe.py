@@ -1693,7 +1693,7 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     The card is the CPU; its offsets may not be read but in the copy."""
     copies = []
     read = []
-    pieces = grouped._pieces
+    alone = grouped._alone
     _read_in_batches = grouped._read_in_batches
 
     def in_batches(*args):
@@ -1705,9 +1705,8 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     want = outcome(layer, x)
     on_a_card_without_products(monkeypatch)
     monkeypatch.setattr(grouped, "_read_in_batches", in_batches)
-    monkeypatch.setattr(grouped, "_pieces", lambda offsets, *args: (
-        read.append(offsets.data_ptr()) or pieces(offsets, *args)))
-    monkeypatch.setattr(grouped, "_loops_in_torch", lambda *_: False)
+    monkeypatch.setattr(grouped, "_alone", lambda offsets, *args: (
+        read.append(offsets.data_ptr()) or alone(offsets, *args)))
     monkeypatch.setattr(F, "grouped_mm", None)
     close(outcome(layer, x), want, 1e-5)
     assert read == [copies[0].data_ptr()] * reads and len(copies) == 1
@@ -1736,7 +1735,7 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
 
 
 def test_experts_without_rows_are_not_multiplied(monkeypatch):
-    """Of the loop on a CPU, which a bias makes sure of."""
+    """Of the loop on a CPU."""
     multiplied = []
     product = grouped._mm
 
@@ -1748,50 +1747,6 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
     grouped._rows_times_weights(
         torch.randn(9, 6), None, torch.randn(5, 6, 4), torch.randn(5, 4), offsets, None)
     assert multiplied == [4, 5]
-
-
-@about_the_cpu("torch's loop in C++")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_small_products_loop_in_torch(dtype, monkeypatch):
-    """The loop in C++ and the one in Python give the same bits. An expert has no rows, and some
-    rows belong to no expert."""
-    monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: False)
-    x = torch.randn(9, 16).to(dtype)
-    grad = torch.randn(18, 24).to(dtype)
-    weights = torch.randn(4, 24, 16).to(dtype)
-    plan = plan_permutation(torch.tensor(
-        [[0, 4], [3, 0], [1, 3], [0, 1], [3, 4], [0, 3], [1, 0], [3, 1], [4, 0]]), 4)
-    token_N = plan.order // 2
-    forward = functools.partial(
-        grouped._rows_times_weights, offsets=plan.offsets, index=None)
-    back = functools.partial(grouped._rows_times_rows, offsets=plan.offsets, index=None)
-    results = []
-    called = []
-    product = F.grouped_mm
-    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: (
-        called.append(in_torch) or product(*args, **kwargs)))
-    for in_torch in (True, False):
-        monkeypatch.setattr(grouped, "_loops_in_torch", lambda *_: in_torch)
-        results.append([
-            forward(x, token_N, weights.transpose(1, 2), None),
-            forward(grad, None, weights, None),
-            back(grad, None, x, token_N),
-            back(x, token_N, grad, None),
-            forward(x, token_N, weights[:, :6].transpose(1, 2), None),
-            forward(grad, None, weights, weights[:, 0])])
-        assert not results[-1][0][15:].any() and not results[-1][3][2].any()
-    same(*results)
-    assert set(called) == {True}
-    monkeypatch.undo()
-
-    few = torch.empty(40, 16)
-    many = torch.empty(2 ** 14, 256)
-    for x, tokens, loops in [
-            (few, 40, True), (many, 2 ** 14, False), (few, 2 ** 14, False), (many, 40, True),
-            (few.double(), 40, False), (few[:, :6].contiguous(), 40, False)]:
-        for other in (few.to(x.dtype), few[0].expand(4, 8, 16).contiguous().to(x.dtype)):
-            assert grouped._loops_in_torch(x, other, tokens / 4) == loops, (x.shape, tokens)
-            assert grouped._loops_in_torch(other, x, tokens / 4) == loops, (x.shape, tokens)
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2, 3, 1), (0, 3, 1, 2), (0, 1, 3, 2)])
