@@ -885,10 +885,12 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     """The plan with exactly C = `capacity` rows an expert: row e·C + c is the c-th row of
     expert e.
 
-    Rows without an assignment are fillers: their order is T·K, and gather_rows makes them
-    zeros. Row E·C, beyond the last offset, stands for all unrouted assignments; so the order
-    has E·C + 1 entries. No expert may have more than C rows. This is not checked: checking
-    would sync the device.
+        rows of the plan      a b | c d e | u v         two experts; u and v are unrouted
+        with capacity = 3     a b - | c d e | *
+
+    "-" is a filler: its order is T·K, and gather_rows makes it zeros. "*" is row E·C, beyond the
+    last offset: the inverse of all unrouted assignments. So the order has E·C + 1 entries. No
+    expert may have more than C rows. This is not checked: checking would sync the device.
     """
     E = len(plan.counts)
     N = plan.order.shape[0]

@@ -159,21 +159,31 @@ class _ToSideStream(torch.autograd.Function):
 
     @staticmethod
     @compat.once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx, grad_side, *grads):
+        *grad_weights, grad_main = grads
+        _, _, needs_input, *needs_weights = ctx.needs_input_grad
         # In a graph what needs no gradient gets zeros.
-        _, _, *need = ctx.needs_input_grad
-        grads = [grad if needed else None for grad, needed in zip(grads, (*need, need[0]))]
-        first, *others = filter(torch.is_tensor, grads)
-        # In a graph this view is the last op on the side stream that reads the gradient.
-        with ctx.stream:
-            joined = first.view_as(first)
-        joined = _join_stream(joined, others)
-        grad_input, *grad_weights, grad_main = [
-            joined if grad is first else grad for grad in grads]
-        if grad_input is None:
-            grad_input = grad_main
-        elif grad_main is not None:
-            grad_input = grad_input + grad_main
+        if not needs_input:
+            grad_side = grad_main = None
+        grad_weights = [
+            grad if needed else None for grad, needed in zip(grad_weights, needs_weights)]
+
+        def join(grad, others):
+            # In a graph this view is the last op on the side stream that reads the gradient.
+            with ctx.stream:
+                grad = grad.view_as(grad)
+            return _join_stream(grad, [other for other in others if other is not None])
+
+        if grad_side is not None:
+            grad_side = join(grad_side, others=[*grad_weights, grad_main])
+        else:                                            # the input needs none: by a weight's
+            for i, grad in enumerate(grad_weights):
+                if grad is not None:
+                    grad_weights[i] = join(grad, others=grad_weights[i + 1:])
+                    break
+        grad_input = grad_main if grad_side is None else grad_side
+        if grad_side is not None and grad_main is not None:
+            grad_input = grad_side + grad_main
         # stream, wait, input, *weights
         return None, None, grad_input, *grad_weights
 
