@@ -199,7 +199,7 @@ class MoEConfig:
             "load_balancing_type": "global_aux_loss" in self.losses,
         }
 
-    @property
+    @functools.cached_property
     def always_one(self) -> bool:
         """One expert a token, and its prob is divided by itself: the router gets no gradient."""
         if self.topk > 1 or "sinkhorn" in self.balancing:
@@ -219,8 +219,9 @@ class MoEConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))     # it can be hashed
         check_config(self)
         # Made here, once: a compiled forward could not make a cached_property.
-        for name in ("losses", "routing_options", "activation_function", "made_with"):
-            getattr(self, name)
+        for name, value in vars(MoEConfig).items():
+            if isinstance(value, functools.cached_property):
+                getattr(self, name)
 
 
 # ---- Layer ----
