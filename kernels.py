@@ -458,13 +458,18 @@ def compute_routing_scores_for_aux_loss(
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
 
-@op(lambda scores, factors: scores.new_empty(()))
-def _sum_weighted(scores: Tensor, factors: Tensor) -> Tensor:
-    return (scores.sum(0) * factors).sum()               # an op, see _sum_tokens
+@op(lambda scores, factors, sequence: scores.new_empty(()))
+def _sum_weighted(scores: Tensor, factors: Tensor, sequence: Tensor | None) -> Tensor:
+    if sequence is None:
+        return (scores.sum(0) * factors).sum()           # an op, see _sum_tokens
+    return (scores * factors[sequence]).sum()
 
 
-def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
-    """Σ_e factors[e] · Σ_t scores[t, e], a 0-d tensor.
+def weighted_token_sum(
+    scores: Tensor, factors: Tensor, sequence: Tensor | None = None,
+) -> Tensor:
+    """Σ_e factors[e] · Σ_t scores[t, e], a 0-d tensor. With sequence [T] int64 the factors [n, E]
+    are those of each sequence: Σ_t Σ_e factors[sequence[t], e] · scores[t, e].
 
     scores [T, E] are taken in fp32 at least, factors [E] or 0-d in the same dtype; they get no
     gradient. The backward uses the factors of this forward, even if an activation
@@ -474,8 +479,9 @@ def weighted_token_sum(scores: Tensor, factors: Tensor) -> Tensor:
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
     # The factors are no arguments of Adjoint: a checkpoint would replace them by recomputed ones.
-    add = lambda x: _sum_weighted(x, factors)
-    spread = lambda grad: (grad * factors).expand(shape)
+    add = lambda x: _sum_weighted(x, factors, sequence)
+    spread = lambda grad: (grad * factors if sequence is None else (
+        (grad * factors)[sequence])).expand(shape)
     return Adjoint.apply(scores, (add, spread))
 
 
@@ -491,35 +497,43 @@ def switch_load_balancing_loss_func(
     batch, or the batches of all ranks. T is taken as at least 1. With an even load the
     value is coeff.
 
-    With n [B, E] and T [B] it is the mean of the losses of B sequences; token t belongs to
-    sequence t % B.
-
     >>> even = torch.full((6, 3), 1 / 3)
     >>> switch_load_balancing_loss_func(even, torch.tensor([4, 4, 4]), total_num_tokens=6, topk=2,
     ...                                 num_experts=3, moe_aux_loss_coeff=0.5)
     tensor(0.5000)
     """
-    counts = torch.atleast_2d(tokens_per_expert)
-    check_shapes({"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(counts, "B E"))
+    check_shapes(
+        {"E": num_experts}, probs=(probs, "T E"), tokens_per_expert=(tokens_per_expert, "E"))
     probs = upcast(probs)
-    B, E = counts.shape
-    T = probs.shape[0]
-    sequences = max(B, 1)
-    if T % sequences:
-        _refuse_sequences(B, T)
-    if isinstance(total_num_tokens, Tensor):
-        total_B1 = total_num_tokens.clamp(min=1).view(-1, 1)
-    else:
-        total_B1 = max(total_num_tokens, 1)
-    scale = moe_aux_loss_coeff * E / topk / sequences
-    factors_BE = counts.to(probs.dtype) / total_B1 / total_B1 * scale
-    # Token s·B + b: in the view [S, B·E] column b·E + e is expert e of sequence b.
-    return weighted_token_sum(probs.reshape(T // sequences, B * E), factors_BE.flatten())
+    scale = moe_aux_loss_coeff * num_experts / topk
+    T = total_num_tokens
+    T = T.clamp(min=1) if isinstance(T, Tensor) else max(T, 1)
+    return weighted_token_sum(probs, tokens_per_expert.to(probs.dtype) / T / T * scale)
 
 
-def _refuse_sequences(B, T):
-    raise ValueError(f"tokens_per_expert is for {B} sequences, and probs has {T} tokens; "
-                     f"needs a multiple: token t belongs to sequence t % {B}")
+@op(lambda routing_map, sequence, num_sequences: routing_map.new_empty(
+    num_sequences, routing_map.shape[1] + 1, dtype=torch.int64))
+def sequence_counts(routing_map: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """counts [n, E + 1] int64 of n sequences, for routing_map [T, E] bool and the sequence [T]
+    int64 in [0, n) of each token: the tokens of each expert, and in the last column all tokens.
+    """
+    counts = sequence.new_zeros(num_sequences, routing_map.shape[1] + 1)
+    return counts.index_add_(0, sequence, F.pad(routing_map.long(), (0, 1), value=1))
+
+
+def switch_loss_of_sequences(
+    probs: Tensor, counts: Tensor, sequence: Tensor, topk: int, moe_aux_loss_coeff: float,
+) -> Tensor:
+    """The mean of the switch losses of the sequences that have tokens (arXiv 2412.19437), a 0-d
+    tensor. Each has its own T, the tokens that are no padding, and its own counts: see
+    sequence_counts. probs [T, E] are the scores, which sum to 1 per token.
+    """
+    probs = upcast(probs)
+    counts_nE, length_n = counts[:, :-1], counts[:, -1]
+    T_n1 = (counts_nE.sum(1, keepdim=True).to(probs.dtype) / topk).clamp(min=1)
+    sequences = (length_n > 0).sum().clamp(min=1).to(probs.dtype)
+    scale = moe_aux_loss_coeff * counts_nE.shape[1] / topk / sequences
+    return weighted_token_sum(probs, counts_nE.to(probs.dtype) / T_n1 / T_n1 * scale, sequence)
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:

@@ -489,22 +489,26 @@ class TopKRouter(Router):
         if "aux_loss" in losses:
             probs = self._apply_aux_loss(probs, scores_TE, map_TE)
         if "seq_aux_loss" in losses:
-            probs = self._apply_loss_of_sequences(probs, scores_TE, map_TE, axes, cu_seqlens)
+            sequence_T, num_sequences = self._sequences(axes, cu_seqlens, map_TE.device)
+            probs = self._apply_loss_of_sequences(
+                probs, scores_TE, map_TE, sequence_T, num_sequences=num_sequences)
         if "global_aux_loss" in losses:
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
         return probs
 
-    def _apply_loss_of_sequences(self, probs, scores_TE, map_TE, axes, cu_seqlens):
-        """The loss of each sequence of a pack, or of a batch whose tokens have these axes."""
+    def _sequences(self, axes, cu_seqlens, device):
+        """(the sequence of each token [T], how many there are)."""
+        token_T = torch.arange(math.prod(axes), device=device)
         if cu_seqlens is not None:
-            return self._apply_packed_aux_loss(probs, scores_TE, map_TE, cu_seqlens=cu_seqlens)
-        S, *batch = axes
-        B = math.prod(batch)
-        by_sequence = scores_TE, map_TE
-        if self.config.batch_first and batch:
-            B, S = S, B
-            by_sequence = [rearrange(x, "(b s) e -> (s b) e", b=B, s=S) for x in by_sequence]
-        return self._apply_seq_aux_loss(probs, *by_sequence, seq_length=S, bsz=B)
+            # Sequence 0 has no tokens: it keeps the compiler from taking n = 1 for a case of its
+            # own.
+            return torch.searchsorted(cu_seqlens.long(), token_T, right=True), len(cu_seqlens)
+        first, *second = axes
+        if not second:
+            return torch.zeros_like(token_T), 1
+        if self.config.batch_first:
+            return token_T // max(second[0], 1), first
+        return token_T % max(second[0], 1), second[0]
 
     def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the switch loss attached (arXiv 2101.03961).
@@ -517,39 +521,27 @@ class TopKRouter(Router):
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
-        """probs with the switch loss of each sequence attached: the mean over the B = bsz
-        sequences of S = seq_length tokens on this rank. Each has its own counts and its own
-        valid tokens, over tp_cp. A sequence of padding gives 0.
+        """probs with the switch loss of each sequence attached: the mean over B = bsz sequences
+        of S = seq_length tokens on this rank, where token s·B + b is of sequence b. Each has
+        its own counts and its own valid tokens, over tp_cp. A sequence of padding gives 0.
         """
-        E = self.config.num_experts
-        group = self.pg_collection.tp_cp
-        counts_BE = all_sum(routing_map.view(seq_length, bsz, E).sum(0), group)
-        return self._attach_switch_loss(
-            "seq_aux_loss", probs, scores_for_aux_loss, counts_BE, group)
+        sequence_T = torch.arange(seq_length * bsz, device=probs.device) % max(bsz, 1)
+        return self._apply_loss_of_sequences(
+            probs, scores_for_aux_loss, routing_map, sequence_T=sequence_T, num_sequences=bsz)
 
-    def _apply_packed_aux_loss(self, probs, scores, routing_map, cu_seqlens):
-        """As _apply_seq_aux_loss, for the sequences of a pack: the mean over those that have
-        tokens on any rank of tp_cp.
+    def _apply_loss_of_sequences(self, probs, scores, routing_map, sequence_T, num_sequences):
+        """As _apply_seq_aux_loss, for tokens that are of these sequences: the mean over those that
+        have tokens on any rank of tp_cp.
         """
-        # Differences of running sums: no scatter, so the compiler makes no atomics of it. The
-        # last column counts tokens. Row 0 of the differences is no sequence: it keeps the compiler
-        # from taking n = 1 for a case of its own.
         group = self.pg_collection.tp_cp
-        bounds = cu_seqlens.long()
-        sums = F.pad(routing_map.long(), (0, 1, 1, 0), value=1).cumsum(0)       # [T + 1, E + 1]
-        counts = sums[bounds].diff(dim=0, prepend=sums[:1])                     # [n + 1, E + 1]
+        coeff = self.get_aux_loss_coeff("seq_aux_loss")
+        counts = kernels.sequence_counts(routing_map, sequence_T, num_sequences)
         counts = all_sum(counts, group)
-        sequences = (counts[:, -1] > 0).sum().clamp(min=1)
-        counts_BE = counts[:, :-1]
-        T = scores.shape[0]
-        tokens = torch.arange(T, device=scores.device)
-        sequence_T = torch.searchsorted(bounds, tokens, right=True)             # from 1 on
-        # Each token stands for itself, with the counts of its sequence. The mean over T such
-        # "sequences" times T / sequences is the one over the sequences.
-        return self._attach_switch_loss(
-            "seq_aux_loss", probs, scores, counts_BE[sequence_T], group,
-            valid=counts_BE.sum().to(scores.dtype) / self.config.topk,
-            share=T / sequences.to(scores.dtype))
+        loss = kernels.switch_loss_of_sequences(
+            scores, counts, sequence_T, self.config.topk, moe_aux_loss_coeff=coeff)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES["seq_aux_loss"],
+            reduce_group=group, valid_token_count=counts[:, :-1].sum() / self.config.topk)
 
     def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are those
@@ -565,20 +557,20 @@ class TopKRouter(Router):
         return self._attach_switch_loss(
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
 
-    def _attach_switch_loss(self, kind, probs, scores, counts, group, valid=None, share=1.0):
-        """probs with the switch loss of the counts, [E] or [B, E] of the group, times `share`.
-        `valid` is the count of valid tokens, if the counts do not say it.
+    def _attach_switch_loss(self, kind, probs, scores, counts_E, group, valid=None):
+        """probs with the switch loss of the counts of the group. `valid` is the count of valid
+        tokens, if the counts do not say it.
         """
         config = self.config
         coeff = self.get_aux_loss_coeff(kind)
-        tokens = counts.sum(-1).to(scores.dtype) / config.topk
+        tokens = counts_E.sum().to(scores.dtype) / config.topk
         loss = kernels.switch_load_balancing_loss_func(
-            scores, counts, total_num_tokens=tokens, topk=config.topk,
-            num_experts=config.num_experts, moe_aux_loss_coeff=coeff * share)
+            scores, counts_E, total_num_tokens=tokens, topk=config.topk,
+            num_experts=config.num_experts, moe_aux_loss_coeff=coeff)
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES[kind], reduce_group=group,
             reduce_group_has_dp=kind == "global_aux_loss",
-            valid_token_count=tokens.sum() if valid is None else valid)
+            valid_token_count=tokens if valid is None else valid)
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str,

@@ -795,7 +795,11 @@ def test_balance_losses_at_even_load_and_without_tokens():
     close(even, torch.tensor(0.25), 1e-6)
     for nothing in (0, torch.tensor(0)):
         assert switch_loss(torch.zeros(0, 6), torch.zeros(6), nothing) == 0
-        assert switch_loss(torch.zeros(0, 6), torch.zeros(0, 6), torch.zeros(0)) == 0
+    none = torch.zeros(0).long()
+    for n in (0, 3):
+        counts = kernels.sequence_counts(torch.zeros(0, 6).bool(), none, n)
+        assert counts.shape == (n, 7)
+        assert kernels.switch_loss_of_sequences(torch.zeros(0, 6), counts, none, 2, 0.3) == 0
     assert z_loss_func(torch.zeros(0, 5), 0.3) == 0
     logits = torch.tensor([[1.0, 2.0], [NAN, NAN]], requires_grad=True)
     loss = z_loss_func(logits, 0.3, torch.tensor([False, True]))
@@ -804,15 +808,22 @@ def test_balance_losses_at_even_load_and_without_tokens():
 
 
 def test_balance_switch_loss_of_sequences():
-    """Token t belongs to sequence t % B: the mean of B losses, each with its own counts and T."""
+    """The mean of the losses of those that have tokens, each with its own counts and T."""
     probs = leaf(15, 4)
-    counts_BE = torch.randint(9, (3, 4))
-    total_B = torch.tensor([4, 0, 7])
-    losses = [switch_load_balancing_loss_func(
-        probs[b::3], counts_BE[b], int(total_B[b]), topk=2, num_experts=4, moe_aux_loss_coeff=0.3)
-        for b in range(3)]
+    sequence = torch.tensor([0, 2, 2, 0, 4, 4, 4, 0, 2, 2, 4, 4, 0, 0, 4])
+    map_TE = torch.rand(15, 4) < 0.5
+    map_TE[sequence == 4] = False                            # padding
+    counts = kernels.sequence_counts(map_TE, sequence, 5)
+    losses = []
+    for n in range(5):
+        own = sequence == n
+        same(counts[n], torch.cat([map_TE[own].sum(0), own.sum()[None]]))
+        if own.any():
+            losses.append(switch_load_balancing_loss_func(
+                probs[own], map_TE[own].sum(0), map_TE[own].sum() / 2, topk=2, num_experts=4,
+                moe_aux_loss_coeff=0.3))
     want = sum(losses) / 3
-    got = switch_load_balancing_loss_func(probs, counts_BE, total_B, 2, 4, 0.3)
+    got = kernels.switch_loss_of_sequences(probs, counts, sequence, 2, 0.3)
     close([got, *grads(got, [probs])], [want, *grads(want, [probs])])
 
 
@@ -1023,7 +1034,7 @@ def test_balance_errors():
     routing_map = torch.rand(6, 4) < 0.5
     check_error_table("""
         loss(logits[None], bias, 6, 2, 4, 0.1) => probs has shape [1, 6, 4]
-        loss(logits, logits[:4], bias, 2, 4, 0.1) => for 4 sequences, and probs has 6 tokens
+        loss(logits, logits[:4], 6, 2, 4, 0.1) => tokens_per_expert has shape [4, 4]; needs [E = 4]
         sinkhorn(logits[None]) => cost has shape [1, 6, 4]
         drop(logits, routing_map, 2, 1.0, "random") => drop_policy is 'random'
         drop(logits, routing_map[:5], 2, 1.0) => routing_probs has shape [6, 4]; needs [T = 5
@@ -4805,7 +4816,8 @@ def test_compile_ops_pass_opcheck():
             (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
-            (kernels._sum_weighted, x, torch.rand(8)),
+            (kernels._sum_weighted, x, torch.rand(8), None),
+            (kernels.sequence_counts, torch.rand(18, 4) < 0.5, token % 3, 3),
             (grouped._block_sums, h, offsets, None),
             (router_file._update_once, torch.zeros(4), torch.ones(4), True),
             (router_file._running_sums, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
