@@ -665,7 +665,8 @@ def get_updated_expert_bias(
     """bias + rate · sign(mean(n) - n): up for experts with too few tokens (arXiv 2408.15664).
 
     tokens_per_expert n [.., E], whole numbers of any dtype, is first summed over
-    `tp_dp_cp_group`, in a copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a step of 1e-3 is lost.
+    `tp_dp_cp_group`, in a copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a
+    step of 1e-3 is lost.
 
     >>> counts, bias = torch.tensor([5, 1, 3]), torch.zeros(3)
     >>> get_updated_expert_bias(counts, bias, expert_bias_update_rate=0.5)
