@@ -1430,8 +1430,10 @@ def qwen2_moe(norm: dict) -> Family:
         layouts(QWEN2))
 
 
-def deepseek(router: dict, shared_experts: dict = shared_times()) -> Family:
+def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
     """A model with DeepSeek-V3's names."""
+    if shared_experts is None:
+        shared_experts = shared_times()
     return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

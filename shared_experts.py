@@ -222,7 +222,7 @@ class _FromSideStream(torch.autograd.Function):
     @staticmethod
     @compat.once_differentiable
     def backward(ctx, grad):
-        ctx.saved_tensors                    # unpacked: here a checkpoint recomputes
+        _ = ctx.saved_tensors                # unpacked: here a checkpoint recomputes
         return _fork_stream(grad)
 
 

@@ -1742,8 +1742,8 @@ def experts_over_ranks(rank, ranks, folder):
     dcp.load(parallel.sharded_state_dict(model, optimizer), checkpoint_id="shards")
     same([parameter.detach() for parameter in model.parameters()], want)
     given = copy.deepcopy(model.state_dict())
-    for given in (given, {name: full(tensor) for name, tensor in given.items()}):
-        filled(model, 0).load_state_dict(given)
+    for state in (given, {name: full(tensor) for name, tensor in given.items()}):
+        filled(model, 0).load_state_dict(state)
         same([parameter.detach() for parameter in model.parameters()], want)
 
 
@@ -2614,7 +2614,8 @@ def test_families_example():
 
 
 def test_families_sharded_example(tmp_path):
-    """A checkpoint in several files, with a dense layer: each MoE layer gives its block's output."""
+    """A checkpoint in several files, with a dense layer: each MoE layer gives its block's
+    output."""
     pytest.importorskip("transformers", reason="writes a checkpoint of transformers")
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
@@ -2642,8 +2643,8 @@ def test_live_example(tmp_path, monkeypatch, capsys):
 
 
 def test_live_from_a_package(tmp_path):
-    """The files copied into a package of somebody's, as README says: the name `kernels` is then free
-    for Hugging Face's package."""
+    """The files copied into a package of somebody's, as README says: the name `kernels` is then
+    free for Hugging Face's package."""
     pytest.importorskip("transformers", reason="runs models of transformers")
     package = tmp_path / "package"
     package.mkdir()

@@ -113,6 +113,26 @@ def test_sources_copied_elsewhere(tmp_path):
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
 
+@slow
+def test_sources_installed_as_a_package(tmp_path):
+    """One package, which works from another folder; nothing else is installed beside it."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for file in ("pyproject.toml", "README.md", "LICENSE", *[f.name for f in HERE.glob("*.py")]):
+        shutil.copy(HERE / file, source)
+    done = run("-m", "pip", "install", "-q", "--no-deps", "--target", target, source, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = [file.stem for file in (target / "minimal_moe").glob("*.py")]
+    assert sorted(names) == sorted([*LAYER, "small", "check", "families"])
+    tops = [path.name for path in target.iterdir() if path.suffix != ".dist-info"]
+    assert tops == ["minimal_moe"]
+    done = run("-c", f"import sys; sys.path.insert(0, {str(target)!r})\n"
+               "import torch, minimal_moe.families, minimal_moe.check, minimal_moe.small\n"
+               "from minimal_moe.moe import MoEConfig, MoELayer\n"
+               "print(MoELayer(MoEConfig(8, 4, 4, 2))(torch.ones(3, 8)).shape)", cwd=tmp_path)
+    assert done.stdout.strip() == "torch.Size([3, 8])", done.stderr
+
+
 def imported_modules(file: str) -> set[str]:
     """The first words of all imports, those inside functions too."""
     found = set()
