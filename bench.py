@@ -339,7 +339,7 @@ def loop_over_experts(
     return y_TH.view_as(x)
 
 
-# ---- What else one could use: small.py, the bare products, a dense FFN, Hugging Face's block ----
+# ---- What else one could use, from small.py to Hugging Face's block ----
 
 def bare_products(layer: moe.MoELayer, x: Tensor) -> dict[str, Candidate]:
     """The products that no layer can do without, in two ways: two in a forward, four more in a
@@ -377,6 +377,40 @@ def small_layer(case: Case, layer: moe.MoELayer) -> nn.Module:
     other = small.MoE(case.H, case.F, case.E, case.K).to(DEVICE, case.dtype)
     other.load_state_dict(dict(zip(other.state_dict(), layer.parameters())))
     return other
+
+
+class TwentyLines(nn.Module):
+    """What one writes first: a sort, two of torch's grouped products, an index_add, autograd."""
+
+    def __init__(self, layer: moe.MoELayer):
+        super().__init__()
+        self.topk = layer.config.topk
+        self.router = nn.Parameter(layer.router.weight.detach().clone())
+        self.fc1 = nn.Parameter(layer.experts.fc1.detach().clone())
+        self.fc2 = nn.Parameter(layer.experts.fc2.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TH = x.flatten(0, -2)
+        logits_TE = F.linear(x_TH.float(), self.router.float())
+        chosen_TK, indices_TK = logits_TE.topk(self.topk)
+        probs_N = chosen_TK.softmax(-1).to(x.dtype).flatten()
+        order_N = indices_TK.flatten().argsort(stable=True)
+        token_N = order_N // self.topk
+        expert_E = torch.arange(len(self.router), device=x.device)
+        counts_E = (indices_TK.flatten()[:, None] == expert_E).sum(0)
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        hidden = F.grouped_mm(x_TH[token_N], self.fc1.flatten(1, 2).mT, offs=offsets_E)
+        rows = F.grouped_mm(swiglu(hidden), self.fc2.mT, offs=offsets_E)
+        rows = rows * probs_N[order_N, None]
+        return torch.zeros_like(x_TH).index_add(0, token_N, rows).view_as(x)
+
+
+def twenty_lines(case: Case, layer: moe.MoELayer, x: Tensor, grads: list) -> dict[str, Candidate]:
+    """Compiled only in bf16: F.grouped_mm refuses fp32 in a graph of torch 2.13."""
+    candidates = Candidate(TwentyLines(layer), [x], grads).both("twenty lines")
+    if case.dtype != BF16:
+        del candidates["twenty lines, compiled"]
+    return candidates
 
 
 def dense_ffn(case: Case, x: Tensor, grads: list[Tensor]) -> dict[str, Candidate]:
@@ -430,6 +464,7 @@ def bench_case(report: Report, case: Case) -> None:
     layer, x, grads = layer_and_input(case.config(), case.T)
     candidates = Candidate(layer, [x], grads).both("layer")
     candidates |= Candidate(small_layer(case, layer), [x], grads).both("small.py")
+    candidates |= twenty_lines(case, layer, x, grads)
     if HAS_TRANSFORMERS:
         for how in ("grouped_mm", "eager"):
             block = hugging_face_block(case, layer, how)
@@ -439,7 +474,8 @@ def bench_case(report: Report, case: Case) -> None:
     check(candidates, right, case.dtype)
     candidates |= dense_ffn(case, x, grads) | bare_products(layer, x)
     for what in (FORWARD, BOTH):
-        report.compare(case, what, candidates, ["products", PEER, "small.py, compiled"])
+        report.compare(
+            case, what, candidates, ["products", PEER, "small.py, compiled", "twenty lines"])
 
     N = case.T * case.K
     needed = (case.T * case.H + N * 2 * case.F) * case.dtype.itemsize   # the input, fc1's output
@@ -448,7 +484,7 @@ def bench_case(report: Report, case: Case) -> None:
         ratio = (bytes_kept(candidates[name]) - plan) / needed
         report.figure(case, f"bytes kept / (T·H + N·2F), {name}", value=ratio)
     for name, candidate in candidates.items():
-        if name.startswith(("layer", "small.py", "Hugging Face")):
+        if name.startswith(("layer", "small.py", "twenty lines", "Hugging Face")):
             kept = bytes_kept(candidate) / case.T / 1e3
             report.figure(case, f"kB kept a token, {name}", value=kept)
 
