@@ -893,6 +893,17 @@ def test_docs_score_function(monkeypatch):
 
 
 @about_the_cpu("a card keeps the index of batches too")
+def test_docs_activation():
+    """The gradcheck of the example is one: it fails for a wrong `back`."""
+    code = example("activation")
+    names = {}
+    exec(code, names)
+    x = leaf(3, 64).float()
+    assert names["layer"](x).shape == (3, 64)
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        exec(code.replace("self.scale * g * b,", "self.scale * g * a,"), {})
+
+
 def test_docs_bytes_kept():
     """The formulas of results.md, and forward.md's, are the bytes that eager mode keeps."""
     T, H, F_, E, K, Fs, latent = 40, 24, 12, 10, 3, 20, 8
