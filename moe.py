@@ -31,13 +31,15 @@ Where is it?
     bitwise repeatability       "Permute, index form" in kernels.py
     what a config refuses       check_config
 """
+import copy
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # Some of these are here for those who import them from moe.py.
 if __package__:
@@ -421,6 +423,61 @@ class LatentUp(ParallelModule):
         if self.norm is not None:
             rows = F.rms_norm(rows, self.norm.shape, self.norm, self.config.latent_norm_eps)
         return F.linear(rows, self.weight)
+
+
+# ---- Prune and grow ----
+
+def select_experts(
+    layer: MoELayer, experts: Sequence[int], optimizer: torch.optim.Optimizer | None = None,
+) -> MoELayer:
+    """A layer with these experts of `layer`, in this order. Leave some out to prune; name some
+    twice to grow, as [*range(E), 0].
+
+    The router's rows and expert bias go along, counts start anew, all else is copied. With an
+    optimizer the new parameters take the place of the old ones in it, and their state goes along.
+    ValueError: several ranks, a number that is no expert's, and what the config refuses.
+
+    >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
+    >>> select_experts(layer, [3, 0, 2]).router.weight.shape
+    torch.Size([3, 8])
+    """
+    E = layer.config.num_experts
+    if group_size(layer.pg_collection.ep) > 1 or group_size(layer.pg_collection.tp) > 1:
+        raise ValueError("layer is on several ranks; needs one process, with a checkpoint of it")
+    if not all(0 <= e < E for e in experts):
+        raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
+    config = replace(layer.config, num_experts=len(experts))
+    new = copy.deepcopy(layer)
+    for part in new.modules():
+        if isinstance(part, ParallelModule):
+            part._config = config
+    chosen = torch.tensor(experts, device=layer.router.weight.device)
+
+    def selected(name, old, tensor):
+        own = name.startswith(("router.", "experts.")) and len(old) == E
+        return tensor.detach()[chosen] if own and tensor.shape == old.shape else tensor
+
+    for name, old in [*layer.named_parameters(), *layer.named_buffers()]:
+        path, _, own_name = name.rpartition(".")
+        tensor = selected(name, old, old)
+        if tensor is old:
+            continue
+        if isinstance(old, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        setattr(new.get_submodule(path), own_name, tensor)
+    new.router.counts = RouterCounts(config, group_size(layer.pg_collection.tp_cp))
+    new.router.counts.follow(chosen.device)
+
+    if optimizer is not None:
+        names = {old: name for name, old in layer.named_parameters()}
+        parameters = dict(new.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
+        for old in [p for p in optimizer.state if p in names]:
+            optimizer.state[parameters[names[old]]] = {
+                key: selected(names[old], old, value) if torch.is_tensor(value) else value
+                for key, value in optimizer.state.pop(old).items()}
+    return new
 
 
 # ---- What a config refuses ----

@@ -2653,6 +2653,54 @@ def test_layer_output_init_std_is_that_of_the_output_projections():
         same(scaled, states[0][name] * ratio)
 
 
+def test_layer_prune_and_grow():
+    """Pruned, it is the old layer with an expert that nobody chooses; then it trains on, with its
+    moments. Grown, the second expert is a copy of the first."""
+    config = exact_config(
+        num_experts=5, topk=2, router_bias=True, enable_expert_bias=True, score_function="sigmoid",
+        add_bias_linear=True, shared_expert_gate=True, init_std=0.5)
+    layer = random_layer(config)
+    optimizer = torch.optim.AdamW([*layer.parameters(), torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    x = leaf(9, 6)
+
+    def step(model):
+        model(x).sin().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step(layer)
+    keep = [4, 0, 3, 2]
+    before = {name: (p.detach().clone(), optimizer.state[p]["exp_avg"].clone())
+              for name, p in layer.named_parameters()}
+    with torch.no_grad():
+        layer.router.expert_bias[1] = -10                     # excluded
+        want = layer(x)
+    pruned = moe.select_experts(layer, keep, optimizer)
+    close(pruned(x), want)
+    close(compiled(pruned)(x), want)
+    assert pruned.router.local_tokens_per_expert.shape == (4,) and pruned.config.num_experts == 4
+    assert layer.config.num_experts == 5 and len(layer.experts.fc1) == 5
+    for name, p in pruned.named_parameters():
+        rows = keep if name.startswith(("router.", "experts.")) else slice(None)
+        same([p, optimizer.state[p]["exp_avg"]], [before[name][0][rows], before[name][1][rows]])
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {*map(id, pruned.parameters())} < {*map(id, held)} and len(optimizer.state) == 9
+    step(pruned)
+    finish_step(pruned)
+    assert not torch.equal(pruned.experts.fc1, before["experts.fc1"][0][keep])
+
+    grown = moe.select_experts(layer, [*range(5), 0])
+    same(grown.experts.fc1[5], grown.experts.fc1[0])
+    same(grown.router.weight[:5], layer.router.weight)
+    assert grown(x).isfinite().all()
+    layer.pg_collection = ProcessGroups(ep=TwoRanks())
+    check_error_table("""
+        select(grown, [0, 6]) => experts is [0, 6]; needs numbers of 0 to 5
+        select(grown, [-1, 2]) => experts is [-1, 2]
+        select(grown, [3]) => topk = 2, num_experts = 1
+        select(layer, [0, 1]) => layer is on several ranks; needs one process
+        """, select=moe.select_experts, grown=grown, layer=layer)
+
+
 # ---- Router: balancing, counting ----
 
 def test_router_base_class_is_ready_to_use():

@@ -232,6 +232,7 @@ moe.SharedExpertMLP.pre_forward_comm: input wait_current_stream=True
 moe.MoELayer: config pg_collection
 moe.MoELayer.forward: hidden_states padding_mask topk_indices cu_seqlens
 moe.MoELayer.dispatch: x probs indices plan
+moe.select_experts: layer experts optimizer
 small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax expert_bias
     aux_loss_coeff shared_ffn_hidden_size
 small.MoE.forward: x padding_mask
@@ -850,6 +851,12 @@ def test_docs_model(tmp_path, monkeypatch, capsys):
     assert first.startswith("step 0: loss 5.") and "max violation [" in second
     assert float(evaluation.split()[1]) < float(first.split()[3].strip(","))
     assert names["optimizer"].state_dict()["state"][0]["step"] == 20
+
+    exec(example("prune"), names)
+    assert [len(block.moe.experts.fc1) for block in names["model"].blocks] == [7, 7]
+    torch._dynamo.reset()
+    names["loss_of"](names["ids"]).backward()
+    names["optimizer"].step()
 
 
 def test_docs_small_layer():
