@@ -2692,7 +2692,7 @@ def test_layer_prune_and_grow():
     same(grown.experts.fc1[5], grown.experts.fc1[0])
     same(grown.router.weight[:5], layer.router.weight)
     assert grown(x).isfinite().all()
-    layer.pg_collection = ProcessGroups(ep=TwoRanks())
+    layer.pg_collection = ProcessGroups(ep=TwoRanks(), tp_dp_cp=TwoRanks())
     check_error_table("""
         select(grown, [0, 6]) => experts is [0, 6]; needs numbers of 0 to 5
         select(grown, [-1, 2]) => experts is [-1, 2]
