@@ -447,11 +447,13 @@ def train(args, groups, data, interrupts):
         last = step == args.steps
         if last or step == first or step % math.ceil(args.steps / 25) == 0:
             loss = mean_over_processes(torch.stack(losses).mean(), args) / math.log(2)
-            rate = len(losses) * args.batch * args.context / (time.perf_counter() - start)
+            a_step = (time.perf_counter() - start) / len(losses)
+            rate = args.batch * args.context / a_step
             metrics = {}
             if args.balance != "dense":
                 metrics = load_balancing_metrics(model, reduce=True)
-            log(args, step=step, loss=loss, tokens_per_second=rate, **metrics)
+            left = a_step * (args.steps - step)
+            log(args, step=step, loss=loss, tokens_per_second=rate, seconds_left=left, **metrics)
             losses, start = [], time.perf_counter()
 
         stop = mean_over_processes(len(interrupts), args) > 0                # on any process
@@ -465,7 +467,9 @@ def train(args, groups, data, interrupts):
 
 def log(args, **record):
     """Losses are bits per byte. The screen shows the largest value of a metric of each layer."""
-    print(*(f"{name} {torch.as_tensor(value).max():<8.4g}" for name, value in record.items()))
+    called = {"tokens_per_expert": "largest_load"}
+    print(*(f"{called.get(name, name)} {torch.as_tensor(value).max():<8.4g}"
+            for name, value in record.items()))
     if args.rank == 0:
         with open(args.out / "log.jsonl", "a") as file:
             print(json.dumps(record, default=torch.Tensor.tolist), file=file)
