@@ -113,7 +113,7 @@ class Candidate(NamedTuple):
     """A function or a module. Its step computes the gradients of the inputs and parameters too."""
     function: Callable
     inputs: list[Tensor]
-    grads: list[Tensor] = []                  # of the outputs; none: a step is a forward alone
+    grads: list[Tensor] = []                  # of the outputs; none: a step is only a forward
 
     def parameters(self) -> list[Tensor]:
         if isinstance(self.function, nn.Module):
@@ -776,7 +776,7 @@ def card_layer(report: Report, case: Case) -> None:
     candidates = layers(x[:4096].detach().requires_grad_(), [grads[0][:4096]])
     right = in_fp64(partial(loop_over_experts, case.K), like=candidates[OURS])
     check(candidates, right, case.dtype)
-    torch._dynamo.reset()                                  # graphs for this T alone
+    torch._dynamo.reset()                                  # graphs for only this T
     candidates = layers(x, grads) | dense_ffn(case, x, grads) | bare_products(layer, x)
     for what, factor in ((FORWARD, 6), (BOTH, 18)):
         report.compare(case, what, candidates, ["products", PEER])

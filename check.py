@@ -3,7 +3,7 @@
     python check.py experts my_kernel.py:moe --dtype bf16 --device cuda
     python check.py router my_router.py:route --topk 4 --score_function sigmoid --with_bias
 
-Copy this file beside your kernel: it needs torch alone. The functions:
+Copy this file beside your kernel: it needs only torch. The functions:
 
 experts  f(x [T, H], probs [T, K] fp32, indices [T, K] int64, fc1 [E, 2F, H], fc2 [E, H, F])
          -> y [T, H]. In fc1 the gate rows come first. Index E is unrouted and adds nothing.

@@ -79,7 +79,7 @@ def once_differentiable(backward):
 def _refuse_second_derivative(backward):
     raise RuntimeError(
         f"create_graph is True, and {backward.__qualname__} has no derivative: this project has "
-        f"first derivatives alone. Leave create_graph out")
+        f"only first derivatives. Leave create_graph out")
 
 
 @op(lambda value, grad: torch.empty_like(value))

@@ -375,7 +375,7 @@ def _checked(layer, model_type):
     have = _meaning(vars(inner.config))
     wrong = []
 
-    # An expert without a gate has part 0 alone.
+    # An expert without a gate has only part 0.
     parts = {slot.part for slot in row.layouts[0].values() if slot.parameter == "experts.fc1"}
     gated = parts != {"0"}
     if inner.config.parts != 1 + gated:
@@ -431,7 +431,7 @@ class Place(NamedTuple):
         self.view.copy_(tensor)
 
     def of_this_rank(self) -> "Place":
-        """The same for a tensor that has the experts of this rank alone."""
+        """The same for a tensor that has only the experts of this rank."""
         lengths = {axis: length for axis, (_, length) in self.cut.items() if axis in self.merged}
         return self._replace(merged=self.merged | lengths, cut={})
 
@@ -1225,7 +1225,7 @@ def grouped(
 
 
 def biased(scaling: float, norm: bool = True) -> dict:
-    """Knobs of a router with sigmoid scores, a bias for the choice alone, and a factor."""
+    """Knobs of a router with sigmoid scores, a bias only for the choice, and a factor."""
     return SIGMOID | EXPERT_BIAS | {
         "norm_topk_prob": flag("norm_topk_prob", "moe_renormalize", default=norm),
         "scaling_factor": field(*FACTORS, default=scaling),
@@ -1717,7 +1717,7 @@ INEXPRESSIBLE = dict(columns("""
     dots3_note_vision_encoder  it is an encoder of images, no language model
     vitpose_backbone           it has no router: an expert belongs to a data set
     nllb-moe                   its experts are ReLU with biases; the layer has no ReLU
-    switch_transformers        its experts are ReLU; the layer has ReLU² alone
+    switch_transformers        its experts are ReLU; the layer has only ReLU²
 """, 2))
 
 

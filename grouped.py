@@ -1,7 +1,7 @@
 """The grouped matrix product: row block e times matrix e, forward and backward, on every kind of
 device.
 
-On some cards torch's own product reads the offsets where they are: on an H100 in bf16 alone, delete
+On some cards torch's own product reads the offsets where they are: on an H100 in bf16 only, delete
 this file and call F.grouped_mm. Elsewhere a product is a custom op, which reads a copy of the
 offsets on the host. On a CPU it multiplies one expert after the other. On a card that would be
 bound by its launches, so experts of similar size are one batch.

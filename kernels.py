@@ -1344,8 +1344,8 @@ class _ActivationBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError("activation_back has no derivative: this project has first derivatives "
-                           "alone. Detach its results")
+        raise RuntimeError("activation_back has no derivative: this project has only first "
+                           "derivatives. Detach its results")
 
 
 def activation_back(

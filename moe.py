@@ -100,7 +100,7 @@ class MoEConfig:
     before fc2; "input" is expert(p·x), another function, for topk = 1. load_balancing_type and
     aux_loss_coeff are one type and a float, or tuples of the same length; every balance
     loss needs a positive coefficient. batch_first says which axis is the sequence. It
-    matters to seq_aux_loss alone, which needs True or False for an input with two token axes;
+    matters only to seq_aux_loss, which needs True or False for an input with two token axes;
     elsewhere None is False.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing

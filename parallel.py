@@ -326,7 +326,7 @@ def _sum(group, sequence_parallel, x):
 
 
 def _gather_and_sum(group, sequence_parallel):
-    """The two as functions of x alone. Each is the other's gradient."""
+    """The two as functions of x only. Each is the other's gradient."""
     return partial(_gather, group, sequence_parallel), partial(_sum, group, sequence_parallel)
 
 

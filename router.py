@@ -42,7 +42,7 @@ def _counted(name):
 
 class Router(ParallelModule, ABC):
     """The base of a router: weight [E, H], the logits, the expert bias and what is counted. A
-    subclass turns the logits into a choice. With `forward` and `routing` alone it works in a layer.
+    subclass turns the logits into a choice. With only `forward` and `routing` it works in a layer.
     """
 
     def __init__(self, config: "MoEConfig", pg_collection: ProcessGroups | None = None):
@@ -95,7 +95,7 @@ class Router(ParallelModule, ABC):
         for name, given in (("topk_indices", topk_indices), ("cu_seqlens", cu_seqlens)):
             if given is not None:
                 raise ValueError(f"{name} is given, and {type(self).__name__}.route is that of "
-                                 f"Router, which calls forward(input) alone; override route")
+                                 f"Router, which calls only forward(input); override route")
         probs_TE, map_TE = self(input)
         kept_TE = probs_TE.detach().masked_fill(~map_TE, -math.inf)
         best = kept_TE.topk(self.config.topk, dim=1)
@@ -255,7 +255,7 @@ class TopKRouter(Router):
         the tokens from cu_seqlens[i] to before cu_seqlens[i + 1]. The input is [T, H], or one
         of its two token axes has length 1. Only seq_aux_loss uses it: it is then the mean
         over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
-        own part, for the same n sequences. The values are checked in eager mode on a CPU alone.
+        own part, for the same n sequences. The values are checked only in eager mode on a CPU.
         """
         axes = list(input.shape[:-1])
         if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:

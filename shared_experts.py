@@ -44,7 +44,7 @@ _CACHED_IN = {
 
 
 def overlap_state_check(required_state: SharedExpertState, next_state: SharedExpertState):
-    """Decorator of a step: it runs in `required_state` alone, and leads to `next_state`.
+    """Decorator of a step: it runs only in `required_state`, and leads to `next_state`.
 
     RuntimeError, and nothing changes, if overlap is off, the state is another, or a tensor
     of the step before is missing. An exception inside the step drops all caches.

@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer for one device, in one file. Copy it: it needs torch alone.
+"""A Mixture-of-Experts layer for one device, in one file. Copy it: it needs only torch.
 
     layer = MoE(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2, expert_bias=True)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -132,7 +132,7 @@ def swiglu_back(grad, hidden, prob=1.0):
 
 
 class SwiGLU(torch.autograd.Function):
-    """swiglu that keeps its input alone."""
+    """swiglu that keeps only its input."""
     @staticmethod
     def forward(ctx, hidden):
         ctx.save_for_backward(hidden)
@@ -167,7 +167,7 @@ class Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("create_graph is True; this layer has first derivatives alone")
+            raise RuntimeError("create_graph is True; this layer has only first derivatives")
         x, probs, fc1, fc2, order, inverse, counts, offsets, hidden = ctx.saved_tensors
         order, counts = in_backward(order, grad), in_backward(counts, grad)
         token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]

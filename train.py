@@ -14,7 +14,7 @@ log, processes, Ctrl-C and the command line.
 Letters are those of kernels.py (S context, B batch, H hidden size, E experts, K experts per token,
 F expert FFN size). V is 256 byte values, N the attention heads, D the size of one.
 
-A run is a function of its settings: the batch of a step depends on (seed, step) alone, and no sum
+A run is a function of its settings: the batch of a step depends only on (seed, step), and no sum
 depends on the order of threads. So with the same --steps a resumed run has the losses of an
 uninterrupted one.
 """
