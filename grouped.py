@@ -334,13 +334,17 @@ def _alone(offsets, index):
 
 def _parts(offsets, index):
     """(row [L] of each slot, N for a spare one; parts [(slice of its slots, batches)]). A batch is
-    (experts, a slice if they are neighbours; slice of its slots in the part; size).
+    (experts, a slice if they are neighbours; slice of its slots in the part; size). Without any
+    batch nothing is launched.
     """
     ends = tuple(offsets.tolist())
+    _, plan = _plan_batches(ends)
+    if not plan:
+        return None, []
     id_E, row_L = index.long().tensor_split([len(ends)])
     parts = []
     n = stop = 0
-    for part in _plan_batches(ends)[1]:
+    for part in plan:
         batches = []
         start = stop
         for experts, size in part:
@@ -382,6 +386,8 @@ def _rows_times_weights(
 def _batches_times_weights(out, x, token_N, weights, bias, offsets, index):
     """Writes their rows of out [N + 1, O]. Spare slots write to row N."""
     row_L, parts = _parts(offsets, index)
+    if not parts:
+        return
     token_L = _in_slots(token_N, row_L, len(out) - 1)
     for part, batches in parts:
         block = x.index_select(0, token_L[part])
@@ -416,6 +422,8 @@ def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
     """Writes their matrices of out [E, I, O]. Spare slots hold zeros."""
     N = _count(a, token_a)
     row_L, parts = _parts(offsets, index)
+    if not parts:
+        return
     spare_L1 = (row_L == N)[:, None]
     sources = (a, _in_slots(token_a, row_L, N)), (b, _in_slots(token_b, row_L, N))
     for part, batches in parts:

@@ -1,5 +1,5 @@
-"""Mixture-of-Experts as plain tensor functions: the definition, then in the order a token meets
-them gate, route, balance, permute, activations, experts.
+"""Mixture-of-Experts as plain tensor functions: first the definition; then, in the order a token
+meets them, gate, route, balance, permute, activations, experts.
 
 Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b; with batch_first
           b·S + s), M rows that arrive at a rank, H hidden size, E experts, K experts per
@@ -479,9 +479,14 @@ def weighted_token_sum(
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
     # The factors are no arguments of Adjoint: a checkpoint would replace them by recomputed ones.
-    add = lambda x: _sum_weighted(x, factors, sequence)
-    spread = lambda grad: (grad * factors if sequence is None else (
-        (grad * factors)[sequence])).expand(shape)
+    def add(x):
+        return _sum_weighted(x, factors, sequence)
+
+    def spread(grad):
+        if sequence is None:
+            return (grad * factors).expand(shape)
+        return (grad * factors)[sequence]
+
     return Adjoint.apply(scores, (add, spread))
 
 
@@ -1454,7 +1459,7 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
             grad_fc2 = grouped.weight_grad(grad, act, read, token_a=token_N)
-            del act                                      # its memory is free for what follows
+        del act                                          # its memory is free for what follows
         if need_fc1:
             grad_fc1 = grouped.weight_grad(grad_hidden, tokens, read, token_b=token_N)
         if need_fc1_bias:

@@ -442,7 +442,7 @@ def select_experts(
     torch.Size([3, 8])
     """
     E = layer.config.num_experts
-    if group_size(layer.pg_collection.ep) > 1 or group_size(layer.pg_collection.tp) > 1:
+    if any(group_size(group) > 1 for group in vars(layer.pg_collection).values()):
         raise ValueError("layer is on several ranks; needs one process, with a checkpoint of it")
     if not all(0 <= e < E for e in experts):
         raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
@@ -454,7 +454,7 @@ def select_experts(
     chosen = torch.tensor(experts, device=layer.router.weight.device)
 
     def selected(name, old, tensor):
-        own = name.startswith(("router.", "experts.")) and len(old) == E
+        own = name.startswith(("router.", "experts.")) and old.shape[:1] == (E,)
         return tensor.detach()[chosen] if own and tensor.shape == old.shape else tensor
 
     for name, old in [*layer.named_parameters(), *layer.named_buffers()]:

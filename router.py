@@ -501,12 +501,12 @@ class TopKRouter(Router):
             # Sequence 0 has no tokens: it keeps the compiler from taking n = 1 for a case of its
             # own.
             return torch.searchsorted(cu_seqlens.long(), token_T, right=True), len(cu_seqlens)
-        first, *second = axes
-        if not second:
+        if len(axes) == 1:
             return torch.zeros_like(token_T), 1
+        first, second = axes
         if self.config.batch_first:
-            return token_T // max(second[0], 1), first
-        return token_T % max(second[0], 1), second[0]
+            return token_T // max(second, 1), first
+        return token_T % max(second, 1), second
 
     def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the switch loss attached (arXiv 2101.03961).
@@ -539,7 +539,8 @@ class TopKRouter(Router):
             scores, counts, sequence_T, self.config.topk, moe_aux_loss_coeff=coeff)
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, aux_loss=loss, aux_loss_name=LOSS_NAMES["seq_aux_loss"],
-            reduce_group=group, valid_token_count=counts[:, :-1].sum() / self.config.topk)
+            reduce_group=group,
+            valid_token_count=counts[:, :-1].sum().to(scores.dtype) / self.config.topk)
 
     def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are those
@@ -551,7 +552,7 @@ class TopKRouter(Router):
             self.global_tokens_per_expert, self.ga_steps,
             all_sum(local_E, groups.tp_dp_cp).float())
         mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
-        valid = all_sum(local_E.sum(), groups.tp_cp) / self.config.topk
+        valid = all_sum(local_E.sum(), groups.tp_cp).to(mean_E.dtype) / self.config.topk
         return self._attach_switch_loss(
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
 
@@ -814,7 +815,7 @@ def update_expert_bias(model: nn.Module) -> None:
             bias = kernels.quantile_expert_bias(histogram, router.expert_bias, config.topk)
         else:
             bias = kernels.get_updated_expert_bias(
-                router.local_tokens_per_expert.long(), router.expert_bias,
+                router.local_tokens_per_expert, router.expert_bias,
                 expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
         router.expert_bias.copy_(bias)
         router.counts.zero("local_tokens_per_expert", "bias_histogram")

@@ -25,12 +25,10 @@ import re
 import socket
 import sys
 import time
-import types
 import warnings
 from pathlib import Path
 from typing import Callable
 
-import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -2692,12 +2690,14 @@ def test_layer_prune_and_grow():
     same(grown.router.weight[:5], layer.router.weight)
     assert grown(x).isfinite().all()
     layer.pg_collection = ProcessGroups(ep=TwoRanks(), tp_dp_cp=TwoRanks())
+    copies = copy.copy(layer)
+    copies.pg_collection = ProcessGroups(tp_dp_cp=TwoRanks())
     check_error_table("""
         select(grown, [0, 6]) => experts is [0, 6]; needs numbers of 0 to 5
         select(grown, [-1, 2]) => experts is [-1, 2]
         select(grown, [3]) => topk = 2, num_experts = 1
-        select(layer, [0, 1]) => layer is on several ranks; needs one process
-        """, select=moe.select_experts, grown=grown, layer=layer)
+        select(layer, [0, 1]); select(copies, [0, 1]) => is on several ranks; needs one process
+        """, select=moe.select_experts, grown=grown, layer=layer, copies=copies)
 
 
 # ---- Router: balancing, counting ----
@@ -3228,6 +3228,23 @@ def test_router_balance_losses_see_the_plain_top_k():
     for name in moe.LOSS_NAMES.values():
         assert logged[0][name].isfinite().all()
         same(logged[1][name], logged[0][name])
+
+
+def test_router_token_counts_ignore_the_default_dtype():
+    """By calculate_per_token_loss a loss is multiplied by 301 tokens, which bf16 rounds to 302."""
+    layer = MoELayer(small_config(
+        load_balancing_type=("seq_aux_loss", "global_aux_loss"), aux_loss_coeff=(0.1, 0.2),
+        calculate_per_token_loss=True))
+    x = torch.randn(301, 1, 8)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.router.reset_global_aux_loss_tracker()
+        try:
+            torch.set_default_dtype(dtype)
+            results.append(grads(layer(x).sum(), [layer.router.weight]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    same(*results)
 
 
 def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
