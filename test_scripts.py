@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import doctest
 import functools
+import gzip
 import importlib
 import inspect
 import itertools
@@ -484,8 +485,9 @@ def test_train_help_shows_the_defaults(capsys):
         assert shown in said, said
 
 
-def test_train_baselines(tmp_path, tiny, interrupts):
-    """Each has its own folder. The dense model has no experts."""
+def test_train_baselines(tmp_path, tiny, interrupts, capsys):
+    """Each has its own folder. The dense model has no experts. At the end the results stand beside
+    what everybody's codes make of the same bytes. A resumed run without a step left ends so too."""
     out = tmp_path / "out"
     train.main([*tiny, "--out", str(out), "--baseline", "none", "quantile", "dense"])
     for name in ("", "none", "quantile", "dense"):
@@ -496,6 +498,37 @@ def test_train_baselines(tmp_path, tiny, interrupts):
         assert list(read_log(out / name, "held_out")) == [3, 6], name
     ends = [read_log(out / name, "held_out")[6] for name in ("", "none", "quantile", "dense")]
     assert len(set(ends)) > 2, ends
+    end = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+    held_out = (tmp_path / "data" / "9.txt").read_bytes()
+    starts = torch.linspace(0, len(held_out) - 33, 128).long().tolist()
+    text = b"".join(held_out[i + 1:i + 33] for i in starts)
+    assert end[0].startswith(f"bits per byte of {len(text):,} held-out bytes")
+    assert len(end) == 7
+    want = [8, 8 * len(gzip.compress(text, 9)) / len(text), *ends]
+    assert [line.split()[0] for line in end[1:]] == [f"{bits:.3f}" for bits in want]
+
+    train.main([*tiny, "--out", str(out), "--resume"])
+    end = capsys.readouterr().out.splitlines()
+    assert f"{ends[0]:.3f}  this model, balance bias" in end[-2]
+    assert end[-1].startswith("--baseline dense")
+
+
+def test_train_chooses_a_device(monkeypatch, capsys):
+    """auto is the accelerator. On mps nothing is compiled, and all is fp32."""
+    seen = {}
+    for kind in ("cuda", "mps"):
+        found = torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+        for words in ([], ["--device", "cpu", "--dtype", "bfloat16"], ["--device", kind]):
+            args = train.parse_args(words)
+            seen[kind, *words] = args.device, args.dtype, args.no_compile
+    without = not shutil.which(os.environ.get("CXX", "g++"))
+    assert list(seen.values()) == [
+        ("cuda", "bfloat16", without), ("cpu", "bfloat16", without), ("cuda", "bfloat16", without),
+        ("mps", "float32", True), ("cpu", "bfloat16", without), ("mps", "float32", True)]
+    with pytest.raises(SystemExit, match="2"):
+        train.parse_args(["--device", "cuda"])
+    assert "--device is cuda; this machine has mps and cpu" in capsys.readouterr().err
 
 
 def test_train_balances_each_sequence():

@@ -19,6 +19,7 @@ depends on the order of threads. So with the same --steps a resumed run has the 
 uninterrupted one.
 """
 import argparse
+import gzip
 import json
 import math
 import os
@@ -80,14 +81,15 @@ def parse_args(argv=None):
         "then train these with the same data and steps: the model with another balance, or a "
         "dense one"))
     add("--no-compile", action="store_true", help=(
-        "run without torch.compile, as where CXX or g++ is missing"))
+        "run without torch.compile, as on mps and where CXX or g++ is missing"))
     add("--steps", type=int, default=500, help="steps of the optimizer")
     add("--batch", type=int, default=8, help="sequences a step")
     add("--context", type=int, default=256, help="bytes a sequence")
     add("--lr", type=float, default=1e-2, help=(
         "of the embedding, at the peak of the schedule; make_optimizer says what the matrices get"))
-    add("--optimizer", default="adamw", choices=["adamw", "muon"], help=(
-        "or muon, for the matrices of attention and feed-forward; AdamW for the rest"))
+    add("--optimizer", default="muon", choices=["muon", "adamw"], help=(
+        "muon is for the matrices of attention and feed-forward, with AdamW for the rest; adamw "
+        "is for all, and wants --lr 2e-2"))
     add("--seed", type=int, default=0, help=(
         "of the weights and of the order of the data, not of what is held out"))
     add("--layers", type=int, default=4, help="blocks of attention and feed-forward")
@@ -106,9 +108,12 @@ def parse_args(argv=None):
     add("--balance", default="bias", choices=BALANCE, help=(
         "what keeps the experts evenly used; dense is a model without experts, of the same active "
         "parameters"))
+    add("--device", default="auto", help=(
+        "cpu, or the kind of accelerator that this machine has (cuda, xpu, mps); auto is the "
+        "accelerator if there is one"))
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help=(
         "of the products; auto is bfloat16 on a GPU and on a CPU with bf16 instructions, else "
-        "float32"))
+        "float32, on mps too"))
     add("--save-every", type=int, default=100, help="steps between checkpoints")
     args = parser.parse_args(argv)
 
@@ -126,15 +131,19 @@ def parse_args(argv=None):
              f"{args.ep} that divides --batch = {args.batch}; with --fsdp more than one")
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    args.device = accelerator.type if accelerator else "cpu"
+    devices = [accelerator.type, "cpu"] if accelerator else ["cpu"]
+    if args.device not in ("auto", *devices):
+        fail(f"--device is {args.device}; this machine has {' and '.join(devices)}")
+    if args.device == "auto":
+        args.device = devices[0]
     if args.dtype == "auto":
         # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
-        fast = accelerator or kernels.cpu_multiplies_in(torch.bfloat16)
-        args.dtype = "bfloat16" if fast else "float32"
+        fast = args.device != "cpu" or kernels.cpu_multiplies_in(torch.bfloat16)
+        args.dtype = "bfloat16" if fast and args.device != "mps" else "float32"
     args.ffn = args.ffn or math.ceil(4 * args.hidden / args.topk / 8) * 8
     args.data = Path(args.data or LIBRARY)
     args.out = Path(args.out)
-    args.no_compile |= not shutil.which(os.environ.get("CXX", "g++"))
+    args.no_compile |= not shutil.which(os.environ.get("CXX", "g++")) or args.device == "mps"
     return args
 
 
@@ -416,7 +425,7 @@ def load_checkpoint(model, optimizer, settings, path):
 # ---- Loop ----
 
 def train(args, groups, data, interrupts):
-    """A new model, or that of a checkpoint, up to step args.steps."""
+    """A new model, or that of a checkpoint, up to step args.steps -> held-out bits per byte."""
     torch.manual_seed(args.seed)
     try:
         model = ByteModel(args, groups).to(args.device)
@@ -440,6 +449,7 @@ def train(args, groups, data, interrupts):
         compile_model(model)
     args.out.mkdir(parents=True, exist_ok=True)
 
+    held_out = None
     losses, start = [], time.perf_counter()
     for step in range(first, args.steps + 1):
         block = get_batch(data.train, args, step)
@@ -459,10 +469,27 @@ def train(args, groups, data, interrupts):
         stop = mean_over_processes(len(interrupts), args) > 0                # on any process
         if last or stop or step % args.save_every == 0:
             save_checkpoint(model, optimizer, settings, step)
-            log(args, step=step, held_out=evaluate(model, data.held_out))
+            held_out = evaluate(model, data.held_out)
+            log(args, step=step, held_out=held_out)
         if stop:
             print(f"saved step {step}; the same command with --resume goes on from there")
             sys.exit(130)
+    return held_out or evaluate(model, data.held_out)    # a resumed run may have no step left
+
+
+def compare(results, args, data):
+    """What to think of the results, [(balance, held-out bits per byte)]: what the same bytes take
+    in codes that everybody has."""
+    text = bytes(data.held_out[..., 1:].flatten().tolist())
+    packed = 8 * len(gzip.compress(text, 9)) / len(text)
+    print(f"\nbits per byte of {len(text):,} held-out bytes; less is better")
+    print(f"{8.0:7.3f}  a code of equal length for all bytes")
+    print(f"{packed:7.3f}  gzip -9, of all these bytes in one file")
+    for balance, held_out in results:
+        kind = "a dense model" if balance == "dense" else f"this model, balance {balance}"
+        print(f"{held_out:7.3f}  {kind}: it sees up to {args.context} bytes before a byte")
+    if "dense" not in dict(results):
+        print("--baseline dense trains a dense model beside it, as many parameters for a byte")
 
 
 def log(args, **record):
@@ -565,6 +592,7 @@ def main(argv=None):
     print(f"{args.data}: {len(data.train):,} bytes to train on; {args.device}, {args.dtype}; "
           f"loss and held-out in bits per byte")
     interrupts = catch_interrupts()
+    results = []
     for name in ("", *args.baseline):
         each = argparse.Namespace(**vars(args))
         if name:
@@ -572,7 +600,8 @@ def main(argv=None):
             each.balance = name
             each.resume = args.resume and "last"
         print(f"\nbalance {each.balance}")
-        train(each, groups, data, interrupts)
+        results.append((each.balance, train(each, groups, data, interrupts)))
+    compare(results, args, data)
     if args.world > 1:
         dist.destroy_process_group()
 
