@@ -246,6 +246,17 @@ class Report:
         """All of them; with --quick the first two, tiny."""
         return [case.tiny() for case in cases][:2] if self.quick else list(cases)
 
+    def progress(self, things: list) -> Iterable:
+        """The things, one after the other, with a line that says how long is left."""
+        start = time.perf_counter()
+        for done, thing in enumerate(things):
+            if done:
+                minutes = (time.perf_counter() - start) / 60
+                left = minutes / done * (len(things) - done)
+                print(f"\n{done} of {len(things)} cases in {minutes:.1f} min, "
+                      f"about {left:.1f} left")
+            yield thing
+
     def compare(self, case: Case, what: str, candidates: dict, beside: list[str]) -> None:
         """Times the candidates, and reports them."""
         method = "forward" if what == FORWARD else "step"
@@ -583,9 +594,9 @@ def bench_layer(report: Report) -> None:
         bench_router: ROUTER,
         bench_decode: DECODE,
     }
-    for bench, cases in benches.items():
-        for case in report.cases(cases):
-            bench(report, case)
+    pairs = [(bench, case) for bench, cases in benches.items() for case in report.cases(cases)]
+    for bench, case in report.progress(pairs):
+        bench(report, case)
 
 
 # ---- overlap: the shared expert on its own stream beside the routed path ----
@@ -674,7 +685,7 @@ FAMILIES = {                                  # F in the published proportion to
 
 def bench_families(report: Report) -> None:
     """The routed experts of every family beside their bare products."""
-    for model_type in list(FAMILIES)[::5] if report.quick else FAMILIES:
+    for model_type in report.progress(list(FAMILIES)[::5 if report.quick else 1]):
         sizes = (512, 256, *FAMILIES[model_type])
         case = report.cases([Case(*sizes, FP32)])[0]
         fields = published_fields(case)
@@ -752,11 +763,13 @@ def bench_models(report: Report) -> None:
     """Every model with few and with many tokens."""
     if not HAS_TRANSFORMERS:
         return
+    pairs = []
     for model_type in list(MODELS)[:1] if report.quick else MODELS:
         sizes = (512, *MODELS[model_type])
         cases = [Case(T, *sizes, dtype) for T in (64, 512) for dtype in SHORT]
-        for case in report.cases(cases):
-            bench_model(report, model_type, case)
+        pairs += [(model_type, case) for case in report.cases(cases)]
+    for model_type, case in report.progress(pairs):
+        bench_model(report, model_type, case)
 
 
 # ---- card: the layer on one GPU ----
@@ -877,7 +890,7 @@ def bench_card(report: Report) -> None:
         print("card: transformers is not installed, so its block is left out.")
     print("card: the library's own kernels are left out: their package has the name of kernels.py.")
     report.seconds = min(report.seconds, 2.0)
-    for case in report.cases(CARD):
+    for case in report.progress(report.cases(CARD)):
         card_layer(report, case)
         card_rows(report, case)
         card_overlap(report, case)

@@ -19,7 +19,7 @@ Autocast  Nothing here follows autocast, in the forward or in the backward: a pr
 
 Nothing here has state, a config, or a process group beyond an argument. (But see exact_fp32.)
 `torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
-dynamic graph serves every T. Where a function is an exception, its docstring says so.
+dynamic graph serves every T from 2 on. Where a function is an exception, its docstring says so.
 """
 import functools
 import math

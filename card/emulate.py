@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import types
 from pathlib import Path
 
@@ -324,6 +325,25 @@ def round_conversions(torch):
     interpreter._convert_float = convert_float
 
 
+# ---- Command line ----
+
+class Progress:
+    """A plugin of pytest: after every tenth of the tests, how many are left and how long."""
+
+    def pytest_collection_finish(self, session):
+        self.start, self.count, self.done = time.monotonic(), len(session.items), 0
+        self.terminal = session.config.pluginmanager.getplugin("terminalreporter")
+
+    def pytest_runtest_logfinish(self):
+        self.done += 1
+        if self.done % (self.count // 10 or 1) == 0 and self.terminal:
+            minutes = (time.monotonic() - self.start) / 60
+            left = minutes / self.done * (self.count - self.done)
+            self.terminal.ensure_newline()
+            self.terminal.write_line(
+                f"{self.done} of {self.count} tests in {minutes:.1f} min, about {left:.1f} left")
+
+
 def main():
     parser = argparse.ArgumentParser(usage="emulate.py [--capability 8,0] (-m module | script) ..")
     parser.add_argument("--capability", default="9,0", help="9,0 is an H100, 8,0 an A100")
@@ -336,6 +356,9 @@ def main():
     install()
     sys.path[0] = os.getcwd()
     sys.argv = [options.program, *options.arguments]
+    if options.run is runpy.run_module and options.program == "pytest":
+        import pytest
+        sys.exit(pytest.main(options.arguments, plugins=[Progress()]))
     options.run(options.program, run_name="__main__")
 
 
