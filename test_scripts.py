@@ -888,6 +888,26 @@ def test_docs_features():
     assert names["loss"] == names["model"](names["x"]).square().mean()
 
 
+@pytest.mark.parametrize("way", ["compiled", "plain"])
+def test_docs_ops_in_a_profile(way):
+    """The table of docs/features.md is what a profile shows: names, and how often."""
+    page = (HERE / "docs/features.md").read_text()
+    rows = re.findall(r"\| `(moe_\w+::\w+)` \|.*\| (\d?) *\| (\d?) *\|\n", page)
+    layer = MoELayer(small_config())
+    function = WAYS[way](layer)
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    seen = {}
+    for _ in range(2):                                       # the first step compiles
+        for part, run_part in (
+                ("forward", lambda: function(x)), ("backward", lambda: y.sum().backward())):
+            with torch.profiler.profile() as profile:
+                y = run_part()
+            seen[part] = {event.key: event.count for event in profile.key_averages()
+                          if event.key.startswith(("moe_kernels", "moe_router", "moe_grouped"))}
+    for i, part in enumerate(seen):
+        assert seen[part] == {name: int(counts[i]) for name, *counts in rows if counts[i]}, part
+
+
 def test_docs_model(tmp_path, monkeypatch, capsys):
     """It learns, and goes on from its checkpoint."""
     monkeypatch.chdir(tmp_path)
