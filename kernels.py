@@ -901,6 +901,14 @@ def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
     return gather_rows(probs.reshape(-1, 1), by_assignment)
 
 
+def cut_plan(plan: Plan, num_rows: int) -> Plan:
+    """The plan with its first num_rows rows, among which is all that is routed, and one more for
+    all that is unrouted.
+    """
+    inverse = plan.inverse.clamp(max=num_rows)
+    return plan._replace(order=plan.order[:num_rows + 1], inverse=inverse)
+
+
 def pad_plan(plan: Plan, capacity: int) -> Plan:
     """The plan with exactly C = `capacity` rows an expert: row e·C + c is the c-th row of
     expert e.

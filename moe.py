@@ -326,7 +326,8 @@ class MoELayer(ParallelModule):
         if group_size(group) == 1:
             return Local(x, probs, plan)
         capacity_factor = self.config.capacity_factor if self.config.pad_to_capacity else None
-        return ExpertParallel(x, probs, plan=plan, group=group, capacity_factor=capacity_factor)
+        return ExpertParallel(
+            x, probs, indices, plan.counts, group=group, capacity_factor=capacity_factor)
 
 
 def _multiplied(x_TH, probs_T1):

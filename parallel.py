@@ -194,11 +194,11 @@ class Dispatch(Protocol):
     """
 
     def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
-        """(rows [M, H], probs [M, 1], plan): the arguments of Experts.forward.
+        """(rows [M, H], probs [M, K], plan): the arguments of Experts.forward.
 
-        The plan is kernels.plan_permutation(experts [M, 1], E / ep), where experts holds for
-        each row the number of its expert among those of this rank. A row that is for several
-        experts has K columns in probs and plan instead of one.
+        The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts holds for
+        each row the numbers of its experts among those of this rank, and E / ep for what is
+        unrouted. A dispatcher whose rows have one expert each gives one column.
         """
 
     def send_back(self, output: Tensor):
@@ -247,50 +247,62 @@ def _first_rows(x, rows):
 
 
 class ExpertParallel:
-    """A Dispatch: rows go to the ranks that hold their experts, and back.
+    """A Dispatch: a token goes once to each rank that holds experts of it, and back.
 
-    The ranks first exchange how many rows go where, and read it on the host: the one sync
-    of the dispatch. With capacity_factor and pad_to_capacity every expert gets equally many
-    rows from every rank: no exchange of counts, no sync. M is the number of rows that this
+    So a row is a (token, rank). It has K probs and experts, those of the token, and what is
+    elsewhere is unrouted. The rank sums what its experts return for a row.
+
+    The ranks first exchange how many rows and assignments go where, and read it on the host:
+    the one sync of the dispatch. With capacity_factor and pad_to_capacity every rank gets as
+    many rows as there can be: no exchange of counts, no sync. M is the number of rows that this
     rank receives. Without padding capacity_factor is None.
     """
 
-    def __init__(self, x_TH, probs_TK, plan, group, capacity_factor):
+    def __init__(self, x_TH, probs_TK, indices_TK, counts_E, group, capacity_factor):
         T, K = probs_TK.shape
-        E, ranks = len(plan.counts), group.size()
+        E, ranks = len(counts_E), group.size()
         local = E // ranks                                   # experts of one rank
+        rank_TK, _ = kernels.merge_repeats(indices_TK // local, ranks)
+        plan = kernels.plan_permutation(rank_TK, ranks)
         if capacity_factor is not None:
-            capacity = min(T, kernels.get_capacity(T * K, E, capacity_factor))
-            plan = kernels.pad_plan(plan, capacity)
-            send = receive = [local * capacity] * ranks
-            received = plan.counts                           # the same from every rank: C rows
+            most = local * min(T, kernels.get_capacity(T * K, E, capacity_factor))
+            plan = kernels.pad_plan(plan, min(T, most))
+            send = receive = [min(T, most)] * ranks
+            assignments = ranks * min(T * K, most)
         else:
             # Issued before the rows are gathered, so that it runs beside that.
-            each = [local] * ranks
-            counts_in_flight = exchange(plan.counts, Splits(each, each, group))
+            sent_R2 = torch.stack((plan.counts, counts_E.view(ranks, local).sum(1)), 1)
+            each = [1] * ranks
+            counts_in_flight = exchange(sent_R2, Splits(each, each, group))
             # Add one unrouted row. Then _first_rows always cuts something off, so that the
             # compiler needs only one graph.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
-        probs = kernels.gather_probs(probs_TK, plan)
+        # The experts travel beside the probs, as numbers from 1: 0 is a row without a token. Each
+        # number below 2²⁴ is exact in fp32.
+        numbers_TK = (indices_TK + 1).to(torch.promote_types(probs_TK.dtype, torch.float32))
+        beside = kernels.gather_rows(torch.cat((probs_TK, numbers_TK), 1), plan)
         if capacity_factor is None:
-            received = wait(counts_in_flight)
+            received_R2 = wait(counts_in_flight)
             with compat.reads_on_host():
-                counts = torch.stack((plan.counts, received)).view(2, ranks, -1)
-                send, receive = counts.sum(2).tolist()
-
-        # The local expert of each row that arrives: one block for each expert from every rank.
-        expert_M = torch.arange(local, device=x_TH.device).repeat(ranks)
-        expert_M = expert_M.repeat_interleave(received, output_size=sum(receive))
+                send, receive, assignments = torch.stack((plan.counts, *received_R2.t())).tolist()
+            assignments = sum(assignments)
         self.plan = plan
-        self.local_plan = kernels.plan_permutation(expert_M[:, None], local)
+        self.first, self.local = group.rank() * local, local
+        self.assignments = assignments
+        self.probs_dtype = probs_TK.dtype
         self.splits = Splits(send, receive, group)
-        routed = [_first_rows(x, sum(send)) for x in (rows, probs)]
+        routed = [_first_rows(x, sum(send)) for x in (rows, beside)]
         self.in_flight = [AllToAll(x, self.splits) for x in routed]
 
     def wait_for_rows(self):
-        rows_MH, probs_M1 = [x.wait() for x in self.in_flight]
-        return rows_MH, probs_M1, self.local_plan
+        rows_MH, beside = [x.wait() for x in self.in_flight]
+        probs_MK, numbers_MK = beside.chunk(2, dim=1)
+        local_MK = numbers_MK.long() - 1 - self.first
+        elsewhere_MK = (local_MK < 0) | (local_MK >= self.local)
+        plan = kernels.plan_permutation(
+            local_MK.masked_fill(elsewhere_MK, self.local), self.local)
+        return rows_MH, probs_MK.to(self.probs_dtype), kernels.cut_plan(plan, self.assignments)
 
     def send_back(self, output):
         return AllToAll(output, self.splits.back())

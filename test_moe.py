@@ -3930,6 +3930,42 @@ def test_parallel_compiled_layer_equals_one_process(rank, ranks):
             check_parallel_layer(rank, groups, options, overlap, at_once, "aot_eager")
 
 
+@over_ranks(4)
+def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
+    """What is sent, forward and backward, has the bytes that docs/ranks.md says, and what is kept
+    those of docs/results.md (in fp32; with a spare row)."""
+    T, H, F, E, K = 40, 8, 4, 8, 3
+    sent = []
+    all_to_all = parallel.compat.all_to_all
+
+    def counted(rows, send, receive, group):
+        others = sum(send) - send[group.rank()]
+        sent.append(others * rows[0].numel() * rows.itemsize if len(rows) else 0)
+        return all_to_all(rows, send, receive, group)
+
+    for R in (2, 4):
+        groups = ProcessGroups.from_mesh(mesh_of(dp=ranks // R, ep=R))
+        layer = MoELayer(small_config(topk=K, num_experts=E), groups)
+        x = torch.randn(T, H, requires_grad=True)
+        _, indices = layer.router.route(x)
+        home = (indices // (E // R))[:, None] == torch.arange(R)[:, None]        # [T, R, K]
+        to_R2 = torch.stack((home.any(-1).sum(0), home.sum((0, 2))), 1)
+        received = [torch.empty_like(to_R2) for _ in range(R)]
+        torch.distributed.all_gather(received, to_R2, group=groups.ep)
+        me = groups.ep.rank()
+        M, assignments = sum(other[me] for other in received).tolist()
+        m, n = (all_rows - to_R2[me, 0] for all_rows in (to_R2[:, 0].sum(), M))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parallel.compat, "all_to_all", counted)
+            layer(x).sum().backward()
+        assert sum(sent) == (m + n) * (2 * H * 4 + 8 * K) + 16 * (R - 1)
+        assert len(sent) == 7                                # three of them in the backward
+        sent.clear()
+        kept = saved_bytes(lambda: layer(x), exclude=layer.parameters())
+        assert kept == (4 * T * H + 28 * T * K + 8 + 8 * (assignments + 1) * F
+                        + M * (4 * H + 24 * K) + 4 * (R + E // R))
+
+
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """What the module itself holds: its state dict in one process."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())

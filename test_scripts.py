@@ -1024,6 +1024,24 @@ def test_docs_bytes_kept():
     assert both == rows["autocast"] + 4 * T * H
 
 
+def test_docs_rows_sent():
+    """The table of docs/ranks.md: to how many ranks a token goes."""
+    torch.manual_seed(0)
+    logits = torch.randn(8192, 256)
+    place = torch.arange(1, 257)[torch.randperm(256)]
+    groups = dict(num_groups=8, group_topk=4, score_function="sigmoid")
+    rows = [row for row in (HERE / "docs/ranks.md").read_text().splitlines()
+            if row.startswith(("| random", "| power law"))]
+    for row, x, options in zip(
+            rows, (logits, logits, logits - 2 * place.log()), ({}, groups, {}), strict=True):
+        _, indices = kernels.topk_routing_with_score_function(x, 8, dense_output=True, **options)
+        means = []
+        for R in (2, 4, 8, 16):
+            home = indices // (256 // R)
+            means.append(sum((home == r).any(1).float().mean() for r in range(R)))
+        assert row.endswith("| 8 | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+
+
 def test_docs_pictures():
     """`python bench.py order` draws what is there; the pictures are small."""
     drawn = bench.draw_order(HERE / "docs/overlap.md")
@@ -1673,7 +1691,8 @@ def order_of_a_step(layer) -> str:
     exchange, wait, tolist = parallel.exchange, parallel.wait, Tensor.tolist
 
     def exchanged(rows, *args, **kwargs):
-        kind = "counts" if rows.ndim == 1 else "probs" if rows.shape[1] == 1 else "rows"
+        kinds = {2: "counts", 4: "probs", 16: "rows"}                 # 4: probs and experts, K = 2
+        kind = kinds[rows.shape[1]]
         trace.append(f"ep  {kind} issued")
         return exchange(rows, *args, **kwargs)
 
