@@ -31,12 +31,14 @@ from typing import Callable
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:                                      # copied into a package
@@ -217,9 +219,12 @@ def about(*what):
         raise AssertionError(f"{', '.join(map(str, what))}: {failed}") from failed
 
 
-def leaf(*shape: int) -> Tensor:
-    """Random fp64 values that require a gradient."""
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+def leaf(*shape: int, dtype=torch.float64) -> Tensor:
+    """Random values that require a gradient."""
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+fp32_leaf = functools.partial(leaf, dtype=torch.float32)
 
 
 def error(function, *args, **kwargs) -> str:
@@ -240,12 +245,32 @@ def check_error_table(table: str, **names) -> None:
             assert text.startswith(kind) and phrase in text, f"{call}: {text}"
 
 
-def compiled(function, backend="aot_eager", **kwargs):
+def twin(module, **fields):
+    """A layer or router with the same weights, whose config has other values of these fields."""
+    other = type(module)(dataclasses.replace(module.config, **fields))
+    other.load_state_dict(module.state_dict(), strict=False)
+    return other
+
+
+def compiled(function, backend: str | None = "aot_eager", **kwargs):
+    """One graph; the function itself where the backend is None."""
+    if backend is None:
+        return function
     return torch.compile(function, fullgraph=True, backend=backend, **kwargs)
+
+
+def graphs_made() -> int:
+    """How many the compiler has made in this test."""
+    return counters["stats"]["unique_graphs"]
 
 
 def checkpointed(f, reentrant: bool):
     return lambda *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=reentrant)
+
+
+reentrant = functools.partial(checkpointed, reentrant=True)
+non_reentrant = functools.partial(checkpointed, reentrant=False)
+with_inductor = functools.partial(compiled, backend="inductor")
 
 
 def selective(f):
@@ -274,49 +299,52 @@ def before_another(f):
     return lambda *args: f(*args).clamp(-1e9, 1e9)
 
 
+def in_turn(*wrappers):
+    """The wrappers as one; the first is the innermost."""
+    return lambda f: functools.reduce(lambda inner, wrap: wrap(inner), wrappers, f)
+
+
 # The ways to run a module. WAYS[name](module) gives what module(x) gives.
 WAYS = {
-    "plain": lambda f: f,
-    "reentrant": lambda f: checkpointed(f, True),
-    "non-reentrant": lambda f: checkpointed(f, False),
-    "nested non in non": lambda f: checkpointed(checkpointed(f, False), False),
-    "nested non in re": lambda f: checkpointed(checkpointed(f, False), True),
-    "nested re in non": lambda f: checkpointed(checkpointed(f, True), False),
-    "nested re in re": lambda f: checkpointed(checkpointed(f, True), True),
+    "plain": in_turn(),
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "nested non in non": in_turn(non_reentrant, non_reentrant),
+    "nested non in re": in_turn(non_reentrant, reentrant),
+    "nested re in non": in_turn(reentrant, non_reentrant),
+    "nested re in re": in_turn(reentrant, reentrant),
     "selective": selective,
-    "hooks in non-reentrant": lambda f: checkpointed(before_another(hooked(f)), False),
-    "offload in non-reentrant": lambda f: checkpointed(before_another(offloaded(f)), False),
-    "hooks around non-reentrant": lambda f: hooked(checkpointed(f, False)),
-    "hooks in reentrant": lambda f: checkpointed(before_another(hooked(f)), True),
-    "hooks in nested non in non": lambda f: checkpointed(
-        before_another(checkpointed(before_another(hooked(f)), False)), False),
+    "hooks in non-reentrant": in_turn(hooked, before_another, non_reentrant),
+    "offload in non-reentrant": in_turn(offloaded, before_another, non_reentrant),
+    "hooks around non-reentrant": in_turn(non_reentrant, hooked),
+    "hooks in reentrant": in_turn(hooked, before_another, reentrant),
+    "hooks in nested non in non": in_turn(
+        hooked, before_another, non_reentrant, before_another, non_reentrant),
     "compiled": compiled,
-    "compiled inside reentrant": lambda f: checkpointed(compiled(f), True),
-    "compiled inside non-reentrant": lambda f: checkpointed(compiled(f), False),
-    "compiled around reentrant": lambda f: torch.compile(
-        checkpointed(f, True), backend="aot_eager"),                   # it breaks the graph
-    "compiled around non-reentrant": lambda f: compiled(checkpointed(f, False)),
-    "inductor around non-reentrant": lambda f: compiled(checkpointed(f, False), "inductor"),
-    "inductor inside non-reentrant": lambda f: checkpointed(compiled(f, "inductor"), False),
+    "compiled inside reentrant": in_turn(compiled, reentrant),
+    "compiled inside non-reentrant": in_turn(compiled, non_reentrant),
+    "compiled around reentrant": in_turn(                              # it breaks the graph
+        reentrant, functools.partial(torch.compile, backend="aot_eager")),
+    "compiled around non-reentrant": in_turn(non_reentrant, compiled),
+    "inductor around non-reentrant": in_turn(non_reentrant, with_inductor),
+    "inductor inside non-reentrant": in_turn(with_inductor, non_reentrant),
 }
 EAGER_WAYS = list(WAYS)[:13]
 QUICK_WAYS = [*EAGER_WAYS, "compiled around non-reentrant"]
 
 
+def of_module(module, function):
+    """args -> function(module, *args), for `outcome` and `agree`: with all that the module has."""
+    call = functools.partial(function, module)
+    for name in ("parameters", "buffers", "modules"):
+        setattr(call, name, getattr(module, name))
+    return call
+
+
 def run_as(way: str, module: torch.nn.Module):
     """The module in a way of WAYS, for `outcome` and `agree`: with its parameters and counts."""
     function = WAYS[way](module)
-    if function is module:
-        return module
-
-    class Way(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args):
-            return function(*args)
-    return Way()
+    return of_module(module, lambda module, *args: function(*args))
 
 
 # ---- Configurations ----
@@ -352,7 +380,7 @@ def exact_config(**fields) -> MoEConfig:
     """In fp64, with a shared expert; [S, B, H]."""
     small = dict(
         hidden_size=6, ffn_hidden_size=5, num_experts=4, topk=2, shared_expert_intermediate_size=8,
-        params_dtype=torch.float64, router_dtype=torch.float64, batch_first=False)
+        params_dtype=torch.float64, router_dtype=torch.float64, init_std=0.5, batch_first=False)
     return MoEConfig(**{**small, **fields})
 
 
@@ -447,6 +475,11 @@ def mesh_of(**sizes: int):
         RANK_DEVICE, tuple(sizes.values()), mesh_dim_names=names)
 
 
+def groups_over(**sizes: int) -> ProcessGroups:
+    """The groups of mesh_of."""
+    return ProcessGroups.from_mesh(mesh_of(**sizes))
+
+
 # ---- Oracles ----
 
 def score_loop(x_E: list, kind: str) -> list:
@@ -517,11 +550,15 @@ def merge_loop(probs_TK: Tensor, indices_TK: Tensor, E: int):
     return merged_TK, indices_TK
 
 
+def gelu_loop(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x ** 3)).tanh())
+
+
 def act_loop(h_F: Tensor, c: MoEConfig) -> Tensor:
     if c.activation == "relu2":
         return torch.where(h_F > 0, h_F * h_F, 0.0)
     if c.activation == "gelu":
-        return 0.5 * h_F * (1 + ((2 / math.pi) ** 0.5 * (h_F + 0.044715 * h_F ** 3)).tanh())
+        return gelu_loop(h_F)
     a, b = h_F.chunk(2)
     if c.activation_clamp_value is not None:
         a = a.clamp(max=c.activation_clamp_value)
@@ -533,18 +570,18 @@ def act_loop(h_F: Tensor, c: MoEConfig) -> Tensor:
     elif c.activation == "quick_geglu":
         gate = a / (1 + (-c.glu_alpha * a).exp())
     elif c.activation == "geglu":
-        gate = 0.5 * a * (1 + ((2 / math.pi) ** 0.5 * (a + 0.044715 * a ** 3)).tanh())
+        gate = gelu_loop(a)
     else:
         gate = c.situ_beta * (a / c.situ_beta).tanh() / (1 + (-a).exp())
     return gate * (b + c.glu_linear_offset)
 
 
 def expert_loop(x_H: Tensor, e: int, c: MoEConfig, w: dict) -> Tensor:
-    h_F = (w["experts.fc1"][e] @ x_H).flatten()
-    if not c.add_bias_linear:
-        return w["experts.fc2"][e] @ act_loop(h_F, c)
-    h_F = h_F + w["experts.fc1_bias"][e].flatten()
-    return w["experts.fc2"][e] @ act_loop(h_F, c) + w["experts.fc2_bias"][e]
+    h_PF = w["experts.fc1"][e] @ x_H
+    if c.add_bias_linear:
+        h_PF = h_PF + w["experts.fc1_bias"][e]
+    y_H = w["experts.fc2"][e] @ act_loop(h_PF.flatten(), c)
+    return y_H + w["experts.fc2_bias"][e] if c.add_bias_linear else y_H
 
 
 def moe_loop(x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, c: MoEConfig, w: dict) -> Tensor:
@@ -568,17 +605,22 @@ def moe_loop(x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, c: MoEConfig, w
     return torch.stack(rows) if rows else x_TH * 0
 
 
-def switch_loss_loop(logits_TE: Tensor, c: MoEConfig, coeff: float, valid) -> Tensor:
-    """coeff · E/(K·T²) · Σ_e n_e Σ_t s_te over the valid tokens, with their own plain top K."""
-    counts = [0] * c.num_experts
-    sums = [0] * c.num_experts
+def counts_loop(logits_TE: Tensor, c: MoEConfig, valid) -> list[int]:
+    """How many of the valid tokens have each expert in their plain top K."""
+    chosen = [e for t in valid for e in best(list(logits_TE[t]), c.topk)]
+    return [chosen.count(e) for e in range(c.num_experts)]
+
+
+def switch_loss_loop(logits_TE, c: MoEConfig, coeff: float, valid, counts=None) -> Tensor:
+    """coeff · E/(K·T²) · Σ_e n_e Σ_t s_te over the valid tokens; T is Σ_e n_e / K. The counts n are
+    those of these tokens, or given."""
+    if counts is None:
+        counts = counts_loop(logits_TE, c, valid)
+    loss = logits_TE.new_zeros(())
     for t in valid:
         s = score_loop(list(logits_TE[t]), c.score_function)
-        for e in best(s, c.topk):
-            counts[e] += 1
-        sums = [total + s_e / sum(s) for total, s_e in zip(sums, s)]
-    scale = coeff * c.num_experts / (c.topk * max(len(valid), 1) ** 2)
-    return logits_TE.new_zeros(()) + scale * sum(n * s for n, s in zip(counts, sums))
+        loss = loss + sum(n * s_e for n, s_e in zip(counts, s)) / sum(s)
+    return loss * coeff * c.num_experts / c.topk / max(sum(counts) / c.topk, 1) ** 2
 
 
 def z_loss_loop(logits_TE: Tensor, coeff: float, valid) -> Tensor:
@@ -605,25 +647,25 @@ ACTIVATIONS = [
 
 def random_config(rng: random.Random) -> MoEConfig:
     """A config that can be trained, over everything the layer can do; E = 8, K ≤ 4."""
+    choices = dict(
+        topk=[1, 2, 3, 4],
+        score_function=["softmax", "sigmoid", "sqrtsoftplus"],
+        pre_softmax=[False, True],
+        norm_topk_prob=[None, None, True, False],
+        norm_eps=[1e-20, 1e-2],
+        scaling_factor=[None, 2.5],
+        router_bias=[False, True],
+        enable_expert_bias=[False, True],
+        add_bias_linear=[False, True],
+        apply_probs_on=["activation", "activation", "input"],
+        latent_size=[None, 7],
+        latent_norm=[False, True],
+        latent_norm_eps=[1e-5, 0.1],
+        z_loss_coeff=[None, 0.1],
+        calculate_per_token_loss=[False, False, True])
     while True:
-        options = dict(
-            hidden_size=6, ffn_hidden_size=5, num_experts=8, topk=rng.randint(1, 4), init_std=0.5,
-            params_dtype=torch.float64, router_dtype=torch.float64, batch_first=False,
-            score_function=rng.choice(["softmax", "sigmoid", "sqrtsoftplus"]),
-            pre_softmax=rng.choice([False, True]),
-            norm_topk_prob=rng.choice([None, None, True, False]),
-            norm_eps=rng.choice([1e-20, 1e-2]),
-            scaling_factor=rng.choice([None, 2.5]),
-            router_bias=rng.choice([False, True]),
-            enable_expert_bias=rng.choice([False, True]),
-            add_bias_linear=rng.choice([False, True]),
-            apply_probs_on=rng.choice(["activation", "activation", "input"]),
-            latent_size=rng.choice([None, 7]),
-            latent_norm=rng.choice([False, True]),
-            latent_norm_eps=rng.choice([1e-5, 0.1]),
-            z_loss_coeff=rng.choice([None, 0.1]),
-            calculate_per_token_loss=rng.random() < 0.3,
-            **rng.choice(ACTIVATIONS))
+        options = {name: rng.choice(values) for name, values in choices.items()}
+        options |= rng.choice(ACTIVATIONS)
         if rng.random() < 0.4:
             options |= dict(num_groups=4, group_topk=2, group_score_topk=rng.choice([1, 2]))
         if rng.random() < 0.4:
@@ -640,12 +682,10 @@ def random_config(rng: random.Random) -> MoEConfig:
                          "enable_expert_bias", "pre_softmax"):
                 options.pop(name, None)
             options |= dict(load_balancing_type="sinkhorn")
-        try:
-            config = MoEConfig(**options)
-        except ValueError:
-            continue
-        if not config.always_one:
-            return config
+        with contextlib.suppress(ValueError):
+            config = exact_config(num_experts=8, shared_expert_intermediate_size=None, **options)
+            if not config.always_one:
+                return config
 
 
 def random_layer(config: MoEConfig) -> MoELayer:
@@ -765,11 +805,11 @@ def test_route_errors():
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_balance_losses_match_loops(kind):
-    """With any tokens masked; what a masked token holds changes nothing."""
+    """With any tokens masked, or none there; what a masked token holds changes nothing."""
     c = MoEConfig(4, 4, 6, topk=2, score_function=kind)
     mask = torch.rand(11) < 0.4
-    for padding in (torch.zeros_like(mask), mask, torch.ones_like(mask)):
-        logits = leaf(11, 6)
+    for padding in (torch.zeros_like(mask), mask, torch.ones_like(mask), mask[:0]):
+        logits = leaf(len(padding), 6)
         valid = (~padding).nonzero().flatten()
         want = switch_loss_loop(logits, c, 0.25, valid=valid) + z_loss_loop(logits, 0.3, valid)
         want_grads = grads(want + 0 * logits.sum(), [logits])
@@ -784,20 +824,7 @@ def test_balance_losses_match_loops(kind):
             close([loss, *grads(loss, [logits])], [want, *want_grads])
 
 
-def test_balance_losses_at_even_load_and_without_tokens():
-    """The switch loss is its coefficient where the load is even."""
-    switch_loss = functools.partial(
-        switch_load_balancing_loss_func, topk=2, num_experts=6, moe_aux_loss_coeff=0.25)
-    even = switch_loss(torch.full((12, 6), 1 / 6), torch.full((6,), 4), 12)
-    close(even, torch.tensor(0.25), 1e-6)
-    for nothing in (0, torch.tensor(0)):
-        assert switch_loss(torch.zeros(0, 6), torch.zeros(6), nothing) == 0
-    none = torch.zeros(0).long()
-    for n in (0, 3):
-        counts = kernels.sequence_counts(torch.zeros(0, 6).bool(), none, n)
-        assert counts.shape == (n, 7)
-        assert kernels.switch_loss_of_sequences(torch.zeros(0, 6), counts, none, 2, 0.3) == 0
-    assert z_loss_func(torch.zeros(0, 5), 0.3) == 0
+def test_balance_z_loss_of_nan_in_padding():
     logits = torch.tensor([[1.0, 2.0], [NAN, NAN]], requires_grad=True)
     loss = z_loss_func(logits, 0.3, torch.tensor([False, True]))
     same(loss, z_loss_func(logits[:1], 0.3))
@@ -822,6 +849,10 @@ def test_balance_switch_loss_of_sequences():
     want = sum(losses) / 3
     got = kernels.switch_loss_of_sequences(probs, counts, sequence, 2, 0.3)
     close([got, *grads(got, [probs])], [want, *grads(want, [probs])])
+    for n in (0, 3):                                         # sequences without tokens
+        counts = kernels.sequence_counts(map_TE[:0], sequence[:0], n)
+        assert counts.shape == (n, 5)
+        assert kernels.switch_loss_of_sequences(probs[:0], counts, sequence[:0], 2, 0.3) == 0
 
 
 def sinkhorn_loop(cost: Tensor, tol: float, rounds: int = 256):
@@ -1061,7 +1092,6 @@ expert 1: tokens [1]
 expert 2: tokens [0, 2]
 expert 3: tokens []
 unrouted: tokens [2]""")
-    assert plan.counts.tolist() == [2, 1, 2, 0] and plan.offsets.tolist() == [2, 3, 5, 5]
     assert [x.dtype for x in plan] == [torch.int64] * 3 + [torch.int32]
     same(plan.order[plan.inverse.flatten()], torch.arange(6))
 
@@ -1091,6 +1121,17 @@ def rows_loop(places: list, tokens: Tensor, probs: Tensor):
     return rows, row_probs, torch.tensor([t for e, t in places], dtype=torch.int64)
 
 
+def there_and_back(tokens, routing_map, probs, n: int | None, **options) -> tuple[Tensor, ...]:
+    """The three values of permute, and unpermute's tokens."""
+    rows, row_probs, index = permute(tokens, routing_map, probs, num_out_tokens=n, **options)
+    back = unpermute(rows, index, tokens.shape, probs, routing_map, **options)
+    return rows, row_probs, index, back
+
+
+def flat_there_and_back(*args, **options) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in there_and_back(*args, **options)])
+
+
 def added_loop(places: list, tokens: Tensor, probs: Tensor) -> Tensor:
     """[T, H]: every row times its prob, added to its token."""
     total = torch.zeros_like(tokens, dtype=torch.float64)
@@ -1109,15 +1150,12 @@ def test_permute_index_form_equals_map_form(T, E, K):
     plan = plan_permutation(indices, E)
     probs_TE, routing_map = kernels.routing_to_map(probs, indices, E)
     n = int(plan.offsets[-1])
-    rows, row_probs, index = permute(tokens, routing_map, probs_TE, num_out_tokens=T * K)
+    rows, row_probs, index, back = there_and_back(tokens, routing_map, probs_TE, T * K)
     same(gather_rows(tokens, plan), rows)
     same((plan.order // K)[:n], index[:n])
     same(kernels.gather_probs(probs, plan), row_probs[:, None])
     same(plan.counts, routing_map.sum(0))
-    places = [(e, t) for t in range(T) for e in indices[t].tolist() if e < E]
-    want = added_loop(places, tokens, probs_TE)
-    close(combine_rows(rows, plan, probs), want, 1e-6)
-    close(unpermute(rows, index, tokens.shape, probs_TE, routing_map), want, 1e-6)
+    close(combine_rows(rows, plan, probs), back, 1e-6)
 
 
 @pytest.mark.parametrize("T, E", [(0, 3), (1, 4), (7, 4), (20, 3)])
@@ -1139,34 +1177,24 @@ def test_permute_matches_loop(T, E, density):
             places += [(e, t) for t in (in_order + [T] * C)[:C]]
         cases.append((E * C, True, places))
     for n, pad, places in cases:
-        rows, row_probs, index = permute(
-            tokens, routing_map, probs, num_out_tokens=n, drop_and_pad=pad)
-        same((rows, row_probs, index), rows_loop(places, tokens, probs))
-        got = unpermute(rows, index, tokens.shape, probs, routing_map, drop_and_pad=pad)
-        close(got, added_loop(places, tokens, probs), 1e-6)
-        got = unpermute(rows, index, tokens.shape)
-        close(got, added_loop(places, tokens, torch.ones(T, E)), 1e-6)
+        *got, back = there_and_back(tokens, routing_map, probs, n, drop_and_pad=pad)
+        same(tuple(got), rows_loop(places, tokens, probs))
+        close(back, added_loop(places, tokens, probs), 1e-6)
+        back = unpermute(got[0], got[2], tokens.shape)
+        close(back, added_loop(places, tokens, torch.ones(T, E)), 1e-6)
 
 
 @pytest.mark.parametrize("drop_and_pad", [False, True])
 def test_permute_gradients(drop_and_pad):
     """By gradcheck, and zeros for the rows that are ignored."""
     routing_map = torch.rand(6, 4) < 0.5
-    tokens = leaf(6, 3)
     probs = leaf(6, 4)
     n = 4 * 7 if drop_and_pad else int(routing_map.sum()) + 3
-    back = functools.partial(
-        unpermute, restore_shape=(6, 3), probs=probs, routing_map=routing_map,
-        drop_and_pad=drop_and_pad)
-
-    def there_and_back(tokens, probs):
-        rows, row_probs, index = permute(
-            tokens, routing_map, probs, num_out_tokens=n, drop_and_pad=drop_and_pad)
-        return back(rows * row_probs[:, None], index, probs=probs)
-
-    assert torch.autograd.gradcheck(there_and_back, (tokens, probs))
+    options = dict(drop_and_pad=drop_and_pad)
+    assert torch.autograd.gradcheck(lambda tokens, probs: flat_there_and_back(
+        tokens, routing_map, probs, n, **options), (leaf(6, 3), probs))
     rows = torch.full((n, 3), NAN, dtype=torch.float64, requires_grad=True)
-    out = back(rows, torch.full((n,), 6))
+    out = unpermute(rows, torch.full((n,), 6), (6, 3), probs, routing_map, **options)
     for zeros in (out, *grads(out, [rows, probs])):
         assert (zeros == 0).all()
 
@@ -1178,14 +1206,12 @@ def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backe
     kernels._compiled.cache_clear()
     routing_map = torch.rand(6, 4) < 0.5
 
-    def there_and_back(tokens, probs, fused):
-        options = dict(fused=fused, drop_and_pad=drop_and_pad)
-        rows, row_probs, index = permute(tokens, routing_map, probs, num_out_tokens=16, **options)
-        out = unpermute(rows, index, tokens.shape, probs, routing_map, **options)
-        return torch.cat([out.flatten(), rows.flatten(), row_probs, index])
-    inputs = torch.randn(6, 3, requires_grad=True), torch.rand(6, 4, requires_grad=True)
-    close(outcome(there_and_back, (*inputs, True)), outcome(there_and_back, (*inputs, False)), 1e-5)
-    assert counters["stats"]["unique_graphs"] == 2
+    inputs = fp32_leaf(6, 3), fp32_leaf(6, 4)
+    fused, plain = [outcome(lambda tokens, probs: flat_there_and_back(
+        tokens, routing_map, probs, 16, fused=fused, drop_and_pad=drop_and_pad), inputs)
+        for fused in (True, False)]
+    close(fused, plain, 1e-5)
+    assert graphs_made() == 2
     kernels._compiled.cache_clear()
 
 
@@ -1208,7 +1234,7 @@ def test_permute_rows_that_go_nowhere_reach_nothing():
     nans[n:] = NAN
     for p in (None, probs):
         same(combine_rows(rows + nans, plan, p), combine_rows(rows, plan, p))
-    tokens = torch.randn(3, 4, requires_grad=True)
+    tokens = fp32_leaf(3, 4)
     grad_tokens = grads(gather_rows(tokens, plan), [tokens], 1 + nans)[0]
     same(grad_tokens, torch.tensor([[1.0], [0.0], [2.0]]).expand(3, 4))
     inputs = [(rows + nans).requires_grad_(), probs.requires_grad_()]
@@ -1277,7 +1303,7 @@ def test_permute_errors():
 def test_permute_index_times_width_is_int64():
     """torchtitan #2430: beyond 2^31 elements an int32 product of an index and a row's width
     overflows."""
-    x = torch.randn(6, 8, requires_grad=True)
+    x = fp32_leaf(6, 8)
     indices = torch.rand(6, 4).argsort(1)[:, :2]             # of three experts: 3 is nowhere
     routing_map = torch.rand(6, 4) < 0.5
     probs = torch.rand(6, 4)
@@ -1295,8 +1321,7 @@ def test_permute_index_times_width_is_int64():
         plan = kernels.pad_plan(plan_permutation(indices, 3), 6)
         combine_rows(gather_rows(x, plan), plan, probs[:, :2]).sum().backward()
         for pad in (False, True):
-            rows, _, order = permute(x, routing_map, probs, num_out_tokens=12, drop_and_pad=pad)
-            unpermute(rows, order, x.shape, probs=probs, routing_map=routing_map, drop_and_pad=pad)
+            there_and_back(x, routing_map, probs, 12, drop_and_pad=pad)
         sort_chunks_by_idxs(x, torch.tensor([2, 1, 3]).int(), torch.tensor([1, 2, 0]))
     assert len(seen) >= 6
     assert set().union(*seen.values()) <= {torch.int64, torch.bool, torch.float32}, seen
@@ -1317,9 +1342,7 @@ def test_permute_integer_routing_maps(dtype):
         assert padded.dtype == routing_map.dtype
         results = [permute(x, routing_map)[0], router.local_tokens_per_expert, padded.bool()]
         for pad in (False, True):
-            rows, _, order = permute(x, routing_map, probs, num_out_tokens=12, drop_and_pad=pad)
-            results += [rows, order, unpermute(
-                rows, order, x.shape, probs=probs, routing_map=routing_map, drop_and_pad=pad)]
+            results += there_and_back(x, routing_map, probs, 12, drop_and_pad=pad)
             for policy in ("probs", "position"):
                 results += apply_router_token_dropping(
                     probs, routing_map, 2, capacity_factor=0.7, drop_policy=policy,
@@ -1357,14 +1380,11 @@ def test_activation_matches_autograd(fields, weighted):
             same(list(by_hand) if weighted else [by_hand], got_grads)
 
 
-def test_activation_swiglu_names_gate_first():
-    gate = 3.0
-    up = 2.0
-    want = up * gate / (1 + math.exp(-gate))
-    close(swiglu(torch.tensor([[gate, up]])), torch.tensor([[want]]), 1e-6)
+def test_activation_swiglu_names():
     g = torch.randn(6, 4)
     y = torch.randn(6, 8)
     w = torch.rand(6, 1, dtype=torch.float64)
+    same(swiglu(y), activation(y))
     same(weighted_swiglu(y, w), activation(y, weights=w))
     same(swiglu_back(g, y), activation_back(g, y))
     same(weighted_swiglu_back(g, y, w), activation_back(g, y, weights=w))
@@ -1399,9 +1419,9 @@ def test_activation_gradient_passes_at_the_bound_of_the_clamp():
 @pytest.mark.parametrize("kind", list(kernels.ACTIVATIONS))
 def test_activation_back_compiles_where_its_input_requires_grad(kind):
     """torch's backward functions have no derivative of their own."""
-    g, y = torch.randn(3, 4), torch.randn(3, 8, requires_grad=True)
+    g, y = torch.randn(3, 4), fp32_leaf(3, 8)
     if kernels.ACTIVATIONS[kind].parts == 1:
-        y = torch.randn(3, 4, requires_grad=True)
+        y = fp32_leaf(3, 4)
     w = torch.rand(3, 1, requires_grad=True)
     for weights in (None, w):
         want = activation_back(g, y, kind, weights)
@@ -1495,34 +1515,9 @@ def test_activation_errors():
 
 # ---- Grouped product and experts ----
 
-@pytest.mark.parametrize("dtype, tol", [
-    (torch.float32, 1e-5), (torch.float64, 1e-9), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
-def test_experts_grouped_mm_matches_loop(dtype, tol):
-    """Rows past the last offset, an expert without rows, an expanded gradient. Autocast changes
-    nothing."""
-    rows = torch.randn(11, 8, dtype=dtype)
-    weights = torch.randn(4, 8, 16, dtype=dtype)
-    offsets = torch.tensor([3, 3, 8, 9], dtype=torch.int32)
-    want = [torch.zeros(shape).double() for shape in [(11, 16), (11, 8), (4, 8, 16)]]
-    for e, block in enumerate([range(0, 3), range(3, 3), range(3, 8), range(8, 9)]):
-        for i in block:
-            want[0][i] = rows[i].double() @ weights[e].double()
-            want[1][i] = weights[e].double().sum(1)
-            want[2][e] += rows[i].double()[:, None]
-    rows[9:] = NAN                                          # pytorch #193633: garbage past the end
-    rows.requires_grad_()
-    weights.requires_grad_()
-    with torch.autocast(DEVICE, torch.bfloat16):
-        out = grouped_mm(rows, weights, offsets)
-    got = [out, *grads(out.sum(), [rows, weights])]          # the gradient has stride 0
-    assert [x.dtype for x in got] == [dtype] * 3
-    close(got, want, tol)
-    assert (out[9:] == 0).all() and (got[1][9:] == 0).all() and (got[2][1] == 0).all()
-
-
 def test_experts_backward_ignores_autocast():
     layer = MoELayer(MoEConfig(6, 5, 4, topk=2, init_std=0.5, add_bias_linear=True))
-    x = torch.randn(9, 6).requires_grad_()
+    x = fp32_leaf(9, 6)
     leaves = [x, *layer.parameters()]
     want = grads(layer(x), leaves)
     y = layer(x)
@@ -1545,6 +1540,53 @@ def with_native_products(monkeypatch) -> None:
         grouped, "where_read", lambda offsets, *_: grouped.Read(offsets, native=True))
 
 
+def on_a_card_without_products(monkeypatch) -> None:
+    """From now on the CPU is a card on which torch's grouped product reads no offsets. Experts of
+    similar size are multiplied as one batch."""
+    monkeypatch.setattr(grouped, "where_read", lambda offsets, num_rows, *_: grouped.Read(
+        *grouped._read_in_batches(offsets, num_rows)))
+
+
+# Who multiplies, and what makes it so.
+PRODUCTS = {
+    "this device": lambda monkeypatch: None,
+    "batches": on_a_card_without_products,
+    "native": with_native_products,
+}
+
+
+@pytest.mark.parametrize("who, dtype, tol", [
+    ("this device", torch.float64, 1e-9),
+    *itertools.chain(*[[
+        (who, torch.float32, 1e-5), (who, torch.bfloat16, 5e-2), (who, torch.float16, 1e-2)]
+        for who in ("this device", "batches")]),
+    pytest.param("native", torch.float32, 1e-5, marks=about_the_cpu("it stands in for a card"))])
+def test_experts_grouped_mm_matches_loop(monkeypatch, who, dtype, tol):
+    """NaN in the rows past the last offset, which spare slots of a batch read; an expert without
+    rows; an expanded gradient. Autocast changes nothing."""
+    sizes = [3, 4, 0, *[3, 4] * 8]
+    offsets = torch.tensor(sizes).cumsum(0).int()
+    alone, parts = grouped._plan_batches(tuple(offsets.tolist()))
+    assert [alone, len(sum(parts, []))] == [[], 2]           # some slots are spare
+    rows = torch.randn(70, 8, dtype=dtype)
+    weights = leaf(19, 8, 16, dtype=dtype)
+    want = [torch.zeros(shape).double() for shape in [(70, 16), (70, 8), (19, 8, 16)]]
+    expert_of = [e for e in range(19) for _ in range(sizes[e])]
+    for i, e in enumerate(expert_of):
+        want[0][i] = rows[i].double() @ weights[e].double()
+        want[1][i] = weights[e].double().sum(1)
+        want[2][e] += rows[i].double()[:, None]
+    rows[63:] = NAN                                         # pytorch #193633: garbage past the end
+    rows.requires_grad_()
+    PRODUCTS[who](monkeypatch)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = grouped_mm(rows, weights, offsets)
+    got = [out, *grads(out.sum(), [rows, weights])]          # the gradient has stride 0
+    assert [x.dtype for x in got] == [dtype] * 3
+    close(got, want, tol)
+    assert not out[63:].any() and not got[1][63:].any() and not got[2][2].any()
+
+
 @about_the_cpu("it stands in for a card")
 @pytest.mark.parametrize("options", [
     dict(),
@@ -1553,21 +1595,11 @@ def with_native_products(monkeypatch) -> None:
     dict(add_bias_linear=True, activation_fp8_input_store=True)])
 def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
     """The branch that runs torch's own grouped product, on the CPU, where it runs eagerly."""
-    layer = random_layer(MoEConfig(16, 8, 5, **{"topk": 3, "init_std": 0.5, **options}))
-    x = torch.randn(20, 16, requires_grad=True)
-    mask = torch.arange(20) % 4 == 0                                  # rows past the last offset
-    upstream = torch.randn(20, 16)
-    inputs = [x, *layer.parameters()]
-    want = layer(x, mask)
-    want_grads = grads(want, inputs, upstream)
+    layer = random_layer(small_config(init_std=0.5, **options))
+    args = fp32_leaf(20, 8), torch.arange(20) % 4 == 0                # rows past the last offset
+    want = outcome(layer, args)
     with_native_products(monkeypatch)
-    got = layer(x, mask)
-    close([got, *grads(got, inputs, upstream)], [want, *want_grads], 1e-5)
-    rows = torch.randn(20, 16, requires_grad=True)
-    offsets = torch.tensor([3, 9, 14], dtype=torch.int32)
-    out = grouped_mm(rows, torch.randn(3, 16, 8), offsets)
-    same(out[14:], torch.zeros(6, 8))
-    same(grads(out, [rows])[0][14:], torch.zeros(6, 16))
+    close(outcome(layer, args), want, 1e-5)
 
 
 @about_the_cpu("it stands in for a card")
@@ -1577,7 +1609,7 @@ def test_experts_formulas_for_cuda_keep_as_little(monkeypatch, no_cpp_compiler):
     T, H, F_, K = 256, 64, 32, 4
     layer = MoELayer(MoEConfig(H, F_, 8, topk=K, params_dtype=torch.bfloat16))
     function = compiled(layer, "inductor")
-    x = torch.randn(T, H).bfloat16().requires_grad_()
+    x = leaf(T, H, dtype=torch.bfloat16)
     kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
     assert kept <= bytes_to_keep(T, H, F_, K, E=8), kept
 
@@ -1592,7 +1624,7 @@ def test_experts_flops_are_counted(options):
     from torch.utils.flop_counter import FlopCounterMode
     T, H, F_, E, K = 10, 16, 8, 4, 2
     layer = MoELayer(MoEConfig(H, F_, E, topk=K, **options))
-    x = torch.randn(T, H, requires_grad=True)
+    x = fp32_leaf(T, H)
     with FlopCounterMode(display=False) as forward:
         y = layer(x)
     with FlopCounterMode(display=False) as backward:
@@ -1642,12 +1674,6 @@ def test_experts_errors():
         mlp(kind=relu2, alpha=1.0) => kind is ReLU2(), with its constants; found alpha
         """, mlp=mlp, x=x, plan=plan, ends=plan.offsets, zeros=torch.zeros,
         relu2=kernels.make_activation("relu2"))
-
-
-def on_a_card_without_products(monkeypatch) -> None:
-    """From now on the CPU is a card on which torch's grouped product reads no offsets."""
-    monkeypatch.setattr(grouped, "where_read", lambda offsets, num_rows, *_: grouped.Read(
-        *grouped._read_in_batches(offsets, num_rows)))
 
 
 class OnCuda(torch.Tensor):
@@ -1709,7 +1735,7 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
         copies.append(offsets)
         return offsets, index
     layer = MoELayer(small_config(init_std=0.5, **options))
-    x = torch.randn(20, 8, requires_grad=True)
+    x = fp32_leaf(20, 8)
     want = outcome(layer, x)
     on_a_card_without_products(monkeypatch)
     monkeypatch.setattr(grouped, "_read_in_batches", in_batches)
@@ -1719,7 +1745,7 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
     close(outcome(layer, x), want, 1e-5)
     assert read == [copies[0].data_ptr()] * reads and len(copies) == 1
     offsets = torch.tensor([3, 9, 20], dtype=torch.int32)
-    grads(grouped_mm(x, torch.randn(3, 8, 4, requires_grad=True), offsets), [x])
+    grads(grouped_mm(x, fp32_leaf(3, 8, 4), offsets), [x])
     assert len(copies) == 2
 
 
@@ -1771,46 +1797,6 @@ def test_experts_weights_may_lie_in_any_order(order):
           tuple(leaf(*shape) for shape in shapes))
 
 
-def test_experts_index_named_twice_or_nowhere():
-    """expert_mlp takes indices as they are, biases included; a layer merges repeats before. What is
-    nowhere adds nothing and gives its prob no gradient."""
-    indices = torch.tensor([[0, 0], [2, 1], [1, 3], [3, 0]])         # of three experts
-    shapes = (4, 6), (4, 2), (3, 2, 5, 6), (3, 6, 5), (3, 2, 5), (3, 6)
-
-    def at_once(x, probs, *weights):
-        return expert_mlp(x, probs, plan_permutation(indices, 3), *weights)
-
-    def one_by_one(x, probs, *weights):
-        y = torch.zeros_like(x)
-        for t, k in (indices < 3).nonzero():
-            plan = plan_permutation(indices[t, k].view(1, 1), 3)
-            row = expert_mlp(x[t][None], probs[t, k].view(1, 1), plan, *weights)
-            y = y.index_add(0, t[None], row)
-        return y
-    inputs = tuple(leaf(*shape) for shape in shapes)
-    agree(at_once, one_by_one, inputs)
-    maps = []
-    with Watch(lambda name, args, out: maps.append(name == "scatter_columns")):
-        at_once(*inputs)
-    assert sum(maps) == 1                                # probs [T, E] · fc2_bias
-
-
-# Off the CPU and the native cards, experts of similar size are multiplied as one batch. Here the
-# CPU is such a card.
-
-def experts_loop(x_TH, probs_TK, indices_TK, fc1, fc2, fc1_bias):
-    """Oracle of expert_mlp in fp64: one token and one choice at a time, SwiGLU."""
-    y_TH = []
-    for x, p_K, e_K in zip(x_TH, probs_TK, indices_TK.tolist()):
-        y = torch.zeros_like(x)
-        for p, e in zip(p_K, e_K):
-            if e < len(fc1):
-                a, b = [fc1[e, i] @ x + fc1_bias[e, i] for i in range(2)]
-                y = y + p * (fc2[e] @ (a * a.sigmoid() * b))
-        y_TH.append(y + 0 * x)
-    return torch.stack(y_TH) if y_TH else x_TH * 1
-
-
 def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
     """indices [T, K] of different loads. An expert may come twice for a token; E is nowhere."""
     power = (1 / torch.arange(1.0, E + 1)).cumsum(0)
@@ -1826,51 +1812,37 @@ def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("T, E, K", [(40, 30, 3), (60, 16, 2), (7, 20, 2), (9, 1, 1), (0, 3, 2)])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_experts_batches_match_loop(monkeypatch, T, E, K, backend):
-    """Output and every gradient, for each load."""
-    on_a_card_without_products(monkeypatch)
+@pytest.mark.parametrize("who, backend", [
+    ("this device", None), ("batches", "eager"), ("batches", "aot_eager")])
+def test_experts_match_loop(monkeypatch, T, E, K, who, backend):
+    """expert_mlp for each load: output and every gradient. It takes indices as they are; a layer
+    merges repeats before. What is nowhere adds nothing and gives its prob no gradient."""
+    PRODUCTS[who](monkeypatch)
+    c = exact_config(num_experts=E, topk=K, add_bias_linear=True)
+    names = "experts.fc1", "experts.fc2", "experts.fc1_bias", "experts.fc2_bias"
+    shapes = (T, 6), (T, K), (E, 2, 5, 6), (E, 6, 5), (E, 2, 5), (E, 6)
 
     def ours(x, probs, indices, *weights):
         return expert_mlp(x, probs, plan_permutation(indices, E), *weights)
     # Dynamo refuses zero rows of an emulated card.
-    function = compiled(ours, backend) if T else ours
+    function = compiled(ours, backend if T else None)
     for load, indices in loads(T, E, K).items():
-        leaves = leaf(T, 6), leaf(T, K), leaf(E, 2, 5, 6), leaf(E, 6, 5), leaf(E, 2, 5)
+        leaves = [leaf(*shape) for shape in shapes]
         fc2 = leaves[3].mT.contiguous().mT.detach()
         with about(load):
-            for x, probs, *weights in [leaves, (*leaves[:3], fc2, leaves[4])]:
+            for x, probs, *weights in [leaves, (*leaves[:3], fc2, *leaves[4:])]:
                 inputs = [t for t in (x, probs, *weights) if t.requires_grad]
                 out = function(x, probs, indices, *weights)
-                want = experts_loop(x, probs, indices, *weights)
+                want = 0 * x + moe_loop(x, probs, indices, c=c, w=dict(zip(names, weights)))
                 upstream = torch.randn(T, 6).double()
                 want_grads = torch.autograd.grad(
                     want, inputs, upstream, allow_unused=True, materialize_grads=True)
                 close([out, *grads(out, inputs, upstream)], [want, *want_grads])
                 same(function(x, probs, indices, *weights), out)
-
-
-@pytest.mark.parametrize("dtype, tol", [
-    (torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
-def test_experts_batches_of_any_dtype_leave_unrouted_rows_alone(monkeypatch, dtype, tol):
-    """grouped_mm: NaN in the rows past the last offset, which spare slots read."""
-    offsets = torch.tensor([3, 4, 0, *[3, 4] * 8]).cumsum(0).int()      # some slots are spare
-    alone, parts = grouped._plan_batches(tuple(offsets.tolist()))
-    assert [alone, len(sum(parts, []))] == [[], 2]
-    rows = torch.randn(70, 8).to(dtype)
-    weights = torch.randn(19, 8, 16).to(dtype).requires_grad_()
-    rows[63:] = NAN
-    rows.requires_grad_()
-    results = []
-    for on_card in (False, True):
-        if on_card:
-            on_a_card_without_products(monkeypatch)
-        out = grouped_mm(rows, weights, offsets)
-        results.append([out, *grads(out, [rows, weights])])
-    close(*results, tol)
-    assert [x.dtype for x in results[1]] == [dtype] * 3
-    assert not results[1][0][63:].any() and not results[1][1][63:].any()
-    assert not results[1][2][2].any()
+    maps = []
+    with Watch(lambda name, args, out: maps.append(name == "scatter_columns")):
+        ours(x, probs, indices, *weights)
+    assert sum(maps) == 1                                # probs [T, E] · fc2_bias
 
 
 def test_experts_batches_hold_each_expert_and_row_once():
@@ -1918,7 +1890,7 @@ def test_experts_batches_keep_few_bytes(monkeypatch):
     T, H, F_, E, K = 64, 48, 40, 32, 4
     plan = plan_permutation(random_indices(T, E, K), E)
     x, probs = torch.randn(T, H), torch.rand(T, K)
-    fc1, fc2 = torch.randn(E, 2, F_, H, requires_grad=True), torch.randn(E, H, F_)
+    fc1, fc2 = fp32_leaf(E, 2, F_, H), torch.randn(E, H, F_)
     kept = saved_bytes(lambda: expert_mlp(x * 1, probs, plan, fc1, fc2), exclude=[
         fc1, fc2, probs, plan.order, plan.inverse, plan.offsets])
     N = T * K
@@ -2003,12 +1975,12 @@ def test_config_takes_an_activation():
     config is made."""
     named = dict(activation="quick_geglu", glu_alpha=1.3, glu_linear_offset=1.0)
     made = kernels.make_activation("quick_geglu", alpha=1.3, linear_offset=1.0)
-    layers = [MoELayer(exact_config(**options)) for options in (named, dict(activation=made))]
-    layers[1].load_state_dict(layers[0].state_dict())
+    layer = MoELayer(exact_config(activation=made))
+    same_layer = twin(layer, **named)
     x = leaf(5, 2, 6)
-    agree(*layers, x, tol=0)
-    agree(compiled(layers[1]), layers[0], x)
-    assert hash(layers[1].config) == hash(copy.deepcopy(layers[1].config))
+    agree(layer, same_layer, x, tol=0)
+    agree(compiled(layer), same_layer, x)
+    assert hash(layer.config) == hash(copy.deepcopy(layer.config))
 
     class NoDataclass(kernels.Activation):
         def value(self, a, b):
@@ -2047,15 +2019,13 @@ def test_router_round_robin(T, E, K):
     those of the logits; given indices win; one graph."""
     router = TopKRouter(small_config(
         num_experts=E, topk=K, score_function="sigmoid", force_load_balancing="round_robin"))
-    x = torch.randn(T, 8, requires_grad=True)
+    x = fp32_leaf(T, 8)
     probs, indices = router.route(x)
     want = torch.tensor(
         [[(t * K + k) % E for k in range(K)] for t in range(T)], dtype=torch.int64).view(T, K)
     same(indices, want)
     scores = router.gating(x).sigmoid().gather(1, want)
     close(probs, scores / scores.sum(1, keepdim=True), 1e-6)
-    counts = indices.flatten().bincount(minlength=E)
-    assert counts.max() - counts.min() <= 1
     same(router.route(x, None, want.flip(0))[1], want.flip(0))
     same(compiled(router.route)(x)[1], want)
     assert 'needs True, False or "round_robin"' in error(small_config, force_load_balancing="even")
@@ -2067,7 +2037,7 @@ def test_router_counts_what_is_dropped():
         MoELayer(small_config(capacity_factor=0.5)), MoELayer(small_config()))
     metrics = load_balancing_metrics(model)
     assert metrics["dropped"].isnan().all()
-    x = torch.randn(5, 4, 8, requires_grad=True)
+    x = fp32_leaf(5, 4, 8)
     mask = torch.rand(5, 4) < 0.3
     for function in (model[0], compiled(model[0])):
         function(x, mask).sum().backward()
@@ -2237,7 +2207,7 @@ def test_config_may_have_another_topk_in_eval():
 
 def test_layer_computes_the_definition():
     """kernels.moe_loop, for every token; on shapes that all differ."""
-    layer = MoELayer(exact_config(topk=3, init_std=0.5, shared_expert_intermediate_size=None))
+    layer = MoELayer(exact_config(topk=3, shared_expert_intermediate_size=None))
     x = leaf(7, 6)
     weights = layer.router.weight, layer.experts.fc1, layer.experts.fc2
     agree(lambda x, *w: layer(x), lambda x, *w: kernels.moe_loop(x, *w, topk=3), (x, *weights))
@@ -2314,35 +2284,19 @@ class RouterLoop:
         loss = logits_TE.sum() * 0
         if config.z_loss_coeff:
             loss = loss + z_loss_loop(logits_TE, config.z_loss_coeff, valid)
-        for kind, coeff in config.balancing.items():
-            if kind == "aux_loss":
-                loss = loss + switch_loss_loop(logits_TE, config, coeff, valid=valid)
+        for kind, coeff in config.losses.items():
+            parts, means = [valid], None
             if kind == "seq_aux_loss":
-                for sequence in sequences:
-                    own = [t for t in valid if t in sequence]
-                    own_loss = switch_loss_loop(logits_TE, config, coeff, valid=own)
-                    loss = loss + own_loss / len(sequences)
-            if kind == "global_aux_loss":
-                loss = loss + self.global_loss(logits_TE, coeff, valid)
-        if config.calculate_per_token_loss:
-            return loss * len(valid)
-        return loss
-
-    def global_loss(self, logits_TE, coeff, valid):
-        """coeff · E/(K·T²) · Σ_e n_e Σ_t s_te, with the mean n and T of the forwards so far."""
-        E = self.config.num_experts
-        K = self.config.topk
-        loss = logits_TE.new_zeros(())
-        self.steps += 1
-        for t in valid:
-            for e in best(list(logits_TE[t]), K):
-                self.sums[e] += 1
-        total = sum(self.sums) / self.steps / K
-        for t in valid:
-            s = score_loop(list(logits_TE[t]), self.config.score_function)
-            mean = sum(n * x for n, x in zip(self.sums, s)) / self.steps
-            loss = loss + mean / sum(s)
-        return loss * coeff * E / K / max(total, 1) ** 2
+                parts = [[t for t in valid if t in sequence] for sequence in sequences]
+            if kind == "global_aux_loss":                    # the counts of the forwards so far
+                new = counts_loop(logits_TE, config, valid)
+                self.sums = [n + more for n, more in zip(self.sums, new)]
+                self.steps += 1
+                means = [n / self.steps for n in self.sums]
+            for part in parts:
+                own = switch_loss_loop(logits_TE, config, coeff, valid=part, counts=means)
+                loss = loss + own / len(parts)
+        return loss * len(valid) if config.calculate_per_token_loss else loss
 
 
 def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> None:
@@ -2431,10 +2385,8 @@ def test_layer_without_tokens_or_with_padding_alone(name, way):
     options = CONFIGS.get(name, dict(**LOSSES, batch_first=True))
     layer = MoELayer(small_config(**{
         **options, "capacity_factor": 1.0, "input_jitter_eps": 0.1, "shared_expert_gate": False}))
-    nothing = torch.zeros(0, 3, 8, requires_grad=True)
-    x = torch.randn(3, 2, 8, requires_grad=True)
     mask = torch.ones(3, 2, dtype=torch.bool)
-    for args in [(x, mask), (nothing,)]:
+    for args in [(fp32_leaf(3, 2, 8), mask), (fp32_leaf(0, 3, 8),)]:
         y = WAYS[way](layer)(*args)
         assert y.shape == args[0].shape
         for zeros in (y, *grads(y, [args[0], *layer.parameters()])):
@@ -2496,7 +2448,7 @@ def test_layer_router_stays_fp32(way):
         layer = MoELayer(small_config(params_dtype=dtype, init_std=0.3))
         layer.router.to(weight_dtype)
         function = WAYS[way](layer)
-        x = torch.randn(50, 8).to(dtype).requires_grad_()
+        x = leaf(50, 8, dtype=dtype)
         want = layer(x)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.float32):
             logits = layer.router.gating(x)
@@ -2527,7 +2479,7 @@ def test_layer_aux_loss_reaches_the_router(backend):
         y = function(x)
         set_aux_loss_scale(scale)
         close(grads(y, weights, torch.zeros_like(y)), [want * scale], 1e-6)
-    assert counters["stats"]["unique_graphs"] == (backend is not None)
+    assert graphs_made() == (backend is not None)
     layer.eval()
     y = layer(x)
     assert (grads(y, weights, torch.zeros_like(y))[0] == 0).all()
@@ -2568,9 +2520,7 @@ def test_layer_dtype_casts_keep_the_expert_bias():
         layer = cast(layer)
         same(layer.router.expert_bias, want)
     assert layer.router.weight.dtype == torch.bfloat16
-    other = MoELayer(layer.config).bfloat16()
-    other.load_state_dict(layer.state_dict())
-    same(other.router.expert_bias, want)
+    same(twin(layer).bfloat16().router.expert_bias, want)
 
 
 def test_layer_errors():
@@ -2592,22 +2542,16 @@ def test_layer_errors():
 
 def test_layer_batch_first_is_the_transposed_layer():
     """[B, S, H] in and out, masks and indices too; each loss has its gradient, in one graph too."""
-    class Transposed(torch.nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, *args):
-            return self.layer(*[t.transpose(0, 1) for t in args]).transpose(0, 1)
-    layer = MoELayer(exact_config(init_std=0.5, **LOSSES))
-    mine = MoELayer(dataclasses.replace(layer.config, batch_first=True))
-    mine.load_state_dict(layer.state_dict())
+    def transposed(layer, *args):
+        return layer(*[t.transpose(0, 1) for t in args]).transpose(0, 1)
+    layer = MoELayer(exact_config(**LOSSES))
+    mine = twin(layer, batch_first=True)
     x = leaf(7, 3, 6)
     mask = torch.rand(7, 3) < 0.3
     indices = torch.rand(7, 3, 4).argsort(-1)[..., :2]
     for args in ((x,), (x, mask), (x, mask, indices)):
-        agree(Transposed(mine), layer, args)
-    agree(compiled(Transposed(mine)), layer, args)
+        agree(of_module(mine, transposed), layer, args)
+    agree(of_module(mine, compiled(transposed)), layer, args)
     # Taken the other way round, the sequences' loss is another one.
     layer(x.transpose(0, 1)), mine(x.transpose(0, 1))
     right, wrong = [load_balancing_metrics(m)["seq_load_balancing_loss"] for m in (mine, layer)]
@@ -2621,8 +2565,6 @@ def test_layer_seq_loss_asks_which_axis_is_the_sequence():
     too, and nothing changes. A pack, and [T, H], say it themselves. Without the loss None is
     False."""
     layer = MoELayer(exact_config(**LOSSES, batch_first=None))
-    right = MoELayer(exact_config(**LOSSES))
-    right.load_state_dict(layer.state_dict())
     x = leaf(7, 3, 6)
     for call in (layer, layer.eval(), layer.router.route, layer.router,
                  lambda x: layer.router.routing(layer.router.gating(x))):
@@ -2630,11 +2572,11 @@ def test_layer_seq_loss_asks_which_axis_is_the_sequence():
         assert "needs batch_first=True for [B, S, 6] or batch_first=False for [S, B, 6]" in text
     layer.train()
     assert not any(tensor.nan_to_num().any() for tensor in counts_of(layer))
+    right = twin(layer, batch_first=False)
     agree(layer, right, (leaf(1, 21, 6), None, None, torch.tensor([0, 9, 21])))
     agree(layer, right, leaf(21, 6))
-    plain = [MoELayer(exact_config(batch_first=first)) for first in (None, False)]
-    plain[1].load_state_dict(plain[0].state_dict())
-    agree(*plain, x, tol=0)
+    plain = MoELayer(exact_config(batch_first=None))
+    agree(plain, twin(plain, batch_first=False), x, tol=0)
     assert "batch_first = 1: needs True or False, or None" in error(small_config, batch_first=1)
 
 
@@ -2655,7 +2597,7 @@ def test_layer_prune_and_grow():
     moments. Grown, the second expert is a copy of the first."""
     config = exact_config(
         num_experts=5, topk=2, router_bias=True, enable_expert_bias=True, score_function="sigmoid",
-        add_bias_linear=True, shared_expert_gate=True, init_std=0.5)
+        add_bias_linear=True, shared_expert_gate=True)
     layer = random_layer(config)
     optimizer = torch.optim.AdamW([*layer.parameters(), torch.nn.Parameter(torch.ones(2))], lr=0.1)
     x = leaf(9, 6)
@@ -2757,7 +2699,7 @@ class Thresholded(moe.Router):
 def test_router_of_two_methods_in_a_layer():
     """A layer takes it, in one graph too; fewer than K experts, and padding. What route cannot
     take is refused by name."""
-    layer = MoELayer(exact_config(num_experts=6, topk=3, init_std=0.5))
+    layer = MoELayer(exact_config(num_experts=6, topk=3))
     layer.router = Thresholded(layer.config)
     x = leaf(5, 3, 6)
     mask = torch.rand(5, 3) < 0.3
@@ -2822,30 +2764,24 @@ def test_router_forward_and_route_are_one_choice():
 def test_router_packed_sequences_are_a_batch():
     """Megatron-LM #5696: a pack of equal sequences has the losses and gradients of their batch.
     Nothing but seq_aux_loss sees the bounds."""
-    layer = MoELayer(exact_config(init_std=0.5, batch_first=True, **LOSSES))
+    layer = MoELayer(exact_config(batch_first=True, **LOSSES))
     x = leaf(3, 7, 6)
     mask = torch.rand(3, 7) < 0.3
     mask[1] = True                                           # counts as a sequence, at loss 0
     bounds = torch.tensor([0, 7, 14, 14, 21, 21])
 
-    class Packed(torch.nn.Module):
-        def __init__(self, *axes):
-            super().__init__()
-            self.layer = layer
-            self.axes = axes
-
-        def forward(self, x, mask):
-            y = self.layer(x.view(*self.axes, 6), mask.view(self.axes), cu_seqlens=bounds)
-            return y.view(x.shape)
     for axes in ((21,), (21, 1), (1, 21)):
-        agree(Packed(*axes), layer, (x, mask))
+        def packed(layer, x, mask):
+            y = layer(x.view(*axes, 6), mask.view(axes), cu_seqlens=bounds)
+            return y.view(x.shape)
+        agree(of_module(layer, packed), layer, (x, mask))
     x = x.detach().view(1, 21, 6)
     packed, one = [grads(layer(x, cu_seqlens=b), [layer.router.weight]) for b in (bounds, None)]
     assert (packed[0] - one[0]).abs().max() > 1e-4
 
     layer = MoELayer(small_config(**dict(
         LOSSES, load_balancing_type=LOSS_TYPES[::2], aux_loss_coeff=(0.1, 0.3)), **QUANTILE))
-    x = torch.randn(21, 8, requires_grad=True)
+    x = fp32_leaf(21, 8)
     same(outcome(layer, (x, None, None, bounds)), outcome(layer, x))
     same(layer.eval()(x, cu_seqlens=bounds), layer(x))
 
@@ -2854,7 +2790,7 @@ def test_router_packed_sequences_are_a_batch():
 def test_router_packed_sequences_in_a_graph_or_checkpoint(way):
     """Another number of sequences is no recompile."""
     layer = MoELayer(exact_config(
-        load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2, init_std=0.5))
+        load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2))
     function = run_as(way, layer)
     x = leaf(1, 19, 6)
     mask = torch.rand(1, 19) < 0.3
@@ -2862,7 +2798,7 @@ def test_router_packed_sequences_in_a_graph_or_checkpoint(way):
         args = x, mask, None, torch.tensor(pack, dtype=torch.int32)
         agree(function, layer, args, args, tol=1e-8)
     if way == "compiled around non-reentrant":
-        assert counters["stats"]["unique_graphs"] == 2
+        assert graphs_made() == 2
 
 
 def test_router_packed_sequences_through_inductor():
@@ -2870,11 +2806,11 @@ def test_router_packed_sequences_through_inductor():
     router = TopKRouter(small_config(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2))
     function = compiled(router.route, "inductor", dynamic=True)
     for T, pack in ((40, [0, 3, 40]), (41, [0, 9, 9, 40, 41]), (2, [0, 2]), (90, range(91))):
-        args = torch.randn(T, 8, requires_grad=True), None, None, torch.tensor([*pack])
+        args = fp32_leaf(T, 8), None, None, torch.tensor([*pack])
         got, want = [[y, *grads(y, [args[0], router.weight])] for y in (
             function(*args)[0], router.route(*args)[0])]
         close(got, want, 1e-5)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs_made() == 1
 
 
 def test_router_forced_balance():
@@ -2959,7 +2895,7 @@ def test_router_fp32_products_are_in_fp32(how):
             matmul.fp32_precision = "none"
         layer = random_layer(small_config(
             hidden_size=64, num_experts=16, add_bias_linear=True, router_bias=True, init_std=1.0))
-        x = torch.randn(512, 64, requires_grad=True)
+        x = fp32_leaf(512, 64)
         router = layer.router
         logits = x.double() @ router.weight.double().t() + router.bias.double()
         upstream = torch.randn(512, 16)
@@ -3036,7 +2972,7 @@ def test_router_counts_exactly_once(way):
     counts = layer.router.local_tokens_per_expert
 
     def forward():
-        return function(torch.randn(7, 8, requires_grad=True)).sum()
+        return function(fp32_leaf(7, 8)).sum()
     forward().backward()
     assert counts.sum() == 14
     a = forward()
@@ -3066,7 +3002,7 @@ def test_router_counts_once_or_refuses():
         with compiled_autograd._enable(torch.compile(backend="eager")):
             function(x).sum().backward()
         return layer.router.local_tokens_per_expert.sum().item()
-    x = torch.randn(7, 8, requires_grad=True)
+    x = fp32_leaf(7, 8)
     for way in ("plain", "non-reentrant", "hooks in non-reentrant", "compiled"):
         with about(way):
             assert counts_of_a_step(way, x) == 14
@@ -3106,7 +3042,7 @@ def test_router_global_loss_under_checkpoints(way):
     config = small_config(load_balancing_type="global_aux_loss", aux_loss_coeff=0.5)
     layer = MoELayer(config)
     router = layer.router
-    a, b, c = [torch.randn(8, 8).requires_grad_() for _ in range(3)]
+    a, b, c = [fp32_leaf(8, 8) for _ in range(3)]
     results = []
     for name in ("plain", way):
         function = WAYS[name](layer)
@@ -3139,7 +3075,7 @@ def test_router_recomputation_is_bitwise(way):
     layer = MoELayer(small_config(**LOSSES, input_jitter_eps=0.3, capacity_factor=0.7))
     with torch.no_grad():
         layer.router.weight[1:4] = layer.router.weight[:1]
-    x = torch.randn(6, 2, 8, requires_grad=True)
+    x = fp32_leaf(6, 2, 8)
     results = []
     for name in ("plain", way):
         torch.manual_seed(3)
@@ -3216,10 +3152,8 @@ def test_router_asks_for_the_coefficient():
 def test_router_balance_losses_see_the_plain_top_k():
     """By definition the losses count the plain top K: neither groups nor the expert bias change
     their map (Megatron-LM #5195 asks whether they should)."""
-    plain = small_config(score_function="sigmoid", **LOSSES)
-    limits = dict(num_groups=3, group_topk=1, enable_expert_bias=True)
-    routers = [TopKRouter(plain), TopKRouter(dataclasses.replace(plain, **limits))]
-    routers[1].load_state_dict(routers[0].state_dict(), strict=False)
+    plain = TopKRouter(small_config(score_function="sigmoid", **LOSSES))
+    routers = plain, twin(plain, num_groups=3, group_topk=1, enable_expert_bias=True)
     routers[1].expert_bias.copy_(torch.arange(6.0))
     x = torch.randn(5, 3, 8)
     chosen = [router.route(x)[1].sort(1).values for router in routers]
@@ -3332,7 +3266,7 @@ def test_groups_report_a_rank_that_fails():
 def test_groups_of_a_mesh(rank, ranks):
     """from_mesh: who is in which group, as rank 1 of 4 sees it."""
     def members(**sizes):
-        groups = vars(ProcessGroups.from_mesh(mesh_of(**sizes)))
+        groups = vars(groups_over(**sizes))
         ranks_of = torch.distributed.get_process_group_ranks
         return {name: group and ranks_of(group) for name, group in groups.items()}
 
@@ -3471,13 +3405,6 @@ def in_steps(shared, x: Tensor) -> Tensor:
     return out
 
 
-def of_module(module, function):
-    """x -> function(module, x), for `outcome` and `agree`: with the parameters of the module."""
-    call = functools.partial(function, module)
-    call.parameters = module.parameters
-    return call
-
-
 @pytest.mark.parametrize("kind", kernels.ACTIVATIONS)
 def test_shared_matches_loop(kind):
     """At once, in five steps and as one graph: the output and gradients of the loop. The steps give
@@ -3486,7 +3413,7 @@ def test_shared_matches_loop(kind):
                   situ_linear_beta=0.7, glu_alpha=1.3)
     options = {name: value for name, value in values.items()
                if hasattr(kernels.ACTIVATIONS[kind], moe._CONSTANTS[name])}
-    config = exact_config(activation=kind, init_std=0.5, shared_expert_overlap=True, **options)
+    config = exact_config(activation=kind, shared_expert_overlap=True, **options)
     x = leaf(5, 3, 6)
     for gate in (False, True):
         shared = SharedExpertMLP(config, gate)
@@ -3500,7 +3427,7 @@ def test_shared_in_the_layer_matches_loop(overlap):
     """The layer with a shared expert is the routed loop plus the shared loop. A padding token gets
     the shared one alone."""
     layer = random_layer(exact_config(
-        shared_expert_overlap=overlap, shared_expert_gate=True, init_std=0.5))
+        shared_expert_overlap=overlap, shared_expert_gate=True))
     shared = layer.shared_experts
     mask = torch.rand(5, 3) < 0.3
     x = leaf(5, 3, 6)
@@ -3510,9 +3437,10 @@ def test_shared_in_the_layer_matches_loop(overlap):
         weights = dict(layer.named_parameters())
         routed = moe_loop(x.flatten(0, 1), probs, indices, c=layer.config, w=weights)
         return routed.view_as(x) + shared_loop(shared, x)
+    without_counts = slice(2 + len([*layer.parameters()]))
     want = outcome(of_module(layer, loop), (x, mask))
     got = outcome(layer, (x, mask))
-    close(got[:len(want)], want)                             # the rest are counts
+    close(got[without_counts], want[without_counts])
     assert shared._overlap_state is SharedExpertState.IDLE and shared.cached_output is None
     same(got[0][mask], shared(x)[mask])
 
@@ -3522,7 +3450,7 @@ def test_shared_under_autocast():
     layer = MoELayer(exact_config(
         shared_expert_overlap=True, shared_expert_gate=True, latent_size=7, latent_norm=True,
         init_std=0.3, params_dtype=torch.float32, router_dtype=torch.float32))
-    x = torch.randn(9, 6, requires_grad=True)
+    x = fp32_leaf(9, 6)
     exact = outcome(layer, x)
     with torch.autocast(DEVICE, torch.bfloat16):
         got = outcome(layer, x)
@@ -3640,7 +3568,7 @@ def test_shared_expert_and_layer_over_two_tp_ranks(rank, ranks):
     world = torch.distributed.group.WORLD
     groups = ProcessGroups(tp=world, tp_dp_cp=world)
     for overlap in (False, True):
-        config = exact_config(init_std=0.5, shared_expert_overlap=overlap)
+        config = exact_config(shared_expert_overlap=overlap)
         whole, mine = whole_and_mine(config, groups, functools.partial(SharedExpertMLP, gate=True))
         call = functools.partial(in_steps, mine) if overlap else mine
         x = leaf(4, 3, 6)
@@ -3660,7 +3588,7 @@ def test_shared_expert_and_layer_over_two_tp_ranks(rank, ranks):
         MoELayer(exact_config(), groups) => needs sequence_parallel=True and batch_first=False
     """, odd=exact_config(shared_expert_intermediate_size=7), groups=groups)
 
-    groups = ProcessGroups.from_mesh(mesh_of(tp=ranks))
+    groups = groups_over(tp=ranks)
     for overlap in (False, True):
         options = dict(CONFIGS["losses"], calculate_per_token_loss=overlap)
         check_parallel_layer(rank, groups, options, overlap, at_once=True)
@@ -3682,7 +3610,7 @@ def graphs_over_T(layer, sizes, mask: bool = False, given: bool = False, **how) 
             calls.append((leaf(T, 2, 6), padding, choice))
         with about(f"T = {T}"):
             agree(function, layer, *calls)
-    return counters["stats"]["unique_graphs"]
+    return graphs_made()
 
 
 @pytest.mark.parametrize("name, first, dynamic", slow_but([("losses", 7, None)], [
@@ -3692,7 +3620,7 @@ def test_graph_with_overlap(name, first, dynamic):
     """What eager mode gives. Two graphs, the second for every T, with a mask; or a dynamic one from
     the first call, with a replayed choice. The first T may be E, or the number of the losses, or of
     the histogram's bins."""
-    layer = MoELayer(exact_config(shared_expert_overlap=True, init_std=0.5, **CONFIGS[name]))
+    layer = MoELayer(exact_config(shared_expert_overlap=True, **CONFIGS[name]))
     given = dynamic and name != "sinkhorn"
     graphs = graphs_over_T(layer, (first, 9, 40), mask=not dynamic, given=given, dynamic=dynamic)
     assert graphs == (1 if dynamic else 2)
@@ -3711,7 +3639,7 @@ def test_graph_through_inductor(overlap, shared, sizes, graphs):
     #185509): the gradient of the chosen scores was lost beside that of a balance loss. This depends
     on what Inductor fuses, so test_compile_without_host_sync checks that no graph has a scatter."""
     layer = MoELayer(exact_config(
-        shared_expert_overlap=overlap, shared_expert_intermediate_size=shared, init_std=0.5,
+        shared_expert_overlap=overlap, shared_expert_intermediate_size=shared,
         load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1))
     assert graphs_over_T(layer, sizes, mask=len(sizes) > 1, backend="inductor") == graphs
 
@@ -3724,7 +3652,7 @@ def test_graph_with_overlap_and_checkpoints(way):
     gradients and counts of eager mode, and without a compiler its bits."""
     layers = torch.nn.Sequential(*[
         MoELayer(exact_config(
-            shared_expert_overlap=overlap, shared_expert_gate=True, init_std=0.5,
+            shared_expert_overlap=overlap, shared_expert_gate=True,
             score_function="sigmoid", enable_expert_bias=True))
         for overlap in (True, False)])
     tol = 0 if way in EAGER_WAYS else 1e-9
@@ -3765,7 +3693,7 @@ def check_parallel_layer(
     tp = parallel.group_size(groups.tp)
     ranks = groups.tp_dp_cp.size()
     whole, mine = whole_and_mine(exact_config(
-        shared_expert_overlap=overlap, sequence_parallel=True, init_std=0.5, **options), groups)
+        shared_expert_overlap=overlap, sequence_parallel=True, **options), groups)
     mine = copy.deepcopy(mine)                               # keeps its groups
     if backend is not None:
         mine.compile(backend=backend, fullgraph=True)
@@ -3785,13 +3713,13 @@ def check_parallel_layer(
 def check_given_indices(rank, ranks, groups) -> None:
     """Uneven T, T = 0 on a rank, all padding on another; then all tokens to one rank. Megatron-LM
     #6699: experts that a token names twice, with a capacity and over ep."""
-    whole, mine = whole_and_mine(exact_config(init_std=0.5, shared_expert_overlap=True), groups)
+    whole, mine = whole_and_mine(exact_config(shared_expert_overlap=True), groups)
     for given in (None, torch.tensor([[0, 4]])):
         check_rank(rank, mine, whole, [
             (leaf(T, 6), torch.full((T,), T == 3), None if given is None else given.repeat(T, 1))
             for T in (5, 0, 3, 7)])
     for options in (dict(), dict(capacity_factor=0.8), CONFIGS["padded"]):
-        whole, mine = whole_and_mine(exact_config(init_std=0.5, **options), groups)
+        whole, mine = whole_and_mine(exact_config(**options), groups)
         repeated = [random_indices(7, 4, 2, repeats=0.6).int() for _ in range(ranks)]
         check_rank(rank, mine, whole, [(leaf(7, 6), None, given) for given in repeated])
 
@@ -3808,7 +3736,6 @@ def saved_layer(groups=None) -> MoELayer:
 def check_gradient_norm(groups, mesh) -> None:
     """The norm of gradients that are the weights: experts over ep, the shared expert over tp, FSDP2
     over dp, all at once where the mesh has them; beside a dense layer."""
-    from torch.distributed.fsdp import fully_shard
     dense = torch.nn.Linear(6, 6, dtype=torch.float64)
     model, whole = [torch.nn.Sequential(dense, saved_layer(over)) for over in (groups, None)]
     want = torch.nn.utils.get_total_norm([p.detach() for p in whole.parameters()])
@@ -3831,11 +3758,10 @@ def check_gradient_norm(groups, mesh) -> None:
 def check_fsdp_beside_ep(rank, ranks, groups, mesh) -> None:
     """Experts sharded over the ranks that hold the same ones, the rest over all: the mean over all
     ranks (pytorch #160285, Megatron-LM #5956)."""
-    from torch.distributed.fsdp import fully_shard
-    whole, mine = whole_and_mine(exact_config(init_std=0.5), groups)
+    whole, mine = whole_and_mine(exact_config(), groups)
     fully_shard(mine.experts, mesh=mesh["dp"])
     mine.experts.set_gradient_divide_factor(ranks)
-    fully_shard(mine, mesh=torch.distributed.init_device_mesh(RANK_DEVICE, (ranks,)))
+    fully_shard(mine, mesh=mesh_of(world=ranks))
     x = torch.randn(4 * ranks, 6, dtype=torch.float64)
     mine(x.chunk(ranks)[rank]).sin().sum().backward()
     whole(x).sin().sum().div(ranks).backward()
@@ -3856,11 +3782,10 @@ class NoExchange(torch.utils._python_dispatch.TorchDispatchMode):
 def check_groups_of_one(rank, ranks) -> None:
     """A mesh with dims of one rank, or groups made by hand: no collective but those over all ranks,
     no read on the host, and the bits of the layer without groups."""
-    from torch.distributed.fsdp import fully_shard
     alone = [torch.distributed.new_group([r]) for r in range(ranks)][rank]
     by_hand = ProcessGroups(*[alone] * 6)
     for groups, name in itertools.product(
-            [by_hand, ProcessGroups.from_mesh(mesh_of(dp=ranks, ep=1, tp=1))],
+            [by_hand, groups_over(dp=ranks, ep=1, tp=1)],
             ["losses", "padded"]):
         options = dict(z_loss_coeff=0.1, shared_expert_gate=True, sequence_parallel=True)
         whole, mine = whole_and_mine(exact_config(**{**CONFIGS[name], **options}), groups)
@@ -3925,7 +3850,7 @@ def test_parallel_compiled_layer_equals_one_process(rank, ranks):
     for sizes, options, overlap, at_once in [
             (dict(ep=2, tp=2), quantile, True, True), (dict(tp=4), CONFIGS["losses"], False, True),
             (dict(ep=4), CONFIGS["padded"], False, False)]:
-        groups = ProcessGroups.from_mesh(mesh_of(**sizes))
+        groups = groups_over(**sizes)
         with about(sizes, options):
             check_parallel_layer(rank, groups, options, overlap, at_once, "aot_eager")
 
@@ -3944,17 +3869,15 @@ def filled(model: torch.nn.Module, value: float) -> torch.nn.Module:
 
 def load_zeros(layer, folder) -> dict[str, Tensor]:
     """The layer's tensors, zeroed and loaded."""
-    import torch.distributed.checkpoint as dcp
     dcp.load(filled(layer, 0).sharded_state_dict("a."), checkpoint_id=folder)
     return tensors_of(layer)
 
 
 @over_ranks(4)
 def checkpoints_over_ranks(rank, ranks, folders):
-    import torch.distributed.checkpoint as dcp
     layers = []
     for (dp, ep, tp), folder in list(folders.items())[1:]:
-        layer = saved_layer(ProcessGroups.from_mesh(mesh_of(dp=dp, ep=ep, tp=tp)))
+        layer = saved_layer(groups_over(dp=dp, ep=ep, tp=tp))
         state = layer.sharded_state_dict("a.")
         for name, tensor in tensors_of(layer).items():
             given = state["a." + name]
@@ -3971,7 +3894,6 @@ def checkpoints_over_ranks(rank, ranks, folders):
 def test_parallel_checkpoints(tmp_path):
     """Written at each size of (dp, ep, tp), read at each, bitwise; also without any process group.
     The layer's own tensors."""
-    import torch.distributed.checkpoint as dcp
     sizes = ["alone", (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
     folders = {size: f"{tmp_path}/{i}" for i, size in enumerate(sizes)}
     layer = saved_layer()
@@ -4007,7 +3929,6 @@ def full(tensor: Tensor) -> Tensor:
 
 def check_ordinary_ways(rank, groups, folder) -> None:
     """A checkpoint as anybody writes it who does not know of this project."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions, get_model_state_dict, set_model_state_dict)
     whole, model = saved_model().state_dict(), saved_model(groups)
@@ -4080,13 +4001,13 @@ def check_ordinary_ways(rank, groups, folder) -> None:
 def ordinary_checkpoints(rank, ranks, folder):
     for dim in ("ep", "tp"):
         with about(dim):
-            groups = ProcessGroups.from_mesh(mesh_of(**{dim: ranks}))
+            groups = groups_over(**{dim: ranks})
             check_ordinary_ways(rank, groups, f"{folder}/{dim}")
 
 
 @over_ranks(4)
 def files_of_two_ranks(rank, ranks, folder):
-    model = saved_model(ProcessGroups.from_mesh(mesh_of(ep=ranks)))
+    model = saved_model(groups_over(ep=ranks))
     text = error(model.load_state_dict, torch.load(f"{folder}/ep/{rank % 2}.pt"))
     assert "or of a run with other ranks; needs the file that this rank" in text, text
 
@@ -4095,7 +4016,6 @@ def test_parallel_ordinary_state_dicts(tmp_path):
     """state_dict() and what torch makes of it have every rank's experts (KempnerForge #202), and
     are read by one process; load_state_dict takes a whole and its part."""
     import pickle
-    import torch.distributed.checkpoint as dcp
     ordinary_checkpoints(folder=tmp_path)
     files_of_two_ranks(folder=tmp_path)
     model = saved_model()
@@ -4130,7 +4050,6 @@ OPTIMIZERS = {
 
 def check_moments(groups, folder, names=tuple(OPTIMIZERS), sharded=lambda model: model) -> None:
     """Saved before the first step and after the second, loaded into new ones: bit for bit."""
-    import torch.distributed.checkpoint as dcp
     for name in names:
         make = OPTIMIZERS[name]
         with about(name):
@@ -4164,7 +4083,7 @@ def check_moments(groups, folder, names=tuple(OPTIMIZERS), sharded=lambda model:
 
 @over_ranks(2)
 def moments_over_ranks(rank, ranks, folder):
-    groups = ProcessGroups.from_mesh(mesh_of(ep=ranks))
+    groups = groups_over(ep=ranks)
     check_moments(groups, folder)
     model = saved_model(groups)
     optimizer = torch.optim.Adafactor(model.parameters())
@@ -4183,14 +4102,12 @@ def test_parallel_checkpoints_of_an_optimizer(tmp_path):
 @over_ranks(4)
 def test_parallel_checkpoints_under_fsdp(rank, ranks, tmp_path):
     """FSDP2 over dp on experts over ep: two dims, or a refusal."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.fsdp import fully_shard
     mesh = mesh_of(dp=2, ep=2)
     groups = ProcessGroups.from_mesh(mesh)
 
     def sharded(model, **how):
         fully_shard(model[1].experts, mesh=mesh["dp"], **how)
-        return fully_shard(model, mesh=torch.distributed.init_device_mesh(RANK_DEVICE, (ranks,)))
+        return fully_shard(model, mesh=mesh_of(world=ranks))
 
     whole = saved_model().state_dict()
     for axis in (0, 1):
@@ -4216,7 +4133,7 @@ def test_parallel_checkpoints_under_fsdp(rank, ranks, tmp_path):
     same(full(mine.state_dict()["experts.fc1"]), whole.experts.fc1.detach())
 
     model = saved_model(groups)
-    fully_shard(model, mesh=torch.distributed.init_device_mesh(RANK_DEVICE, (ranks,)))
+    fully_shard(model, mesh=mesh_of(world=ranks))
     text = error(model.state_dict)
     assert "needs fully_shard over ranks that hold the same part, such as mesh['dp']" in text, text
 
@@ -4233,13 +4150,13 @@ def one_graph_over_ranks(rank, ranks):
             (CONFIGS["losses"], "ep", [(4, 4), (7, 5), (9, 4)], dict(dynamic=True), 1)]:   # 4 is E
         layer = MoELayer(exact_config(**{
             "shared_expert_overlap": True, "shared_expert_gate": True, "sequence_parallel": True,
-            "init_std": 0.5, **options}), ProcessGroups.from_mesh(mesh_of(**{dim: ranks})))
+            **options}), groups_over(**{dim: ranks}))
         torch._dynamo.reset(), counters.clear()
         function = compiled(layer, **how)
         for Ts in sizes:                                     # of each rank in turn
             with about(options, dim, how, Ts):
                 agree(function, layer, leaf(Ts[rank], 6))
-        assert counters["stats"]["unique_graphs"] <= graphs, (options, dim, how)
+        assert graphs_made() <= graphs, (options, dim, how)
 
 
 @slow
@@ -4266,21 +4183,21 @@ def test_parallel_layer_through_inductor(rank, ranks, name):
     """Forward and backward over three T, what eager mode gives. A small T may have a graph of its
     own: see test_graph_through_inductor."""
     config = exact_config(
-        sequence_parallel=True, init_std=0.5, **INDUCTOR_OVER_RANKS[name])
+        sequence_parallel=True, **INDUCTOR_OVER_RANKS[name])
     dim = "tp" if name == "tp" else "ep"
-    layer = MoELayer(config, ProcessGroups.from_mesh(mesh_of(**{dim: ranks})))
+    layer = MoELayer(config, groups_over(**{dim: ranks}))
     function = compiled(layer, "inductor", dynamic=True)
     even = name in ("padded", "tp")                          # these need one T on all ranks
     for Ts in ([18, 18], [56, 56], [74, 74]) if even else ([18, 57], [63, 44], [76, 80]):
         with about(name, Ts):
             agree(function, layer, leaf(Ts[rank], 6))
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert graphs_made() <= 2
 
 
 def overlapped_layer(options=(), **sizes: int) -> MoELayer:
     config = exact_config(
-        shared_expert_overlap=True, sequence_parallel=True, init_std=0.5, **dict(options))
-    return MoELayer(config, ProcessGroups.from_mesh(mesh_of(**sizes)))
+        shared_expert_overlap=True, sequence_parallel=True, **dict(options))
+    return MoELayer(config, groups_over(**sizes))
 
 
 @pytest.mark.parametrize("ways", [
@@ -4445,7 +4362,7 @@ def test_trainer_record_and_replay(way):
     takes effect, in each router with its own record, and a recomputation replays the same."""
     model = TwoLayers(**BIASED)
     function = run_as(way, model)
-    x = torch.randn(9, 8, requires_grad=True)
+    x = fp32_leaf(9, 8)
     with torch.no_grad():
         first = model.first.router.route(x)[1]
         second = model.second.router.route(model.dense(model.first(x)))[1]
@@ -4466,7 +4383,7 @@ def test_trainer_record_has_probs_and_names():
     """The probs are those that the experts multiply by: 0 where a capacity has dropped."""
     model = torch.nn.Sequential(
         MoELayer(small_config(capacity_factor=0.7)), MoELayer(small_config()))
-    x = torch.randn(9, 8, requires_grad=True)
+    x = fp32_leaf(9, 8)
     for function in (model, compiled(model)):
         with record_routing(model) as record:
             assert record.indices == record.probs == [None, None]
@@ -4547,7 +4464,7 @@ def test_trainer_replay_routes_unknown_rows_itself(way):
     """A token whose row has a -1 goes where its router sends it; E in other rows is unrouted."""
     model = TwoLayers(**BIASED, capacity_factor=0.9)
     model.first.router.expert_bias.normal_()
-    x = torch.randn(9, 8, requires_grad=True)
+    x = fp32_leaf(9, 8)
     others = random_choices(9)
     others[0][[2, 8], 1] = -1
     others[0][3, 0] = 6
@@ -4565,7 +4482,7 @@ def test_trainer_replay_routes_unknown_rows_itself(way):
         with replay_routing(model, choices), record_routing(model) as record:
             close(outcome(function, x), want, 1e-5)
         same(record.indices, given)
-    assert counters["stats"]["unique_graphs"] == (way != "plain")
+    assert graphs_made() == (way != "plain")
     with replay_routing(model, [i.short() for i in others]), record_routing(model) as record:
         model(x)
     same(record.indices, given)
@@ -4633,7 +4550,7 @@ def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
     T, H, F_, K = 512, 512, 256, 8
     layer = MoELayer(MoEConfig(H, F_, 16, topk=K, **fields))
     function = compiled(layer, "inductor")
-    x = torch.randn(T, H, dtype=layer.config.params_dtype, requires_grad=True)
+    x = leaf(T, H, dtype=layer.config.params_dtype)
     metrics.reset()
     function(x).sum().backward()
     assert metrics.generated_kernel_count == count
@@ -4647,11 +4564,9 @@ def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
 
 
 def test_compile_fp8_store_halves_what_bf16_keeps():
-    config = MoEConfig(64, 32, 16, topk=8, params_dtype=torch.bfloat16)
-    plain = MoELayer(config)
-    layer = MoELayer(dataclasses.replace(config, activation_fp8_input_store=True))
-    layer.load_state_dict(plain.state_dict())
-    x = torch.randn(256, 64).bfloat16().requires_grad_()
+    plain = MoELayer(MoEConfig(64, 32, 16, topk=8, params_dtype=torch.bfloat16))
+    layer = twin(plain, activation_fp8_input_store=True)
+    x = leaf(256, 64, dtype=torch.bfloat16)
     kept = saved_bytes(lambda: layer(x), exclude=layer.parameters())
     small = 256 * 8 * (3 * 8 + 4)             # three int64 of size N, and probs
     if DEVICE != "cpu":
@@ -4665,7 +4580,7 @@ def test_compile_fp8_store_halves_what_bf16_keeps():
 def test_compile_bitwise_repeatable(backend):
     layer = MoELayer(MoEConfig(64, 32, 16, topk=4, add_bias_linear=True, **LOSSES))
     function = layer if backend is None else compiled(layer, backend)
-    x = torch.randn(257, 64, requires_grad=True)
+    x = fp32_leaf(257, 64)
     first = outcome(function, x)
     for _ in range(20):
         same(outcome(function, x), first)
@@ -4682,8 +4597,8 @@ def test_compile_no_recompile_over_T():
     for most, *sizes in [
             (1, 64), (1, 2, 3, 17, 100, 1000, 4095, 4096, 4097, 5000, 8192), (3, 0, 1, 0, 1, 65)]:
         for T in sizes:
-            function(torch.randn(T, 8, requires_grad=True)).sum().backward()
-        assert counters["stats"]["unique_graphs"] <= most
+            function(fp32_leaf(T, 8)).sum().backward()
+        assert graphs_made() <= most
 
 
 VARIANTS = {
@@ -4715,7 +4630,7 @@ def test_compile_without_host_sync(name):
     def backend(graph, inputs):
         return aot_module_simplified(graph, inputs, fw_compiler=record, bw_compiler=record)
     config = small_config(shared_expert_intermediate_size=8, **VARIANTS[name])
-    x = torch.randn(6, 2, 8, dtype=config.params_dtype, requires_grad=True)
+    x = leaf(6, 2, 8, dtype=config.params_dtype)
     layer = MoELayer(config)
     compiled(layer, backend)(x).sum().backward()
     if "seq_aux_loss" in config.balancing:
@@ -4834,11 +4749,11 @@ def test_compile_every_kernel():
     for T in (9, 2, 31, 4096):
         torch.manual_seed(T)
         shapes = (T, 6), (T, 4), (T, 8), (4, 6, 6)
-        args = [torch.randn(shape).requires_grad_() for shape in shapes]
+        args = [fp32_leaf(*shape) for shape in shapes]
         for tensor in args[:3]:
             torch._dynamo.mark_dynamic(tensor, 0)
         agree(function, all_kernels, tuple(args), tol=1e-4)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs_made() == 1
 
 
 def test_compile_export_with_dynamic_T():
@@ -4984,7 +4899,7 @@ def test_compile_nothing_is_float64_without_a_float64_input(name):
         with pytest.raises(TypeError, match="no float64"):
             kernels.value_in_backward(torch.ones(2).double(), torch.ones(2))
         layer = MoELayer(config)
-        x = torch.randn(5, 3, 8, dtype=config.params_dtype, requires_grad=True)
+        x = leaf(5, 3, 8, dtype=config.params_dtype)
         layer(x, torch.rand(5, 3) < 0.2).sum().backward()
         assert parallel.gradient_norm(layer, None).dtype == torch.float32
         update_expert_bias(layer)
@@ -4994,8 +4909,7 @@ def test_compile_nothing_is_float64_without_a_float64_input(name):
             layer.eval()(x)
         with replay_routing(layer, record.indices):
             layer(x)
-        rows, _, order = permute(x[0], torch.ones(3, 2).bool(), torch.rand(3, 2), num_out_tokens=5)
-        unpermute(rows, order, (3, 8))
+        there_and_back(x[0], torch.ones(3, 2).bool(), torch.rand(3, 2), 5)
 
 
 def imported_as(name: str, module, monkeypatch):
@@ -5111,7 +5025,7 @@ def test_card_layer_matches_loop(name, dtype, tol):
                 check_near(got, want, COARSE.get((name, dtype), tol))
                 same(step(), got)
                 assert syncs_of(step) == (0 if native else 1)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs_made() == 1
 
 
 @on_a_card
