@@ -2646,23 +2646,14 @@ def test_layer_prune_and_grow():
 
 def test_router_base_class_is_ready_to_use():
     """A router of one's own: two methods, and the weight is drawn as TopKRouter's."""
-    class Argmax(moe.Router):
-        def routing(self, logits):
-            chosen = logits.flatten(0, -2).argmax(-1)
-            one_hot = F.one_hot(chosen, self.config.num_experts)
-            return one_hot.to(logits.dtype), one_hot.bool()
-
-        def forward(self, input):
-            return self.routing(self.gating(input))
     config = small_config(router_bias=True)
     torch.manual_seed(1)
-    mine = Argmax(config)
+    mine = Thresholded(config)
     torch.manual_seed(1)
     same(mine.weight, TopKRouter(config).weight)
     same(mine.bias, torch.zeros(6))
     mine.set_layer_number(3)
     assert mine.layer_number == 3
-    assert mine(torch.randn(5, 3, 8))[1].sum() == 15
     with pytest.raises(TypeError):
         moe.Router(config)
 
@@ -2813,48 +2804,12 @@ def test_router_packed_sequences_through_inductor():
     assert graphs_made() == 1
 
 
-def test_router_forced_balance():
-    """Random experts of even load whatever the weights, and still a gradient."""
-    router = TopKRouter(small_config(force_load_balancing=True))
-    with torch.no_grad():
-        router.weight[0] += 100
-    probs, indices = router.route(torch.rand(2400, 8))
-    counts = torch.bincount(indices.flatten(), minlength=6)
-    assert (counts - 800).abs().max() < 120
-    assert grads(probs[:, 0], [router.weight])[0].any()
-
-
 def set_precision(how: str) -> None:
     """Lets products of fp32 operands be in bf16 or TF32, where the device has instructions."""
     if how.startswith("torch.backends"):
         torch.backends.fp32_precision = how.split()[-1]
     else:
         torch.set_float32_matmul_precision(how)
-
-
-class WatchPrecision(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the precision of fp32 products inside the project's own ops, by the name of the op."""
-    products = "aten::matmul", "aten::mm", "aten::bmm", "aten::_grouped_mm"
-
-    def __init__(self):
-        super().__init__()
-        self.seen = {}
-        self.inside = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function.name().split(".")[0]
-        if name in NoFloat64.bodies:
-            self.inside.append(name.split("::")[1])
-            with self:
-                out = NoFloat64.bodies[name](*args, **kwargs)
-            self.inside.pop()
-            return out
-        if name in self.products:
-            for setting in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):
-                for op in self.inside:
-                    self.seen.setdefault(op, set()).add(setting.fp32_precision)
-        return function(*args, **kwargs)
 
 
 class TwoRanks:
@@ -2888,10 +2843,17 @@ def test_router_fp32_products_are_in_fp32(how):
     """prime-rl #2952: whatever the user sets, these are in fp32, eager and compiled: logits and
     their gradients, P · fc2_bias, gradients of the experts' biases, sinkhorn. The setting stays as
     it is, also where it is inherited."""
+    matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    seen = {}
+
+    def note(name, args, out):
+        for op in watch.inside:
+            if name in ("matmul", "mm", "bmm", "_grouped_mm"):
+                seen.setdefault(op, set()).update(matmul.fp32_precision for matmul in matmuls)
     try:
-        torch.backends.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
-        for matmul in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):
+        set_precision("torch.backends none")
+        set_precision("highest")
+        for matmul in matmuls:
             matmul.fp32_precision = "none"
         layer = random_layer(small_config(
             hidden_size=64, num_experts=16, add_bias_linear=True, router_bias=True, init_std=1.0))
@@ -2903,24 +2865,23 @@ def test_router_fp32_products_are_in_fp32(how):
         want = [logits, *grads(logits, leaves, upstream.double())]
 
         set_precision(how)
-        matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
         before = [matmul.fp32_precision for matmul in matmuls]
         for gating in (router.gating, compiled(router.gating)):
             got = gating(x)
             for a, b in zip([got, *grads(got, leaves, upstream)], want):
                 assert (a - b).norm() <= 1e-6 * b.norm()
-        with WatchPrecision() as watch:
+        with Watch(note, inside=True) as watch:
             sinkhorn(torch.randn(8, 4))
             layer(x).sum().backward()
         for op in ("product_in", "block_sums", "sinkhorn"):
-            assert watch.seen[op] <= {"ieee", "none"}, op    # none: nothing is set, so fp32
+            assert seen[op] <= {"ieee", "none"}, op          # none: nothing is set, so fp32
         assert [matmul.fp32_precision for matmul in matmuls] == before
         if how.startswith("torch.backends"):
             torch.backends.fp32_precision = "ieee"
             assert {matmul.fp32_precision for matmul in matmuls} == {"ieee"}
     finally:
-        torch.backends.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
+        set_precision("torch.backends none")
+        set_precision("highest")
 
 
 def test_router_writes_no_global_setting_without_need(monkeypatch):
@@ -3213,9 +3174,16 @@ def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
     assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, torch.ones(2))
 
 
-def test_router_forced_balance_with_minus_infinity():
-    """A masked logit (-inf) stays out of the random values; the gradient passes through."""
+def test_router_forced_balance():
+    """Random experts of even load whatever the weights, and still a gradient. A masked logit (-inf)
+    stays out of the random values."""
     router = TopKRouter(small_config(force_load_balancing=True, pre_softmax=True))
+    with torch.no_grad():
+        router.weight[0] += 100
+    probs, indices = router.route(torch.rand(2400, 8))
+    counts = torch.bincount(indices.flatten(), minlength=6)
+    assert (counts - 800).abs().max() < 120
+    assert grads(probs[:, 0], [router.weight])[0].any()
     logits = torch.randn(6, 6)
     logits[:, 1] = -INF
     logits[2] = -INF
@@ -3328,53 +3296,41 @@ def check_gradients(mine, whole) -> None:
 @over_ranks(2)
 def test_groups_share_counts_losses_and_bias(rank, ranks):
     """Two microbatches on each rank are what one process computes on the whole batch. The ranks cut
-    up the sequence, or the batch."""
+    up the sequence, the batch, or a pack."""
     world = torch.distributed.group.WORLD
+    batch, sequence = ProcessGroups(tp_dp_cp=world), ProcessGroups(tp_cp=world)
+    both = ProcessGroups(tp_dp_cp=world, tp_cp=world)
     global_loss = dict(load_balancing_type="global_aux_loss", aux_loss_coeff=0.3)
-
-    def check_step(whole, mine, axis):
-        for _ in range(2):
-            x = torch.randn(8, 4, 6, dtype=torch.float64)
-            mask = torch.rand(8, 4) < 0.3
-            whole.router.route(x, mask)[0].sin().sum().backward()
-            part = [tensor.chunk(ranks, axis)[rank] for tensor in (x, mask)]
-            mine.router.route(*part)[0].sin().sum().backward()
-        close(parallel.all_sum(mine.router.weight.grad, world), whole.router.weight.grad)
-        got = load_balancing_metrics(mine, reduce=True)
-        for name, want in load_balancing_metrics(whole).items():
-            exact = name in ("tokens_per_expert", "max_violation")
-            close(got[name].double(), want.double(), 0 if exact else 1e-5)
-        finish_both(mine, whole)
-        mine.zero_grad(), whole.zero_grad()
-
-    for (axis, groups, losses), bias_update in itertools.product([
-            (0, ProcessGroups(tp_dp_cp=world, tp_cp=world), LOSSES),
-            (1, ProcessGroups(tp_dp_cp=world), global_loss)], ("sign", "quantile")):
-        bias = dict(QUANTILE, bias_update=bias_update)
-        whole, mine = whole_and_mine(exact_config(**bias, **losses), groups)
-        for step in range(3):
-            with about(losses, bias_update, step):
-                check_step(whole, mine, axis)
-
-    packed = dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.3)       # a pack, cut up
-    whole, mine = whole_and_mine(
-        exact_config(**packed, calculate_per_token_loss=True), ProcessGroups(tp_cp=world))
-    x = torch.randn(16, 6, dtype=torch.float64)
-    mask = torch.rand(16) < 0.3
-    bounds = torch.tensor([0, 3, 3, 8, 8, 13, 16, 16])
-    whole.router.route(x, mask, cu_seqlens=bounds)[0].sin().sum().backward()
-    own = (bounds - 6 * rank).clamp(min=0, max=6 if rank == 0 else 10)
-    part = [tensor[6 * rank:6 + 10 * rank] for tensor in (x, mask)]
-    mine.router.route(*part, cu_seqlens=own)[0].sin().sum().backward()
-    close(parallel.all_sum(mine.router.weight.grad, world), whole.router.weight.grad)
-    got, want = load_balancing_metrics(mine, reduce=True), load_balancing_metrics(whole)
-    close(got["seq_load_balancing_loss"], want["seq_load_balancing_loss"], 1e-5)
-
-    whole, mine = whole_and_mine(exact_config(), ProcessGroups(tp_cp=world))   # and tp_cp alone
-    x = torch.randn(8, 4, 6, dtype=torch.float64)
-    whole.router.route(x), mine.router.route(x.chunk(ranks)[rank])
-    got, want = load_balancing_metrics(mine, reduce=True), load_balancing_metrics(whole)
-    same(got["tokens_per_expert"], want["tokens_per_expert"])
+    of_sequences = dict(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.3,
+                        calculate_per_token_loss=True)
+    pack = torch.tensor([0, 3, 3, 8, 8, 13, 16, 16])
+    for groups, options, shape, axis, cut, bounds in [
+            (both, dict(BIASED, **LOSSES), (8, 4), 0, 4, None),
+            (both, dict(QUANTILE, **LOSSES), (8, 4), 0, 4, None),
+            (batch, dict(BIASED, **global_loss), (8, 4), 1, 2, None),
+            (batch, dict(QUANTILE, **global_loss), (8, 4), 1, 2, None),
+            (sequence, of_sequences, (16, 1), 0, 6, pack),
+            (sequence, {}, (8, 4), 0, 4, None)]:
+        whole, mine = whole_and_mine(exact_config(**options), groups)
+        own = None
+        if bounds is not None:
+            own = (bounds - cut * rank).clamp(0, [cut, 16 - cut][rank])
+        for _ in range(3):
+            for _ in range(2):
+                x = torch.randn(*shape, 6, dtype=torch.float64)
+                mask = torch.rand(shape) < 0.3
+                part = [tensor.tensor_split([cut], axis)[rank] for tensor in (x, mask)]
+                whole.router.route(x, mask, cu_seqlens=bounds)[0].sin().sum().backward()
+                mine.router.route(*part, cu_seqlens=own)[0].sin().sum().backward()
+            with about(options):
+                total = parallel.all_sum(mine.router.weight.grad, world)
+                close(total, whole.router.weight.grad)
+                got = load_balancing_metrics(mine, reduce=True)
+                for name, want in load_balancing_metrics(whole).items():
+                    exact = name in ("tokens_per_expert", "max_violation")
+                    close(got[name].double(), want.double(), 0 if exact else 1e-5)
+                finish_both(mine, whole)
+            mine.zero_grad(), whole.zero_grad()
 
 
 # ---- Shared expert ----
@@ -4277,16 +4233,28 @@ def test_trainer_counts_are_where_the_weight_is():
     assert layer.router.expert_bias.any()
 
 
-class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-    """Tells note(name, args, out) of every op."""
+OWN_OPS = [op for module in SOURCES for op in vars(module).values()
+           if isinstance(op, torch._library.custom_ops.CustomOpDef)]
 
-    def __init__(self, note: Callable):
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Tells note(name, args, out) of every op. With inside=True also of the ops that the project's
+    own ops are made of; `inside` has the names of the latter while they run."""
+
+    def __init__(self, note: Callable, inside: bool = False):
         super().__init__()
         self.note = note
+        self.bodies = {op._qualname: op._init_fn for op in OWN_OPS if inside}
+        self.inside = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.note(func.name().split("::")[1].split(".")[0], args, out)
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        qualname = function.name().split(".")[0]
+        name = qualname.split("::")[1]
+        self.inside.append(name)
+        with self if qualname in self.bodies else contextlib.nullcontext():
+            out = self.bodies.get(qualname, function)(*args, **kwargs or {})
+        self.inside.pop()
+        self.note(name, args, out)
         return out
 
 
@@ -4601,7 +4569,7 @@ def test_compile_no_recompile_over_T():
         assert graphs_made() <= most
 
 
-VARIANTS = {
+VARIANTS = {name: small_config(shared_expert_intermediate_size=8, **fields) for name, fields in {
     **{kind: dict(activation=kind) for kind in kernels.ACTIVATIONS},
     **CONFIGS,
     "fp8": dict(activation_fp8_input_store=True),
@@ -4610,7 +4578,7 @@ VARIANTS = {
                    capacity_factor=2.0),
     "chosen": dict(CONFIGS["bias and groups"], load_balancing_type="aux_loss", aux_loss_coeff=0.1,
                    add_bias_linear=True, router_bias=True),
-}
+}.items()}
 
 
 @pytest.mark.parametrize("name", slow_but(["random", "chosen"], VARIANTS))
@@ -4629,7 +4597,7 @@ def test_compile_without_host_sync(name):
 
     def backend(graph, inputs):
         return aot_module_simplified(graph, inputs, fw_compiler=record, bw_compiler=record)
-    config = small_config(shared_expert_intermediate_size=8, **VARIANTS[name])
+    config = VARIANTS[name]
     x = leaf(6, 2, 8, dtype=config.params_dtype)
     layer = MoELayer(config)
     compiled(layer, backend)(x).sum().backward()
@@ -4645,7 +4613,7 @@ def test_compile_without_host_sync(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compile_needs_no_numbers(name):
     """On the meta device a layer gives shapes and dtypes, also under the autocast of another."""
-    config = small_config(shared_expert_intermediate_size=8, **VARIANTS[name])
+    config = VARIANTS[name]
     with torch.device("meta"):
         layer = MoELayer(config)
     x = torch.empty(6, 2, 8, dtype=config.params_dtype, device="meta", requires_grad=True)
@@ -4803,10 +4771,8 @@ def test_compile_ops_pass_opcheck():
 
 
 def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
-    on_host = [op._name for module in SOURCES for op in vars(module).values()
-               if isinstance(op, torch._library.custom_ops.CustomOpDef)
-               and torch.Tag.cudagraph_unsafe in op._opoverload.tags]
-    assert sorted({*on_host}) == [
+    on_host = {op._name for op in OWN_OPS if torch.Tag.cudagraph_unsafe in op._opoverload.tags}
+    assert sorted(on_host) == [
         "block_sums", "read_in_batches", "rows_times_rows", "rows_times_weights", "running_sums",
         "update_once"]
 
@@ -4873,29 +4839,18 @@ def test_compile_private_names_of_torch(monkeypatch):
     same(keeper.kept, x.sin())
 
 
-class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
-    """A device without float64, as Apple's and Intel's: refused in every op, and in the ops that
-    the project's own ops are made of."""
-    bodies = {op._qualname: op._init_fn for module in SOURCES for op in vars(module).values()
-              if isinstance(op, torch._library.custom_ops.CustomOpDef)}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function.name().split(".")[0]
-        with self if name in self.bodies else contextlib.nullcontext():
-            out = self.bodies.get(name, function)(*args, **kwargs)
-        for x in torch.utils._pytree.tree_leaves((args, kwargs, out)):
-            if isinstance(x, Tensor) and x.dtype == torch.float64:
-                raise TypeError(f"{name}: this device has no float64")
-        return out
+def no_float64(name, args, out) -> None:
+    """A device without float64, as Apple's and Intel's: refused in every op."""
+    for x in torch.utils._pytree.tree_leaves((args, out)):
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            raise TypeError(f"{name}: this device has no float64")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compile_nothing_is_float64_without_a_float64_input(name):
     """pytorch #122602, torch-xpu-ops #1742: forward, backward, both bias updates and metrics."""
-    config = small_config(
-        shared_expert_intermediate_size=8, shared_expert_overlap=True, **VARIANTS[name])
-    with NoFloat64():
+    config = dataclasses.replace(VARIANTS[name], shared_expert_overlap=True)
+    with Watch(no_float64, inside=True):
         with pytest.raises(TypeError, match="no float64"):
             kernels.value_in_backward(torch.ones(2).double(), torch.ones(2))
         layer = MoELayer(config)
