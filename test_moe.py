@@ -384,6 +384,14 @@ def exact_config(**fields) -> MoEConfig:
     return MoEConfig(**{**small, **fields})
 
 
+def small_layer(**fields) -> MoELayer:
+    return MoELayer(small_config(**fields))
+
+
+def exact_layer(**fields) -> MoELayer:
+    return MoELayer(exact_config(**fields))
+
+
 # ---- Ranks ----
 
 def free_port() -> int:
@@ -415,25 +423,31 @@ def rank_server():
 def over_ranks(ranks: int):
     """A test whose body(rank, ranks, **fixtures) runs in `ranks` processes of one gloo group."""
     def decorate(body):
+        @functools.wraps(body)
         def test(**fixtures):
             spawn_gloo(body, ranks, **fixtures)
         test.body = body
-        test.__name__ = body.__name__
-        test.__module__ = body.__module__
-        test.__doc__ = body.__doc__
         _, _, *fixtures = inspect.signature(body).parameters.values()
         test.__signature__ = inspect.Signature(fixtures)
         return test
     return decorate
 
 
-def start_ranks(function, ranks: int, **kwargs):
-    """Processes of function(rank, ranks, **kwargs), and what joins them."""
+@contextlib.contextmanager
+def started_ranks(function, ranks: int, **kwargs):
+    """Processes of function(rank, ranks, **kwargs), and what joins them. All are killed at the end.
+    """
     rank_server()
     name = function.__module__, function.__name__
-    return torch.multiprocessing.start_processes(
+    started = torch.multiprocessing.start_processes(
         _rank_main, (ranks, free_port(), name, kwargs), ranks, join=False, daemon=True,
         start_method="forkserver")
+    try:
+        yield started
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.join()
 
 
 def spawn_gloo(function, ranks: int, seconds: float = 240, **kwargs) -> None:
@@ -441,15 +455,10 @@ def spawn_gloo(function, ranks: int, seconds: float = 240, **kwargs) -> None:
 
     If a rank raises, dies or takes too long, all are killed, and the error has its traceback.
     """
-    started = start_ranks(function, ranks, **kwargs)
     deadline = time.monotonic() + seconds
-    try:
+    with started_ranks(function, ranks, **kwargs) as started:
         while not started.join(max(deadline - time.monotonic(), 0)):
             assert time.monotonic() < deadline, f"{function.__name__}: ranks hang"
-    finally:
-        for process in started.processes:
-            process.kill()
-            process.join()
 
 
 def _rank_main(rank, ranks, port, name, kwargs):
@@ -747,11 +756,8 @@ def test_route_matches_loop():
                 given = random_indices(T, 8, c.topk, nowhere=0.3, repeats=0.3)
                 given = given.to(rng.choice(INTEGERS))
             route = functools.partial(
-                topk_routing_with_score_function, logits, c.topk, use_pre_softmax=c.pre_softmax,
-                num_groups=c.num_groups, group_topk=c.group_topk, scaling_factor=c.scaling_factor,
-                score_function=c.score_function, expert_bias=bias, precomputed_indices=given,
-                norm_topk_prob=c.norm_topk_prob, norm_eps=c.norm_eps,
-                group_score_topk=c.group_score_topk)
+                topk_routing_with_score_function, logits, expert_bias=bias,
+                precomputed_indices=given, **c.routing_options)
             probs, indices = route(dense_output=True)
             want_probs, want_indices = route_loop(logits, c, bias, given_TK=given)
             same(indices, want_indices)
@@ -1072,9 +1078,7 @@ def test_balance_sums_over_tokens_are_accurate(T, backend):
         lambda x, n: kernels.weighted_token_sum(torch.full_like(x, 1 / 3), n)]
     for function in functions:
         want = function(*[x.double() for x in leaves])
-        if backend is not None:
-            function = compiled(function, backend)
-        got = function(*leaves)
+        got = compiled(function, backend)(*leaves)
         assert got.dtype == torch.float32
         close(got.double(), want, 3e-7)
 
@@ -1326,7 +1330,7 @@ def test_permute_index_times_width_is_int64():
     """torchtitan #2430: beyond 2^31 elements an int32 product of an index and a row's width
     overflows."""
     x = fp32_leaf(6, 8)
-    indices = torch.rand(6, 4).argsort(1)[:, :2]             # of three experts: 3 is nowhere
+    indices = random_indices(6, 3, 2)
     routing_map = torch.rand(6, 4) < 0.5
     probs = torch.rand(6, 4)
     ops = ("mul", "floor_divide", "remainder", "index_select", "gather", "index_add", "index")
@@ -1339,7 +1343,7 @@ def test_permute_index_times_width_is_int64():
             dtypes = [x.dtype for x in tensors if isinstance(x, Tensor)]
             seen[name] = seen.get(name, set()).union(dtypes)
     with Watch(note):
-        MoELayer(small_config(**CONFIGS["padded"]))(x).sum().backward()
+        small_layer(**CONFIGS["padded"])(x).sum().backward()
         plan = kernels.pad_plan(plan_permutation(indices, 3), 6)
         combine_rows(gather_rows(x, plan), plan, probs[:, :2]).sum().backward()
         for pad in (False, True):
@@ -1382,20 +1386,17 @@ def test_activation_matches_autograd(fields, weighted):
     c = MoEConfig(4, 4, 4, topk=2, **fields)
     kind = c.activation_function
     y = leaf(5, 3, 8)
-    inputs = [y]
-    w = None
+    w = leaf(5, 3, 1) if weighted else None
+    inputs = [y, w] if weighted else [y]
     want = torch.stack([act_loop(row, c) for row in y.flatten(0, 1)]).unflatten(0, (5, 3))
-    g = torch.randn_like(want)
     if weighted:
-        w = leaf(5, 3, 1)
-        inputs = [y, w]
         want = want * w
+    g = torch.randn_like(want)
     got = activation(y, kind, w)
-    close(got, want)
     constants = dataclasses.asdict(kind)
     same(activation(y, c.activation, w, **constants), got)
     got_grads = grads(got, inputs, g)
-    close(got_grads, grads(want, inputs, g))
+    close([got, *got_grads], [want, *grads(want, inputs, g)])
     with torch.no_grad():
         for options in (dict(kind=kind), dict(kind=c.activation, **constants)):
             by_hand = activation_back(g, y, weights=w, **options)
@@ -1487,16 +1488,19 @@ def saved_bytes(function, exclude=()) -> int:
     return sum(kept.values())
 
 
-def check_keeps_little(*backends: str | None) -> None:
+def check_keeps_little(*backends: str | None, fp8: bool = False) -> None:
     """A bf16 layer keeps tokens and fc1's output for the backward, 5 % more, ids, probs and logits:
     neither the gathered rows nor the activation's output."""
     T, H, F_, E, K = 256, 64, 32, 8, 4
-    layer = MoELayer(MoEConfig(H, F_, E, topk=K, params_dtype=torch.bfloat16)).to(DEVICE)
+    layer = MoELayer(MoEConfig(
+        H, F_, E, topk=K, params_dtype=torch.bfloat16, activation_fp8_input_store=fp8)).to(DEVICE)
     x = torch.randn(T, H).to(DEVICE, torch.bfloat16).requires_grad_()
+    most = 1.05 * (2 * T * H + (1 if fp8 else 2) * T * K * 2 * F_) + T * K * (3 * 8 + 4) + T * E * 4
+    if DEVICE != "cpu":
+        most += 4 * (E + T * K * 13 // 10)                   # the index of batches
     for backend in backends:
         function = compiled(layer, backend)
         kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
-        most = 1.05 * 2 * (T * H + T * K * 2 * F_) + T * K * (3 * 8 + 4) + T * E * 4
         assert kept <= most, (backend, kept)
 
 
@@ -1703,33 +1707,31 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
     monkeypatch.setattr(torch.version, "hip", None)
 
-    def native(*operands):
-        return grouped._native(*[x.as_subclass(OnCuda) for x in operands])
+    def native(weights):
+        return grouped._native(rows.as_subclass(OnCuda), weights.as_subclass(OnCuda))
     rows = torch.empty(10, 16).bfloat16()
     weights = torch.empty(4, 16, 24).bfloat16()
     pair = torch.empty(4 * 16 * 24 + 8).bfloat16()
     many = torch.empty(1024, 8, 8).bfloat16()
     assert not grouped._native(rows, weights)                # on a CPU
-    for operands, fits in [
-            ((rows, weights), True),
-            ((rows, weights.transpose(1, 2)), True),
-            ((rows, pair[8:].view(4, 16, 24)), True),
-            ((many[1:],), True),
-            ((many,), False),
-            ((rows, weights.float()), False),
-            ((rows[:, :12].contiguous(), weights), False),
-            ((rows, weights[:, :, :12].contiguous()), False),
-            ((rows, weights.repeat(1, 1, 2)[:, :, ::2]), False),                    # strided
-            ((rows, torch.empty(4, 16, 20).bfloat16()[:, :, :16]), False),          # 20 apart
-            ((rows, weights[:1].expand(4, 16, 24)), False),
-            ((rows, pair[1:1 - 8].view(4, 16, 24)), False)]:                        # its pointer
-        assert native(*operands) is fits, [(x.shape, x.stride(), x.dtype) for x in operands]
+    for operand in (weights, weights.transpose(1, 2), pair[8:].view(4, 16, 24), many[1:]):
+        assert native(operand), (operand.shape, operand.stride())
+    for operand in (
+            many,
+            weights.float(),
+            rows[:, :12].contiguous(),
+            weights[:, :, :12].contiguous(),
+            weights.repeat(1, 1, 2)[:, :, ::2],                             # strided
+            torch.empty(4, 16, 20).bfloat16()[:, :, :16],                   # 20 apart
+            weights[:1].expand(4, 16, 24),
+            pair[1:1 - 8].view(4, 16, 24)):                                 # its pointer
+        assert not native(operand), (operand.shape, operand.stride(), operand.dtype)
     for card in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)):
-        assert native(rows, weights) is (card[0] in (9, 10)), card
+        assert native(weights) is (card[0] in (9, 10)), card
         assert grouped._cuda_generation(torch.device("cuda")) == card[0]
     card = (9, 0)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not native(rows, weights)
+    assert not native(weights)
     function = compiled(lambda x: x + grouped._cuda_generation(x.device))
     same(function(torch.zeros(2)), torch.zeros(2))
 
@@ -1748,7 +1750,7 @@ def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
         offsets, index = _read_in_batches(*args)
         copies.append(offsets)
         return offsets, index
-    layer = MoELayer(small_config(init_std=0.5, **options))
+    layer = small_layer(init_std=0.5, **options)
     x = fp32_leaf(20, 8)
     want = outcome(layer, x)
     on_a_card_without_products(monkeypatch)
@@ -1797,20 +1799,6 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
     assert multiplied == [4, 5]
 
 
-@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2, 3, 1), (0, 3, 1, 2), (0, 1, 3, 2)])
-def test_experts_weights_may_lie_in_any_order(order):
-    """Gate and up interleaved in memory, transposed weights: views are used where they lie."""
-    plan = plan_permutation(random_indices(7, 4, 2), 4)
-    there_and_back = torch.tensor(order).argsort().tolist()
-
-    def laid_out(x, probs, fc1, fc2, bias):
-        fc1 = fc1.permute(order).contiguous().permute(there_and_back)
-        return expert_mlp(x, probs, plan, fc1, fc2.mT.contiguous().mT, bias)
-    shapes = (7, 6), (7, 2), (4, 2, 5, 6), (4, 6, 5), (4, 2, 5)
-    agree(laid_out, lambda x, probs, *weights: expert_mlp(x, probs, plan, *weights),
-          tuple(leaf(*shape) for shape in shapes))
-
-
 def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
     """indices [T, K] of different loads. An expert may come twice for a token; E is nowhere."""
     power = (1 / torch.arange(1.0, E + 1)).cumsum(0)
@@ -1825,27 +1813,33 @@ def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("T, E, K", [(40, 30, 3), (60, 16, 2), (7, 20, 2), (9, 1, 1), (0, 3, 2)])
+@pytest.mark.parametrize("T, E, K, order", [
+    (40, 30, 3, (0, 2, 1, 3)), (60, 16, 2, (0, 2, 3, 1)), (7, 20, 2, (0, 3, 1, 2)),
+    (9, 1, 1, (0, 1, 3, 2)), (0, 3, 2, (0, 2, 1, 3))])
 @pytest.mark.parametrize("who, backend", [
     ("this device", None), ("batches", "eager"), ("batches", "aot_eager")])
-def test_experts_match_loop(monkeypatch, T, E, K, who, backend):
+def test_experts_match_loop(monkeypatch, T, E, K, order, who, backend):
     """expert_mlp for each load: output and every gradient. It takes indices as they are; a layer
-    merges repeats before. What is nowhere adds nothing and gives its prob no gradient."""
+    merges repeats before. What is nowhere adds nothing and gives its prob no gradient. The weights
+    may lie in any order: gate and up interleaved in memory, or transposed."""
     PRODUCTS[who](monkeypatch)
     c = exact_config(num_experts=E, topk=K, add_bias_linear=True)
     names = "experts.fc1", "experts.fc2", "experts.fc1_bias", "experts.fc2_bias"
     shapes = (T, 6), (T, K), (E, 2, 5, 6), (E, 6, 5), (E, 2, 5), (E, 6)
+    back = torch.tensor(order).argsort().tolist()
 
     def ours(x, probs, indices, *weights):
         return expert_mlp(x, probs, plan_permutation(indices, E), *weights)
     # Dynamo refuses zero rows of an emulated card.
     function = compiled(ours, backend if T else None)
     for load, indices in loads(T, E, K).items():
-        leaves = [leaf(*shape) for shape in shapes]
-        fc2 = leaves[3].mT.contiguous().mT.detach()
+        x, probs, fc1, fc2, *biases = [leaf(*shape) for shape in shapes]
+        laid_out = fc1.permute(order).contiguous().permute(back)
+        transposed = fc2.mT.contiguous().mT
         with about(load):
-            for x, probs, *weights in [leaves, (*leaves[:3], fc2, *leaves[4:])]:
-                inputs = [t for t in (x, probs, *weights) if t.requires_grad]
+            for weights in [(fc1, fc2), (laid_out, transposed), (fc1, transposed.detach())]:
+                inputs = [x, probs, fc1, *biases, *[fc2] * weights[1].requires_grad]
+                weights = *weights, *biases
                 out = function(x, probs, indices, *weights)
                 want = 0 * x + moe_loop(x, probs, indices, c=c, w=dict(zip(names, weights)))
                 upstream = torch.randn(T, 6).double()
@@ -1989,7 +1983,7 @@ def test_config_takes_an_activation():
     config is made."""
     named = dict(activation="quick_geglu", glu_alpha=1.3, glu_linear_offset=1.0)
     made = kernels.make_activation("quick_geglu", alpha=1.3, linear_offset=1.0)
-    layer = MoELayer(exact_config(activation=made))
+    layer = exact_layer(activation=made)
     same_layer = twin(layer, **named)
     x = leaf(5, 2, 6)
     agree(layer, same_layer, x, tol=0)
@@ -2009,7 +2003,7 @@ def test_config_takes_an_activation():
     class NoBack(kernels.Activation):
         def value(self, a, b):
             return a
-    layer = MoELayer(exact_config(activation=Bilinear()))
+    layer = exact_layer(activation=Bilinear())
     agree(layer, twin(layer, activation="quick_geglu", glu_alpha=0.0), x)    # its sigmoid is 1/2
     check_error_table("""
         small_config(activation=NoDataclass()) => TypeError: <class
@@ -2039,19 +2033,14 @@ def test_router_round_robin(T, E, K):
 
 
 def test_router_counts_what_is_dropped():
-    """Assignments over capacity of the latest training forward, padding left out."""
-    model = torch.nn.Sequential(
-        MoELayer(small_config(capacity_factor=0.5)), MoELayer(small_config()))
-    metrics = load_balancing_metrics(model)
-    assert metrics["dropped"].isnan().all()
-    x = fp32_leaf(5, 4, 8)
-    mask = torch.rand(5, 4) < 0.3
-    for function in (model[0], compiled(model[0])):
-        function(x, mask).sum().backward()
-        kept = (model[0].router.route(x, mask)[1] < 6).sum()
-        dropped, other = load_balancing_metrics(model)["dropped"]
-        assert dropped == 2 * (~mask).sum() - kept > 0 and other.isnan()
-    same(load_balancing_metrics(model, reduce=True)["dropped"][0], dropped)
+    """NaN before the first forward, and for a layer without a capacity. (How many they are:
+    check_against_loop.)"""
+    model = torch.nn.Sequential(small_layer(capacity_factor=0.5), small_layer())
+    assert load_balancing_metrics(model)["dropped"].isnan().all()
+    model(torch.randn(20, 8))
+    dropped = load_balancing_metrics(model)["dropped"]
+    assert dropped[0] > 0 and dropped[1].isnan()
+    same(load_balancing_metrics(model, reduce=True)["dropped"], dropped)
     assert "dropped" not in load_balancing_metrics(model[1])
 
 
@@ -2190,7 +2179,7 @@ def test_config_of_a_layer_may_change():
 def test_config_may_have_another_topk_in_eval():
     """A compiled layer follows. One expert whose prob is always 1 cannot train the router; in
     eval mode, or with a frozen router, it works."""
-    layer = MoELayer(small_config(topk=4))
+    layer = small_layer(topk=4)
     function = compiled(layer)
     x = torch.randn(7, 8)
     same(function(x), layer(x))
@@ -2214,7 +2203,7 @@ def test_config_may_have_another_topk_in_eval():
 
 def test_layer_computes_the_definition():
     """kernels.moe_loop, for every token; on shapes that all differ."""
-    layer = MoELayer(exact_config(topk=3, shared_expert_intermediate_size=None))
+    layer = exact_layer(topk=3, shared_expert_intermediate_size=None)
     x = leaf(7, 6)
     weights = layer.router.weight, layer.experts.fc1, layer.experts.fc2
     agree(lambda x, *w: layer(x), lambda x, *w: kernels.moe_loop(x, *w, topk=3), (x, *weights))
@@ -2248,7 +2237,6 @@ class RouterLoop:
             probs, indices = self.sinkhorn(logits_TE, valid, given)
         else:
             probs, indices = route_loop(logits_TE, config, self.router.expert_bias, given_TK=given)
-        indices = indices.clone()
         for t in set(range(len(rows))) - set(valid):
             indices[t] = E
         for e in indices[indices < E].tolist():
@@ -2268,15 +2256,14 @@ class RouterLoop:
             A, d0, d1, _ = sinkhorn_loop(logits_TE.detach()[valid], 1e-4)
             for t, d, row in zip(valid, d0, A):
                 indices[t] = torch.tensor(best(list(d1 * row * d), K))
-        kind = "sigmoid" if K == 1 else "softmax"
-        rows = []
-        for row, chosen in zip(logits_TE, indices):
-            scores = [*score_loop(list(row), kind), row.new_zeros(())]
-            rows.append(torch.stack([scores[e] for e in chosen]))
-        return merge_loop(torch.stack(rows), indices, self.config.num_experts)
+        over_all = dataclasses.replace(
+            self.config, load_balancing_type="none", norm_topk_prob=False, pre_softmax=K > 1,
+            score_function="sigmoid" if K == 1 else "softmax")
+        return route_loop(logits_TE, over_all, given_TK=indices)
 
     def drop(self, probs, indices) -> None:
         """Each expert keeps its first C tokens, by prob or by position."""
+        self.dropped = 0
         E = self.config.num_experts
         C = math.ceil(indices.numel() / E * self.config.capacity_factor)
         for e in range(E):
@@ -2285,6 +2272,7 @@ class RouterLoop:
                 takers.sort(key=lambda place: -probs[place].item())
             for place in takers[C:]:
                 indices[place] = E
+                self.dropped += 1
 
     def loss(self, logits_TE, valid, sequences):
         config = self.config
@@ -2322,7 +2310,7 @@ def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> No
         layer = random_layer(config)
         router = layer.router
         module, call = (layer, layer) if whole else (router, router.route)
-        function = call if backend is None else compiled(call, backend)
+        function = compiled(call, backend)
         oracle = RouterLoop(router)
         for _ in range(2):
             x = leaf(S, B, 6)
@@ -2345,6 +2333,8 @@ def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> No
                 total, inputs, allow_unused=True, materialize_grads=True)
             close(grads(got, inputs, upstream), want_grads, 1e-8)
             set_aux_loss_scale(1.0)
+            if config.capacity_factor is not None:           # in the latest forward
+                assert load_balancing_metrics(router)["dropped"] == oracle.dropped
         if config.enable_expert_bias:
             assert router.local_tokens_per_expert.tolist() == oracle.counts
         if "global_aux_loss" in config.balancing:
@@ -2362,14 +2352,18 @@ def random_bounds(T: int, rng: random.Random) -> Tensor:
 FUZZ = int(os.environ.get("MOE_FUZZ", "200"))         # random configurations; MOE_FUZZ=5000
 
 
-@pytest.mark.parametrize("seeds", slow_but([range(60)], [range(60), range(60, FUZZ)]), ids=len)
+fuzz = pytest.mark.parametrize(
+    "seeds", slow_but([range(60)], [range(60), range(60, FUZZ)]), ids=len)
+
+
+@fuzz
 def test_layer_matches_loop(seeds):
     """All options mixed; indices given, unrouted, repeated; padding."""
     for seed in seeds:
         check_against_loop(seed, whole=True)
 
 
-@pytest.mark.parametrize("seeds", slow_but([range(60)], [range(60), range(60, FUZZ)]), ids=len)
+@fuzz
 def test_router_matches_loop(seeds):
     for seed in seeds:
         check_against_loop(1000 + seed, whole=False)
@@ -2389,8 +2383,8 @@ def test_layer_in_one_graph_matches_loop(backend, seeds):
 def test_layer_without_tokens_or_with_padding_alone(name, way):
     """An empty or zero result, and zero gradients, not None."""
     options = CONFIGS.get(name, dict(**LOSSES, batch_first=True))
-    layer = MoELayer(small_config(**{
-        **options, "capacity_factor": 1.0, "input_jitter_eps": 0.1, "shared_expert_gate": False}))
+    layer = small_layer(**{
+        **options, "capacity_factor": 1.0, "input_jitter_eps": 0.1, "shared_expert_gate": False})
     mask = torch.ones(3, 2, dtype=torch.bool)
     for args in [(fp32_leaf(3, 2, 8), mask), (fp32_leaf(0, 3, 8),)]:
         y = WAYS[way](layer)(*args)
@@ -2402,9 +2396,9 @@ def test_layer_without_tokens_or_with_padding_alone(name, way):
 def test_layer_padding_mask_true_means_padding():
     """What a padded token holds changes no other output, no loss and no gradient
     (Megatron-LM #1984 #5569 #6111)."""
-    layer = MoELayer(small_config(
+    layer = small_layer(
         load_balancing_type=("aux_loss", "seq_aux_loss"), aux_loss_coeff=(0.5, 0.3),
-        z_loss_coeff=0.5))
+        z_loss_coeff=0.5)
     weights = list(layer.parameters())
     x = torch.randn(6, 1, 8)
     mask = torch.rand(6, 1) < 0.4
@@ -2417,7 +2411,7 @@ def test_layer_padding_mask_true_means_padding():
 
 
 def test_layer_nan_in_one_token_stays_there():
-    layer = MoELayer(small_config(add_bias_linear=True, init_std=0.5))
+    layer = small_layer(add_bias_linear=True, init_std=0.5)
     x = torch.randn(9, 8)
     others = torch.arange(9) != 4
     want = layer(x)
@@ -2433,7 +2427,7 @@ def test_layer_nan_in_one_token_stays_there():
 
 def test_layer_jitter_reaches_the_router_alone():
     """Same experts' input, other routing weights; off in eval (transformers #33969)."""
-    layer = MoELayer(small_config(input_jitter_eps=0.5, init_std=0.5))
+    layer = small_layer(input_jitter_eps=0.5, init_std=0.5)
     x = torch.randn(20, 8)
     seen = []
     layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -2451,7 +2445,7 @@ def test_layer_router_stays_fp32(way):
     """In a bf16 model and under autocast, also compiled (megablocks #91, prime-rl #2952)."""
     bf16 = torch.bfloat16
     for dtype, weight_dtype in ((bf16, bf16), (bf16, torch.float32), (torch.float32,) * 2):
-        layer = MoELayer(small_config(params_dtype=dtype, init_std=0.3))
+        layer = small_layer(params_dtype=dtype, init_std=0.3)
         layer.router.to(weight_dtype)
         function = WAYS[way](layer)
         x = leaf(50, 8, dtype=dtype)
@@ -2471,20 +2465,19 @@ def test_layer_router_stays_fp32(way):
 def test_layer_aux_loss_reaches_the_router(backend):
     """Without the caller's help, at its full size, only in training (Automodel #1412, transformers
     #28255). One graph for all scales: the value at the backward counts."""
-    layer = MoELayer(small_config(
-        load_balancing_type="aux_loss", aux_loss_coeff=0.3, z_loss_coeff=0.2))
+    layer = exact_layer(
+        load_balancing_type="aux_loss", aux_loss_coeff=0.3, z_loss_coeff=0.2)
     coeffs = [layer.router.get_aux_loss_coeff(kind) for kind in LOSS_TYPES]
     assert coeffs == [0.3, 0, 0] and layer.router.is_aux_loss_enabled()
     weights = [layer.router.weight]
-    x = torch.randn(7, 2, 8)
-    function = layer if backend is None else compiled(layer, backend)
-    logits = x.double().flatten(0, 1) @ layer.router.weight.double().t()
-    loss = switch_loss_loop(logits, layer.config, 0.3, valid=range(14))
-    want = grads(loss + z_loss_loop(logits, 0.2, range(14)), weights)[0]
+    x = leaf(7, 2, 6)
+    function = compiled(layer, backend)
+    _, _, loss = RouterLoop(layer.router)(x)
+    want = grads(loss, weights)[0]
     for scale in (1.0, 0.5, torch.tensor(4.0)):
         y = function(x)
         set_aux_loss_scale(scale)
-        close(grads(y, weights, torch.zeros_like(y)), [want * scale], 1e-6)
+        close(grads(y, weights, torch.zeros_like(y)), [want * scale])
     assert graphs_made() == (backend is not None)
     layer.eval()
     y = layer(x)
@@ -2493,8 +2486,8 @@ def test_layer_aux_loss_reaches_the_router(backend):
 
 def test_layer_metrics_of_the_latest_training_forward():
     """Layers of different sizes: experts that a layer has not are counted as -1."""
-    first = MoELayer(small_config(load_balancing_type="aux_loss", aux_loss_coeff=0.3))
-    second = MoELayer(small_config(topk=3, num_experts=5, z_loss_coeff=0.2))
+    first = small_layer(load_balancing_type="aux_loss", aux_loss_coeff=0.3)
+    second = small_layer(topk=3, num_experts=5, z_loss_coeff=0.2)
     model = torch.nn.Sequential(first, second)
     assert load_balancing_metrics(model)["max_violation"].isnan().all()
     x = torch.randn(9, 8)
@@ -2518,11 +2511,11 @@ def test_layer_metrics_of_the_latest_training_forward():
 
 def test_layer_dtype_casts_keep_the_expert_bias():
     """fp32 through casts and round trips: steps of 1e-3 vanish in bf16 (Megatron-LM #1482)."""
-    layer = MoELayer(small_config(enable_expert_bias=True))
+    layer = small_layer(enable_expert_bias=True)
     want = torch.tensor([1.001, 1.002, -0.5003, 0.0, 0.1, 0.2])
     layer.router.expert_bias.copy_(want)
-    for cast in (lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16),
-                 lambda m: m.bfloat16(), copy.deepcopy):
+    for cast in (MoELayer.half, MoELayer.double, lambda layer: layer.to(torch.bfloat16),
+                 MoELayer.bfloat16, copy.deepcopy):
         layer = cast(layer)
         same(layer.router.expert_bias, want)
     assert layer.router.weight.dtype == torch.bfloat16
@@ -2541,16 +2534,16 @@ def test_layer_errors():
         layer(x, None, zeros.long()); layer(x, None, zeros[:, :2]) => topk_indices is [6,
         layer(x, None, torch.zeros(6, 2).bool()) => [6, 2] torch.bool; needs [6, 2] or [6, 2] of an
         load_balancing_metrics(torch.nn.Linear(2, 2)) => (Linear) has no Router
-        """, layer=MoELayer(small_config()), x=torch.randn(6, 8), zeros=torch.zeros(6, 3),
-        overlap=MoELayer(small_config(
-            shared_expert_intermediate_size=4, shared_expert_overlap=True)))
+        """, layer=small_layer(), x=torch.randn(6, 8), zeros=torch.zeros(6, 3),
+        overlap=small_layer(
+            shared_expert_intermediate_size=4, shared_expert_overlap=True))
 
 
 def test_layer_batch_first_is_the_transposed_layer():
     """[B, S, H] in and out, masks and indices too; each loss has its gradient, in one graph too."""
     def transposed(layer, *args):
         return layer(*[t.transpose(0, 1) for t in args]).transpose(0, 1)
-    layer = MoELayer(exact_config(**LOSSES))
+    layer = exact_layer(**LOSSES)
     mine = twin(layer, batch_first=True)
     x = leaf(7, 3, 6)
     mask = torch.rand(7, 3) < 0.3
@@ -2570,7 +2563,7 @@ def test_layer_seq_loss_asks_which_axis_is_the_sequence():
     """batch_first is None by default: with seq_aux_loss two token axes are refused, in eval mode
     too, and nothing changes. A pack, and [T, H], say it themselves. Without the loss None is
     False."""
-    layer = MoELayer(exact_config(**LOSSES, batch_first=None))
+    layer = exact_layer(**LOSSES, batch_first=None)
     x = leaf(7, 3, 6)
     for call in (layer, layer.eval(), layer.router.route, layer.router,
                  lambda x: layer.router.routing(layer.router.gating(x))):
@@ -2581,7 +2574,7 @@ def test_layer_seq_loss_asks_which_axis_is_the_sequence():
     right = twin(layer, batch_first=False)
     agree(layer, right, (leaf(1, 21, 6), None, None, torch.tensor([0, 9, 21])))
     agree(layer, right, leaf(21, 6))
-    plain = MoELayer(exact_config(batch_first=None))
+    plain = exact_layer(batch_first=None)
     agree(plain, twin(plain, batch_first=False), x, tol=0)
     assert "batch_first = 1: needs True or False, or None" in error(small_config, batch_first=1)
 
@@ -2696,7 +2689,7 @@ class Thresholded(moe.Router):
 def test_router_of_two_methods_in_a_layer():
     """A layer takes it, in one graph too; fewer than K experts, and padding. What route cannot
     take is refused by name."""
-    layer = MoELayer(exact_config(num_experts=6, topk=3))
+    layer = exact_layer(num_experts=6, topk=3)
     layer.router = Thresholded(layer.config)
     x = leaf(5, 3, 6)
     mask = torch.rand(5, 3) < 0.3
@@ -2759,7 +2752,7 @@ def test_router_forward_and_route_are_one_choice():
 def test_router_packed_sequences_are_a_batch():
     """Megatron-LM #5696: a pack of equal sequences has the losses and gradients of their batch.
     Nothing but seq_aux_loss sees the bounds."""
-    layer = MoELayer(exact_config(batch_first=True, **LOSSES))
+    layer = exact_layer(batch_first=True, **LOSSES)
     x = leaf(3, 7, 6)
     mask = torch.rand(3, 7) < 0.3
     mask[1] = True                                           # counts as a sequence, at loss 0
@@ -2770,8 +2763,8 @@ def test_router_packed_sequences_are_a_batch():
             y = layer(x.view(*axes, 6), mask.view(axes), cu_seqlens=bounds)
             return y.view(x.shape)
         agree(of_module(layer, packed), layer, (x, mask))
-    layer = MoELayer(small_config(**dict(
-        LOSSES, load_balancing_type=LOSS_TYPES[::2], aux_loss_coeff=(0.1, 0.3)), **QUANTILE))
+    layer = small_layer(**dict(
+        LOSSES, load_balancing_type=LOSS_TYPES[::2], aux_loss_coeff=(0.1, 0.3)), **QUANTILE)
     x = fp32_leaf(21, 8)
     same(outcome(layer, (x, None, None, bounds)), outcome(layer, x))
     same(layer.eval()(x, cu_seqlens=bounds), layer(x))
@@ -2780,8 +2773,8 @@ def test_router_packed_sequences_are_a_batch():
 @pytest.mark.parametrize("way", slow_but(QUICK_WAYS, WAYS))
 def test_router_packed_sequences_in_a_graph_or_checkpoint(way):
     """Another number of sequences is no recompile."""
-    layer = MoELayer(exact_config(
-        load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2))
+    layer = exact_layer(
+        load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2)
     function = run_as(way, layer)
     x = leaf(1, 19, 6)
     mask = torch.rand(1, 19) < 0.3
@@ -2888,22 +2881,17 @@ def test_router_writes_no_global_setting_without_need(monkeypatch):
     """The switches of all threads are written where one says TF32 or bf16, and then set back."""
     class Setting:
         def __init__(self, precision):
-            self.precision, self.written = precision, []
+            vars(self).update(fp32_precision=precision, written=[])
 
-        @property
-        def fp32_precision(self):
-            return self.precision
-
-        @fp32_precision.setter
-        def fp32_precision(self, value):
+        def __setattr__(self, name, value):
+            vars(self)[name] = value
             self.written.append(value)
-            self.precision = value
     x, weight = torch.randn(5, 8), torch.randn(4, 8)
     for precision, written in (("none", []), ("ieee", []), ("tf32", ["ieee", "none", "tf32"])):
         settings = [Setting(precision), Setting("ieee")]
         monkeypatch.setattr(compat, "_PRECISIONS", settings)
         kernels.router_gating_linear(x, weight, None, router_dtype=torch.float32)
-        assert settings[0].written == written and settings[0].precision == precision
+        assert settings[0].written == written and settings[0].fp32_precision == precision
         assert settings[1].written == []
 
 
@@ -2928,7 +2916,7 @@ def test_router_bias_rounds_once(dtype):
 def test_router_counts_exactly_once(way):
     """torchtitan #1593: a checkpoint's second forward must not count again. One step, two forwards
     in flight, three accumulated; nothing in eval or under no_grad. The histogram of biases too."""
-    layer = MoELayer(small_config(**QUANTILE, input_jitter_eps=0.1))
+    layer = small_layer(**QUANTILE, input_jitter_eps=0.1)
     function = WAYS[way](layer)
     counts = layer.router.local_tokens_per_expert
 
@@ -2958,7 +2946,7 @@ def test_router_counts_once_or_refuses():
     from torch._dynamo import compiled_autograd
 
     def counts_of_a_step(way, x):
-        layer = MoELayer(small_config(**BIASED))
+        layer = small_layer(**BIASED)
         function = WAYS[way](layer)
         with compiled_autograd._enable(torch.compile(backend="eager")):
             function(x).sum().backward()
@@ -2983,7 +2971,7 @@ def test_router_counts_once_or_refuses():
                 x = ctx.saved_tensors[0].detach().requires_grad_()
                 y = hooked(ctx.layer)(x)
             return torch.autograd.grad(y, x, grad)[0], None
-    layer = MoELayer(small_config(**BIASED))
+    layer = small_layer(**BIASED)
     y = Again.apply(x, layer).sum()
     text = error(y.backward)
     assert "backward of AgainBackward" in text and "saved-tensor hooks" in text, text
@@ -3033,7 +3021,7 @@ def test_router_global_loss_under_checkpoints(way):
 def test_router_recomputation_is_bitwise(way):
     """Ties, jitter and dropping in a checkpoint: routing and gradients of the run without
     (Automodel #2635 #3140 #3325 #3743, NeMo-RL #1203)."""
-    layer = MoELayer(small_config(**LOSSES, input_jitter_eps=0.3, capacity_factor=0.7))
+    layer = small_layer(**LOSSES, input_jitter_eps=0.3, capacity_factor=0.7)
     with torch.no_grad():
         layer.router.weight[1:4] = layer.router.weight[:1]
     x = fp32_leaf(6, 2, 8)
@@ -3047,10 +3035,10 @@ def test_router_recomputation_is_bitwise(way):
 def test_router_counts_do_not_depend_on_the_split():
     """Bias counts exactly, per-token losses' gradient to rounding, however a batch is cut
     (Megatron-LM #3672 #5798 #7213, torchtitan #4148)."""
-    layer = MoELayer(small_config(
+    layer = small_layer(
         score_function="sigmoid", enable_expert_bias=True, bias_update_rate=0.25,
         load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2, z_loss_coeff=0.1,
-        calculate_per_token_loss=True))
+        calculate_per_token_loss=True)
     router = layer.router
     x = torch.randn(5, 8, 8)
     results = []
@@ -3070,7 +3058,7 @@ def test_router_counts_do_not_depend_on_the_split():
 
 def test_router_counts_beyond_what_bf16_holds():
     """Units survive in sums that bf16 would round (Megatron-LM #7081)."""
-    layer = MoELayer(small_config(enable_expert_bias=True)).bfloat16()
+    layer = small_layer(enable_expert_bias=True).bfloat16()
     counts = layer.router.local_tokens_per_expert.fill_(2.0 ** 23)
     layer(torch.randn(7, 8).bfloat16())
     assert (counts - 2.0 ** 23).sum() == 14 and counts.dtype == torch.float32
@@ -3078,7 +3066,7 @@ def test_router_counts_beyond_what_bf16_holds():
 
 def test_router_hooks_fire():
     """In the layer, and through route: each is the router's call."""
-    layer = MoELayer(small_config())
+    layer = small_layer()
     calls = []
     layer.router.register_forward_hook(lambda *_: calls.append("hook"))
     x = torch.randn(4, 8)
@@ -3097,14 +3085,11 @@ def test_router_keeps_no_copy_of_a_transposed_input():
 
 def test_router_asks_for_the_coefficient():
     """A subclass may change it from step to step."""
-    class Twice(TopKRouter):
-        def get_aux_loss_coeff(self, aux_loss_type):
-            return 2 * super().get_aux_loss_coeff(aux_loss_type)
+    router = TopKRouter(small_config(load_balancing_type="aux_loss", aux_loss_coeff=0.1))
     x = torch.randn(5, 3, 8)
     found = []
-    for kind in (TopKRouter, Twice):
-        torch.manual_seed(0)
-        router = kind(small_config(load_balancing_type="aux_loss", aux_loss_coeff=0.1))
+    for coeff in (0.1, 0.2):
+        router.get_aux_loss_coeff = {"aux_loss": coeff}.get
         found += grads(0 * router.route(x)[0].sum(), [router.weight])
     assert found[0].any()
     close(found[1], 2 * found[0])
@@ -3127,9 +3112,9 @@ def test_router_balance_losses_see_the_plain_top_k():
 
 def test_router_token_counts_ignore_the_default_dtype():
     """By calculate_per_token_loss a loss is multiplied by 301 tokens, which bf16 rounds to 302."""
-    layer = MoELayer(small_config(
+    layer = small_layer(
         load_balancing_type=("seq_aux_loss", "global_aux_loss"), aux_loss_coeff=(0.1, 0.2),
-        calculate_per_token_loss=True))
+        calculate_per_token_loss=True)
     x = torch.randn(301, 1, 8)
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -3365,9 +3350,9 @@ def test_shared_matches_loop(fields):
 
 def test_shared_under_autocast():
     """The products run in bf16; the sum with the routed experts' output is in fp32."""
-    layer = MoELayer(exact_config(
+    layer = exact_layer(
         shared_expert_overlap=True, shared_expert_gate=True, latent_size=7, latent_norm=True,
-        init_std=0.3, params_dtype=torch.float32, router_dtype=torch.float32))
+        init_std=0.3, params_dtype=torch.float32, router_dtype=torch.float32)
     x = fp32_leaf(9, 6)
     exact = outcome(layer, x)
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -3429,7 +3414,7 @@ def test_shared_steps_refuse_every_wrong_order():
 
 def test_shared_layer_works_again_after_an_exception(monkeypatch):
     """In any step, in the router, in the experts, in a wrong input: the next forward is right."""
-    layer = MoELayer(exact_config(shared_expert_overlap=True, shared_expert_gate=True))
+    layer = exact_layer(shared_expert_overlap=True, shared_expert_gate=True)
     shared = layer.shared_experts
     x = torch.randn(4, 1, 6, dtype=torch.float64)
     want = layer(x)
@@ -3460,7 +3445,7 @@ def test_shared_overlap_survives_pickle_and_deepcopy(monkeypatch):
     devices = []
     monkeypatch.setattr(
         shared_experts, "_make_side_stream", lambda device: devices.append(device.type))
-    layer = MoELayer(exact_config(shared_expert_overlap=True))
+    layer = exact_layer(shared_expert_overlap=True)
     x = torch.randn(4, 1, 6, dtype=torch.float64)
     for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         same(other(x), layer(x))
@@ -3468,7 +3453,7 @@ def test_shared_overlap_survives_pickle_and_deepcopy(monkeypatch):
     assert devices == [DEVICE, DEVICE, DEVICE]
     layer.to("meta")
     with torch.device("meta"):
-        MoELayer(exact_config(shared_expert_overlap=True))
+        exact_layer(shared_expert_overlap=True)
     assert devices[3:] == ["meta", "meta"]
 
 
@@ -3488,19 +3473,12 @@ def test_shared_expert_and_layer_over_two_tp_ranks(rank, ranks):
     for overlap in (False, True):
         config = exact_config(shared_expert_overlap=overlap)
         whole, mine = whole_and_mine(config, groups, functools.partial(SharedExpertMLP, gate=True))
-        call = functools.partial(in_steps, mine) if overlap else mine
         x = leaf(4, 3, 6)
-        results = []
-        for function in (call, whole):
-            y = function(x)
-            y.sin().sum().backward()
-            results.append([y, x.grad])
-            x.grad = None
         with about(f"overlap {overlap}"):
-            close(*results)
+            agree(lambda x: in_steps(mine, x) if overlap else mine(x), lambda x: whole(x), x)
             check_gradients(mine, whole)
     with torch.no_grad():
-        close(mine(x), y)
+        close(mine(x), whole(x))
     check_error_table("""
         SharedExpertMLP(odd, False, groups) => size is 7; needs a multiple of the tp size, 2
         MoELayer(exact_config(), groups) => needs sequence_parallel=True and batch_first=False
@@ -3538,7 +3516,7 @@ def test_graph_with_overlap(name, first, dynamic):
     """What eager mode gives. Two graphs, the second for every T, with a mask; or a dynamic one from
     the first call, with a replayed choice. The first T may be E, or the number of the losses, or of
     the histogram's bins."""
-    layer = MoELayer(exact_config(shared_expert_overlap=True, **CONFIGS[name]))
+    layer = exact_layer(shared_expert_overlap=True, **CONFIGS[name])
     given = dynamic and name != "sinkhorn"
     graphs = graphs_over_T(layer, (first, 9, 40), mask=not dynamic, given=given, dynamic=dynamic)
     assert graphs == (1 if dynamic else 2)
@@ -3556,9 +3534,9 @@ def test_graph_through_inductor(overlap, shared, sizes, graphs):
     T = 5, Inductor's code for CPUs read the target of a scatter before it was written (pytorch
     #185509): the gradient of the chosen scores was lost beside that of a balance loss. This depends
     on what Inductor fuses, so test_compile_without_host_sync checks that no graph has a scatter."""
-    layer = MoELayer(exact_config(
+    layer = exact_layer(
         shared_expert_overlap=overlap, shared_expert_intermediate_size=shared,
-        load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1))
+        load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1)
     assert graphs_over_T(layer, sizes, mask=len(sizes) > 1, backend="inductor") == graphs
 
 
@@ -3569,9 +3547,9 @@ def test_graph_with_overlap_and_checkpoints(way):
     """Two layers, with either checkpoint around the compiled ones and inside the graph: outputs,
     gradients and counts of eager mode, and without a compiler its bits."""
     layers = torch.nn.Sequential(*[
-        MoELayer(exact_config(
+        exact_layer(
             shared_expert_overlap=overlap, shared_expert_gate=True,
-            score_function="sigmoid", enable_expert_bias=True))
+            score_function="sigmoid", enable_expert_bias=True)
         for overlap in (True, False)])
     tol = 0 if way in EAGER_WAYS else 1e-9
     agree(run_as(way, layers), layers, leaf(5, 2, 6), leaf(5, 2, 6), tol=tol)
@@ -3849,6 +3827,12 @@ def whole_state(model, **how) -> dict[str, Tensor]:
     return {name: full(tensor) for name, tensor in model.state_dict(**how).items()}
 
 
+def save_and_load(model, folder, whole) -> None:
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    dcp.load(filled(model, 0).state_dict(), checkpoint_id=folder)
+    check_parts(model, whole)
+
+
 def check_ordinary_ways(rank, groups, folder) -> None:
     """A checkpoint as anybody writes it who does not know of this project."""
     from torch.distributed.checkpoint.state_dict import (
@@ -3865,9 +3849,7 @@ def check_ordinary_ways(rank, groups, folder) -> None:
     same(whole_state(model), whole)
     same(whole_state(model, keep_vars=True), whole)
 
-    dcp.save(state, checkpoint_id=folder)
-    dcp.load(filled(model, 0).state_dict(), checkpoint_id=folder)
-    check_parts(model, whole)
+    save_and_load(model, folder, whole)
     options = dict(full_state_dict=True)
     same(get_model_state_dict(model, options=StateDictOptions(**options)), whole)
     given = copy.deepcopy(get_model_state_dict(model))
@@ -4009,10 +3991,11 @@ def moments_over_ranks(rank, ranks, folder):
     check_moments(groups, folder)
     model = saved_model(groups)
     optimizer = torch.optim.Adafactor(model.parameters())
-    text = error(parallel.sharded_state_dict, model, optimizer)
-    assert "optimizer.1.experts.fc1.row_var has shape" in text, text
-    text = error(parallel.sharded_state_dict, model[1], torch.optim.AdamW(model.parameters()))
-    assert "optimizer has 2 parameters that model lacks" in text, text
+    check_error_table("""
+        sharded(model, optimizer) => optimizer.1.experts.fc1.row_var has shape
+        sharded(model[1], adamw) => optimizer has 2 parameters that model lacks
+        """, sharded=parallel.sharded_state_dict, model=model, optimizer=optimizer,
+        adamw=torch.optim.AdamW(model.parameters()))
 
 
 def test_parallel_checkpoints_of_an_optimizer(tmp_path):
@@ -4035,12 +4018,9 @@ def test_parallel_checkpoints_under_fsdp(rank, ranks, tmp_path):
     for axis in (0, 1):
         model = sharded(saved_model(groups), shard_placement_fn=lambda parameter: Shard(
             axis if parameter.shape[axis] % 2 == 0 else 0))
-        state = model.state_dict()
-        assert state["1.experts.fc1"].device_mesh.ndim == 2
+        assert model.state_dict()["1.experts.fc1"].device_mesh.ndim == 2
         same(whole_state(model), whole)
-        dcp.save(state, checkpoint_id=f"{tmp_path}/{axis}")
-        dcp.load(filled(model, 0).state_dict(), checkpoint_id=f"{tmp_path}/{axis}")
-        check_parts(model, whole)
+        save_and_load(model, f"{tmp_path}/{axis}", whole)
         kept = copy.deepcopy(model.state_dict())
         for given in (kept, saved_model(groups).state_dict(), whole):
             filled(model, 0).load_state_dict({**kept, **{
@@ -4060,60 +4040,37 @@ def test_parallel_checkpoints_under_fsdp(rank, ranks, tmp_path):
     assert "needs fully_shard over ranks that hold the same part, such as mesh['dp']" in text, text
 
 
-def one_graph_over_ranks(rank, ranks):
-    for options, dim, sizes, how, graphs in [
-            (dict(), "ep", [(5, 7), (8, 3)], dict(dynamic=True), 1),
-            (LOSSES, "ep", [(5, 7), (8, 3), (9, 20), (40, 31)], {}, 2),
-            (CONFIGS["padded"], "ep", [(5, 5), (8, 8), (31, 31)], dict(dynamic=True), 1),
-            (CONFIGS["dropping"], "ep",
-             [(5, 0), (8, 3), (0, 20), (40, 0)], dict(dynamic=True), 2),  # T = 0 takes its own
-            (CONFIGS["bias and groups"], "tp", [(4, 4), (6, 6), (8, 8)], {}, 2),
-            (dict(), "ep", [(40, 33), (52, 64), (90, 41)], dict(backend="inductor"), 2),
-            (CONFIGS["losses"], "ep", [(4, 4), (7, 5), (9, 4)], dict(dynamic=True), 1)]:   # 4 is E
-        layer = MoELayer(exact_config(**{
-            "shared_expert_overlap": True, "shared_expert_gate": True, "sequence_parallel": True,
-            **options}), groups_over(**{dim: ranks}))
-        torch._dynamo.reset(), counters.clear()
-        function = compiled(layer, **how)
-        for Ts in sizes:                                     # of each rank in turn
-            with about(options, dim, how, Ts):
-                agree(function, layer, leaf(Ts[rank], 6))
-        assert graphs_made() <= graphs, (options, dim, how)
+OVERLAP = dict(shared_expert_overlap=True, shared_expert_gate=True)
+DYNAMIC = dict(dynamic=True)
+INDUCTOR = dict(backend="inductor", dynamic=True)
+EVEN = (18, 18), (56, 56), (74, 74)                      # where all ranks need one T
 
 
 @slow
-def test_parallel_layer_is_one_graph():
-    """Compiled, the layer gives what it gives in eager mode, at another T on each rank."""
-    spawn_gloo(one_graph_over_ranks, 2, seconds=900)
-
-
-INDUCTOR_OVER_RANKS = {
-    "dropless": dict(),
-    "dropping": dict(capacity_factor=0.8),
-    "padded": CONFIGS["padded"],
-    "overlap": dict(shared_expert_overlap=True, shared_expert_gate=True),
-    "biases": CONFIGS["gpt_oss"],
-    "latent": dict(latent_size=7, latent_norm=True),
-    "tp": dict(shared_expert_overlap=True),
-}
-
-
-@slow
-@pytest.mark.parametrize("name", INDUCTOR_OVER_RANKS)
+@pytest.mark.parametrize("options, dim, sizes, how, graphs", [    # sizes: T of each rank, in turn
+    (OVERLAP, "ep", [(5, 7), (8, 3)], DYNAMIC, 1),
+    (dict(OVERLAP, **LOSSES), "ep", [(5, 7), (8, 3), (9, 20), (40, 31)], {}, 2),
+    (dict(OVERLAP, **CONFIGS["padded"]), "ep", [(5, 5), (8, 8), (31, 31)], DYNAMIC, 1),
+    (dict(OVERLAP, **CONFIGS["dropping"]), "ep",
+     [(5, 0), (8, 3), (0, 20), (40, 0)], DYNAMIC, 2),             # T = 0 takes its own
+    (CONFIGS["losses"] | OVERLAP, "ep", [(4, 4), (7, 5), (9, 4)], DYNAMIC, 1),             # 4 is E
+    (dict(OVERLAP, **CONFIGS["bias and groups"]), "tp", [(4, 4), (6, 6), (8, 8)], {}, 2),
+    (OVERLAP, "ep", [(40, 33), (52, 64), (90, 41)], dict(backend="inductor"), 2),
+    *[(fields, "ep", [(18, 57), (63, 44), (76, 80)], INDUCTOR, 2) for fields in (
+        {}, OVERLAP, dict(capacity_factor=0.8), CONFIGS["gpt_oss"],
+        dict(latent_size=7, latent_norm=True))],
+    (CONFIGS["padded"], "ep", EVEN, INDUCTOR, 2),
+    (dict(shared_expert_overlap=True), "tp", EVEN, INDUCTOR, 2)])
 @over_ranks(2)
-def test_parallel_layer_through_inductor(rank, ranks, name):
-    """Forward and backward over three T, what eager mode gives. A small T may have a graph of its
-    own: see test_graph_through_inductor."""
-    config = exact_config(
-        sequence_parallel=True, **INDUCTOR_OVER_RANKS[name])
-    dim = "tp" if name == "tp" else "ep"
-    layer = MoELayer(config, groups_over(**{dim: ranks}))
-    function = compiled(layer, "inductor", dynamic=True)
-    even = name in ("padded", "tp")                          # these need one T on all ranks
-    for Ts in ([18, 18], [56, 56], [74, 74]) if even else ([18, 57], [63, 44], [76, 80]):
-        with about(name, Ts):
+def test_parallel_layer_through_inductor(rank, ranks, options, dim, sizes, how, graphs):
+    """Compiled, by AOTAutograd too: forward and backward over these T are what eager mode gives. A
+    small T may have a graph of its own: see test_graph_through_inductor."""
+    layer = MoELayer(exact_config(sequence_parallel=True, **options), groups_over(**{dim: ranks}))
+    function = compiled(layer, **how)
+    for Ts in sizes:
+        with about(Ts):
             agree(function, layer, leaf(Ts[rank], 6))
-    assert graphs_made() <= 2
+    assert graphs_made() <= graphs
 
 
 def overlapped_layer(options=(), **sizes: int) -> MoELayer:
@@ -4167,16 +4124,11 @@ def failing_rank(rank, ranks, folder, how):
 @pytest.mark.parametrize("how", ["killed", "forward raises", "backward raises"])
 def test_parallel_rank_that_fails_ends_the_others(tmp_path, how):
     """Nobody kills them: the others end by themselves, with an error."""
-    started = start_ranks(failing_rank, 2, folder=str(tmp_path), how=how)
-    try:
+    with started_ranks(failing_rank, 2, folder=str(tmp_path), how=how) as started:
         for process in started.processes:
             process.join(90)
         assert all(process.exitcode for process in started.processes), started.processes
         assert (tmp_path / f"{how}0").exists()
-    finally:
-        for process in started.processes:
-            process.kill()
-            process.join()
 
 
 # ---- In other people's trainers ----
@@ -4248,9 +4200,9 @@ FROZEN = {
 def test_trainer_frozen_parameters_cost_nothing(cases, how):
     """Products in the backward: of the experts, the router and the latent pair. The other gradients
     stay as they are."""
-    layer = MoELayer(exact_config(
+    layer = exact_layer(
         add_bias_linear=True, router_bias=True, pre_softmax=True, latent_size=7, latent_norm=True,
-        shared_expert_intermediate_size=None))
+        shared_expert_intermediate_size=None)
     x = leaf(9, 6)
     named = {"x": x, **dict(layer.named_parameters())}
     want = dict(zip(named, grads(layer(x).sin().sum(), list(named.values()))))
@@ -4276,9 +4228,9 @@ class TwoLayers(torch.nn.Module):
 
     def __init__(self, **options):
         super().__init__()
-        self.first = MoELayer(small_config(**options))
+        self.first = small_layer(**options)
         self.dense = torch.nn.Linear(8, 8)
-        self.second = MoELayer(small_config(**options))
+        self.second = small_layer(**options)
 
     def forward(self, x, first=None, second=None):
         y = self.dense(self.first(x, topk_indices=first))
@@ -4287,7 +4239,7 @@ class TwoLayers(torch.nn.Module):
 
 def random_choices(T: int) -> list[Tensor]:
     """For the routers of TwoLayers."""
-    return [torch.rand(T, 6).argsort(1)[:, :2].contiguous() for _ in range(2)]
+    return [random_indices(T, 6, 2, nowhere=0) for _ in range(2)]
 
 
 @pytest.mark.parametrize("way", slow_but(EAGER_WAYS, WAYS))
@@ -4316,7 +4268,7 @@ def test_trainer_record_and_replay(way):
 def test_trainer_record_has_probs_and_names():
     """The probs are those that the experts multiply by: 0 where a capacity has dropped."""
     model = torch.nn.Sequential(
-        MoELayer(small_config(capacity_factor=0.7)), MoELayer(small_config()))
+        small_layer(capacity_factor=0.7), small_layer())
     x = fp32_leaf(9, 8)
     for function in (model, compiled(model)):
         with record_routing(model) as record:
@@ -4330,7 +4282,6 @@ def test_trainer_record_has_probs_and_names():
             close(probs, want, 1e-6)
             assert not probs.requires_grad
             same(indices.where(kept != 6, 6), kept)
-    assert (record.indices[0] != model[0].router.route(x)[1]).any()      # before the drop
     with record_routing(model[0].router) as record:
         model[0](x)
     assert record.names == [""]
@@ -4351,7 +4302,7 @@ def test_trainer_replay_of_given_logits():
 
 def test_trainer_replayed_padding_reaches_no_expert():
     """miles #2697: E is no expert, neither 0 .. K-1. A mask holds for tokens routed live too."""
-    layer = MoELayer(small_config())
+    layer = small_layer()
     x = torch.randn(40, 8)
     real = torch.arange(40) < 10
     choice = random_choices(40)[0]
@@ -4498,14 +4449,10 @@ def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
 
 
 def test_compile_fp8_store_halves_what_bf16_keeps():
+    check_keeps_little(None, fp8=True)
     plain = MoELayer(MoEConfig(64, 32, 16, topk=8, params_dtype=torch.bfloat16))
     layer = twin(plain, activation_fp8_input_store=True)
     x = leaf(256, 64, dtype=torch.bfloat16)
-    kept = saved_bytes(lambda: layer(x), exclude=layer.parameters())
-    small = 256 * 8 * (3 * 8 + 4)             # three int64 of size N, and probs
-    if DEVICE != "cpu":
-        small += 4 * (16 + 256 * 8 * 13 // 10)           # the index of batches
-    assert kept <= 1.05 * (256 * 64 * 2 + 256 * 8 * 64) + small
     same(layer(x), plain(x))
     close(outcome(layer, x)[1], outcome(plain, x)[1], 0.05)
 
@@ -4513,7 +4460,7 @@ def test_compile_fp8_store_halves_what_bf16_keeps():
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=slow)])
 def test_compile_bitwise_repeatable(backend):
     layer = MoELayer(MoEConfig(64, 32, 16, topk=4, add_bias_linear=True, **LOSSES))
-    function = layer if backend is None else compiled(layer, backend)
+    function = compiled(layer, backend)
     x = fp32_leaf(257, 64)
     first = outcome(function, x)
     for _ in range(20):
@@ -4645,7 +4592,7 @@ def second_derivatives():
         x, fc2[0].t(), bias=None, router_dtype=torch.float64), leaf(6, 8)
     yield "shared", SharedExpertMLP(exact_config(), gate=True), leaf(6, 6)
     yield "router", TopKRouter(exact_config()).gating, leaf(6, 6)
-    yield "layer", MoELayer(exact_config()), leaf(6, 6)
+    yield "layer", exact_layer(), leaf(6, 6)
 
 
 def test_compile_second_derivatives_are_right_or_refused():
@@ -4669,7 +4616,7 @@ def test_compile_second_derivatives_are_right_or_refused():
     assert refused == [
         *kernels.ACTIVATIONS, "swiglu_back", "expert_mlp", "grouped_mm", "gather_rows",
         "combine_rows", "route", "z_loss", "gate", "shared", "router", "layer"]
-    function = compiled(MoELayer(exact_config()))
+    function = compiled(exact_layer())
     x = leaf(6, 6)
     with pytest.raises(RuntimeError, match="double backward|create_graph"):
         slope, = torch.autograd.grad(function(x).sin().sum(), x, create_graph=True)
@@ -4701,7 +4648,7 @@ def test_compile_export_with_dynamic_T():
 
 
 def test_compile_ops_pass_opcheck():
-    indices = torch.rand(9, 5).argsort(1)[:, :2]             # of four experts: 4 is nowhere
+    indices = random_indices(9, 4, 2)
     plan = plan_permutation(indices, 4)
     token = plan.order // 2
     offsets = plan.offsets
