@@ -916,10 +916,10 @@ def test_balance_sinkhorn_matches_loop_and_stays_finite():
 
 
 def test_balance_capacity_in_python_floats():
-    assert get_capacity(10, 3, 1.0) == 4 and get_capacity(0, 3, 1.0) == 0
     assert get_capacity(10, 3, 1.0, min_capacity=7) == 7
     for N, E, factor, capacity in [
-            (7, 49, 7.0, 1), (100, 3, 1.1, 37), (2048 * 8, 64, 1.25, 320), (29, 7, 0.3, 2)]:
+            (10, 3, 1.0, 4), (0, 3, 1.0, 0), (7, 49, 7.0, 1), (100, 3, 1.1, 37),
+            (2048 * 8, 64, 1.25, 320), (29, 7, 0.3, 2)]:
         assert get_capacity(N, E, factor) == capacity
     in_graph = compiled(lambda x: x.new_zeros(get_capacity(len(x) * 3, 7, 1.1)), dynamic=True)
     for T, capacity in ((5, 3), (29, 14), (70, 33), (91, 43), (333, 157)):
@@ -1581,9 +1581,8 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("who, dtype, tol", [
     ("this device", torch.float64, 1e-9),
-    *itertools.chain(*[[
-        (who, torch.float32, 1e-5), (who, torch.bfloat16, 5e-2), (who, torch.float16, 1e-2)]
-        for who in ("this device", "batches")]),
+    *[(who, *case) for who in ("this device", "batches") for case in [
+        (torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)]],
     pytest.param("native", torch.float32, 1e-5, marks=about_the_cpu("it stands in for a card"))])
 def test_experts_grouped_mm_matches_loop(monkeypatch, who, dtype, tol):
     """NaN in the rows past the last offset, which spare slots of a batch read; an expert without
@@ -1647,9 +1646,8 @@ def test_experts_flops_are_counted(options):
         y = layer(x)
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
-    parts, width, Fs = layer.config.parts, options.get("latent_size", H), 0
-    if layer.shared_experts is not None:
-        Fs = 12
+    parts, width = layer.config.parts, options.get("latent_size", H)
+    Fs = options.get("shared_expert_intermediate_size", 0)
     want = 2 * T * H * E + 2 * T * K * (parts + 1) * F_ * width + 2 * T * 3 * Fs * H
     if width != H:
         want += 2 * 2 * T * H * width
@@ -1826,7 +1824,7 @@ def test_experts_match_loop(monkeypatch, T, E, K, order, who, backend):
     c = exact_config(num_experts=E, topk=K, add_bias_linear=True)
     names = "experts.fc1", "experts.fc2", "experts.fc1_bias", "experts.fc2_bias"
     shapes = (T, 6), (T, K), (E, 2, 5, 6), (E, 6, 5), (E, 2, 5), (E, 6)
-    back = torch.tensor(order).argsort().tolist()
+    back_again = torch.tensor(order).argsort().tolist()
 
     def ours(x, probs, indices, *weights):
         return expert_mlp(x, probs, plan_permutation(indices, E), *weights)
@@ -1834,7 +1832,7 @@ def test_experts_match_loop(monkeypatch, T, E, K, order, who, backend):
     function = compiled(ours, backend if T else None)
     for load, indices in loads(T, E, K).items():
         x, probs, fc1, fc2, *biases = [leaf(*shape) for shape in shapes]
-        laid_out = fc1.permute(order).contiguous().permute(back)
+        laid_out = fc1.permute(order).contiguous().permute(back_again)
         transposed = fc2.mT.contiguous().mT
         with about(load):
             for weights in [(fc1, fc2), (laid_out, transposed), (fc1, transposed.detach())]:
@@ -2492,8 +2490,8 @@ def test_layer_metrics_of_the_latest_training_forward():
     assert load_balancing_metrics(model)["max_violation"].isnan().all()
     x = torch.randn(9, 8)
     y = first(x)
-    counts = [torch.bincount(router.route(rows)[1].flatten(), minlength=router.config.num_experts)
-              for router, rows in ((first.router, x), (second.router, y))]
+    counts = [torch.bincount(layer.router.route(rows)[1].flatten(), minlength=E)
+              for layer, rows, E in ((first, x, 6), (second, y, 5))]
     for way in ("plain", "reentrant"):
         WAYS[way](model)(x)
         m = load_balancing_metrics(model)
@@ -2816,15 +2814,16 @@ class TwoRanks:
 
 def test_router_over_two_ranks_without_communication():
     """What tp refuses; and a loss without valid_token_count counts the rows of both ranks."""
-    config = small_config(calculate_per_token_loss=True)
-    first = dict(sequence_parallel=True, batch_first=True)
-    for changes, error in (({}, "sequence_parallel is False and .*; needs sequence_parallel=True"),
-                           (first, "batch_first is True; .* and batch_first=False")):
-        with pytest.raises(ValueError, match=error):
-            TopKRouter(dataclasses.replace(config, **changes), ProcessGroups(tp=TwoRanks()))
-    TopKRouter(dataclasses.replace(config, sequence_parallel=True), ProcessGroups(tp=TwoRanks()))
+    def over_tp(**fields):
+        return TopKRouter(small_config(**fields), ProcessGroups(tp=TwoRanks()))
+    check_error_table("""
+        over_tp() => is False and batch_first is False; needs sequence_parallel=True and batch_firs
+        over_tp(sequence_parallel=True, batch_first=True) => is True and batch_first is True; needs
+        """, over_tp=over_tp)
+    over_tp(sequence_parallel=True)
 
-    router = TopKRouter(config, ProcessGroups(tp_cp=TwoRanks()))
+    router = TopKRouter(
+        small_config(calculate_per_token_loss=True), ProcessGroups(tp_cp=TwoRanks()))
     x, loss = torch.ones(5, 3, requires_grad=True), torch.tensor(0.25, requires_grad=True)
     router.attach_and_log_load_balancing_loss(
         x, 0.5, aux_loss=loss, aux_loss_name="z_loss", reduce_group=None).sum().backward()
@@ -2988,8 +2987,7 @@ def test_router_global_loss_under_checkpoints(way):
     counts in the order of the backwards, and a checkpoint inside a graph refuses a forward whose
     sums have moved on."""
     in_turn = way not in ("non-reentrant", "compiled") and not way.endswith("in non-reentrant")
-    config = small_config(load_balancing_type="global_aux_loss", aux_loss_coeff=0.5)
-    layer = MoELayer(config)
+    layer = small_layer(load_balancing_type="global_aux_loss", aux_loss_coeff=0.5)
     router = layer.router
     a, b, c = [fp32_leaf(8, 8) for _ in range(3)]
     results = []
@@ -4638,8 +4636,7 @@ def test_compile_every_kernel():
 
 
 def test_compile_export_with_dynamic_T():
-    config = small_config(score_function="sigmoid", num_groups=3, group_topk=2)
-    layer = MoELayer(config).eval()
+    layer = small_layer(score_function="sigmoid", num_groups=3, group_topk=2).eval()
     T = torch.export.Dim("T", min=1, max=65536)
     program = torch.export.export(layer, (torch.randn(12, 8),), dynamic_shapes=({0: T},))
     for n in (1, 5, 300):
