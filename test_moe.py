@@ -1454,20 +1454,29 @@ def test_activation_back_compiles_where_its_input_requires_grad(kind):
         close(compiled(weighted_swiglu_back)(g, y, w), weighted_swiglu_back(g, y, w), 1e-6)
 
 
+class TwoExperts(torch.nn.Module):
+    """expert_mlp twice, activation and activation_back, with an activation that is made already."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+        self.plan = plan_permutation(random_indices(7, 3, 2), 3)
+
+    def forward(self, x, probs, fc1, fc2):
+        y = x
+        for _ in range(2):
+            y = expert_mlp(y, probs, self.plan, fc1, fc2, kind=self.made)
+        x_and_gate = x.repeat(1, self.made.parts)
+        gradient = activation_back(x.detach(), x_and_gate.detach(), self.made)
+        return y + activation(x_and_gate, self.made) + gradient[:, :4]
+
+
 @pytest.mark.parametrize("made", [
     kernels.make_activation("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
     kernels.make_activation("situ", beta=1.5, linear_beta=2.0), kernels.make_activation("relu2")])
 def test_activation_made_before_it_is_compiled(made):
     """With dynamic=True the compiler makes symbolic numbers of its constants."""
-    plan = plan_permutation(random_indices(7, 3, 2), 3)
-
-    def two(x, probs, fc1, fc2):
-        y = x
-        for _ in range(2):
-            y = expert_mlp(y, probs, plan, fc1, fc2, kind=made)
-        x_and_gate = x.repeat(1, made.parts)
-        gradient = activation_back(x.detach(), x_and_gate.detach(), made)
-        return y + activation(x_and_gate, made) + gradient[:, :4]
+    two = TwoExperts(made)
     shapes = (7, 4), (7, 2), (3, made.parts, 5, 4), (3, 4, 5)
     agree(compiled(two, dynamic=True), two, tuple(leaf(*shape) for shape in shapes))
 
@@ -3493,8 +3502,6 @@ def test_shared_expert_and_layer_over_two_tp_ranks(rank, ranks):
 def graphs_over_T(layer, sizes, mask: bool = False, given: bool = False, **how) -> int:
     """How many graphs the compiled layer needs for inputs of these T. Each result is that of eager
     mode."""
-    torch._dynamo.reset()
-    counters.clear()
     function = compiled(layer, **how)
     for T in sizes:
         calls = []
