@@ -47,8 +47,9 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
 
     batch_first is True: the library's hidden states are [B, S, H]. params_dtype is the config's
     dtype or torch_dtype. The inner config comes before the outer one. Without a dtype it is
-    float32. A size must be in the config. Every other field has the default that its model
-    publishes. ValueError: lists all that the layer cannot express.
+    float32. In bf16 and fp16 router_dtype and probs_dtype are those of the library's gate. A size
+    must be in the config. Every other field has the default that its model publishes. ValueError:
+    lists all that the layer cannot express.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -81,7 +82,9 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     if read.problems:
         problems = _listed(list(dict.fromkeys(read.problems)), "; ")
         raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
-    return moe.MoEConfig(**values, params_dtype=getattr(torch, dtype), batch_first=True)
+    params_dtype = getattr(torch, dtype)
+    return moe.MoEConfig(**values, **_router_dtypes(row, params_dtype, gate_dtype=params_dtype),
+                         params_dtype=params_dtype, batch_first=True)
 
 
 class Slot(NamedTuple):
@@ -104,6 +107,9 @@ class Family(NamedTuple):
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
     needs: field of the published config -> a tuple of the values with which the layer computes the
       same model. A value without a tuple stands for itself or None. The field may be absent.
+    precision: three words, "fp32" or "model" (the model's dtype), as in the library's gate: the
+      dtypes of the product, of the scores, and of the weights that it returns. Read in the code of
+      transformers 5.23.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
       neither read nor written.
     returns: what the library's block returns beside its output: "probs" [T, K] or "logits" [T, E].
@@ -113,6 +119,7 @@ class Family(NamedTuple):
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
     needs: dict[str, object] = {}
+    precision: str = "fp32 fp32 fp32"
     others: str = ""
     returns: str = ""
     after: str = ""
@@ -225,6 +232,20 @@ def _dtype_of(reads):
         if dtype:
             return str(dtype).removeprefix("torch.")
     return "float32"
+
+
+def _router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
+    """Fields of MoEConfig: the precision of the family's router in a model of this dtype.
+
+    gate_dtype: that of the router's weight, and so of a product in the model's dtype.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    words = row.precision.split()
+    product, scores, weights = [{"model": dtype, "fp32": wide}[word] for word in words]
+    fields = {"router_dtype": gate_dtype if words[0] == "model" else wide}
+    if weights != product or scores != wide:
+        fields["probs_dtype"] = weights
+    return fields
 
 
 def _usual_needs(values):
@@ -780,7 +801,8 @@ def replace_blocks(
     padding_mask: whether the blocks get the padding of the attention_mask [B, M], 1 = token; its
       last S columns count. Masks of another form are ignored.
     changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
-      add to a block is drawn anew.
+      add to a block is drawn anew. Without router_dtype in them a router has the precision of the
+      library's gate, and in bf16 and fp16 too it chooses what that gate chooses.
 
     All is checked before the first block is touched. Memory holds one block twice at a time. Make
     the optimizer after the call. state_dict() has the library's names, and this project's names for
@@ -811,8 +833,6 @@ def replace_blocks(
     if pg_collection and moe.group_size(pg_collection.tp) > 1:
         raise ValueError(f"pg_collection has {pg_collection.tp.size()} ranks in tp; needs one: "
                          f"each rank gives a block its own whole sequences")
-    router_dtype = torch.promote_types(model.dtype, torch.float32)
-    changes = {"router_dtype": router_dtype, **changes, "params_dtype": model.dtype}
     layers = [_blank_block(model, prefix, changes, pg_collection) for prefix in prefixes]
     names = [prefix.removesuffix(".") for prefix in prefixes]
     mask = ForwardMask()
@@ -1020,14 +1040,20 @@ def _blank_block(model, prefix, changes, groups):
     model_type, _ = _type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
-    config = dataclasses.replace(published, **changes)
+    source = Source(_tensors(model), prefix)
+    dtypes = {"probs_dtype": None}
+    if "router_dtype" not in changes:
+        row = _family(model_type)
+        gate_dtype = source.load(next(iter(row.layouts[-1]))).dtype
+        dtypes |= _router_dtypes(row, model.dtype, gate_dtype)
+    fields = {**dtypes, **changes, "params_dtype": model.dtype}
+    config = dataclasses.replace(published, **fields)
     if config.parts != published.parts:
         raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
                          f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")
 
     with torch.device("meta"):
         layer = HuggingFaceBlock(config, model_type, groups)
-    source = Source(_tensors(model), prefix)
     if HASH_TABLE in source.names:
         layer.hash_table = source.load(HASH_TABLE).to("meta")
     parameters = dict(layer.named_parameters())
@@ -1427,7 +1453,7 @@ def qwen2_moe(norm: dict) -> Family:
     return Family(
         sizes() | SOFTMAX_OVER_ALL | norm
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
-        layouts(QWEN2))
+        layouts(QWEN2), precision=ROUNDED)
 
 
 def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
@@ -1437,20 +1463,27 @@ def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
     return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))
 
 
+# Other precisions than fp32 throughout: of the product, the scores and the weights.
+ROUNDED = "model fp32 model"
+WIDENED = "model fp32 fp32"
+IN_MODEL_DTYPE = "model model model"
+
 # A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
 # first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
-    "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
+    "mixtral": Family(
+        sizes("intermediate_size"), layouts(GATE, w132(EACH)), precision=WIDENED),
     "granitemoe": Family(
         sizes("intermediate_size"),
-        (layout(GRANITE), layout(ROUTER + FUSED))),
+        (layout(GRANITE), layout(ROUTER + FUSED)), precision=ROUNDED),
     "jamba": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
-        layouts(ROUTER)),
+        layouts(ROUTER), precision=ROUNDED),
     "olmoe": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE)),
-    "qwen3_moe": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
+        layouts(GATE), precision=ROUNDED),
+    "qwen3_moe": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE), precision=ROUNDED),
     "qwen2_moe": qwen2_moe(normed(default=False)),
     "qwen3_next": qwen2_moe(normed(default=True)),
     "deepseek_v2": Family(
@@ -1464,34 +1497,34 @@ FAMILIES = {
         sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
         (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),),
-        returns="logits"),
+        precision=ROUNDED, returns="logits"),
     "gpt_oss": Family(
         sizes("intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
         (layout(GPT_OSS),),
-        returns="probs"),
+        precision=ROUNDED, returns="probs"),
     "ernie4_5_moe": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
-        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
+        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}, precision="fp32 fp32 model"),
     "minimax_m2": Family(
         sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(BESIDE, w132(EACH)),
-        needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}),
+        needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}, precision=WIDENED),
     "hunyuan_v1_moe": Family(
         sizes("intermediate_size")
         | shared("intermediate_size", "moe_intermediate_size"),
         layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
-               "group_limited_greedy": False}),
+               "group_limited_greedy": False}, precision=ROUNDED),
     "lfm2_moe": Family(
         sizes() | SIGMOID | normed(default=True) | scaled(1.0) | SWIGLU | {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
-        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH)), precision=IN_MODEL_DTYPE),
     "nemotron_h": Family(
         sizes() | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
@@ -1510,7 +1543,7 @@ FAMILIES = {
                                     among={1.0: True, None: False}),
         },
         (layout(DBRX),),
-        needs={"ffn_config.moe_jitter_eps": 0.0}),
+        needs={"ffn_config.moe_jitter_eps": 0.0}, precision=IN_MODEL_DTYPE),
     "kimi_linear": Family(
         sizes() | noaux(2.446) | shared_times() | {
             "activation": kimi_activation,
@@ -1530,7 +1563,7 @@ FAMILIES = {
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
-        needs={"n_shared_experts": 1, "topk_method": "noaux_tc"},
+        needs={"n_shared_experts": 1, "topk_method": "noaux_tc"}, precision=IN_MODEL_DTYPE,
         others=r"gate\.tid2eid"),
     "inkling2_text": Family(
         sizes() | biased(8.0) | ALWAYS_NORMED | {
@@ -1554,7 +1587,7 @@ FAMILIES = {
         layouts(BESIDE + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
         needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": True,
-               "n_shared_experts": 1}),
+               "n_shared_experts": 1}, precision=WIDENED),
     "bailing_hybrid": Family(
         sizes() | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
@@ -1564,31 +1597,35 @@ FAMILIES = {
         noaux(1.0),
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
-    "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
+    "mellum": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE), precision=ROUNDED),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
-        (layout(GATE + TRANSPOSED), layout(GATE + FUSED))),
+        (layout(GATE + TRANSPOSED), layout(GATE + FUSED)), precision=ROUNDED),
     "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED),
-    "granitemoe_swa": Family(sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
+    "granitemoe_swa": Family(
+        sizes("intermediate_size"), (layout(ROUTER + FUSED),), precision=ROUNDED),
     "aria_text": Family(
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
-        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),
+        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED)), precision=ROUNDED),
     "cohere2_moe": Family(
-        sizes("intermediate_size") | COHERE, layouts(GATE + SHARED)),
+        sizes("intermediate_size") | COHERE, layouts(GATE + SHARED), precision=ROUNDED),
     "mistral4": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
-        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
+        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),),
+        precision=IN_MODEL_DTYPE),
     "afmoe": Family(
-        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED)),
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED),
+        precision=WIDENED),
     "hy_v3": Family(
         sizes() | biased(2.826) | ALWAYS_NORMED | shared_times(),
         layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
     "laguna": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("shared_expert_intermediate_size"),
-        layouts(LAGUNA, held=CORRECTED + SHARED)),
+        layouts(LAGUNA, held=CORRECTED + SHARED), precision=ROUNDED),
     "step3p5": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
-        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND),
+        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), precision=WIDENED, others=AROUND),
     "exaone_moe": Family(
         sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED)),
     "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),

@@ -35,7 +35,7 @@ import families
 import moe
 import parallel
 import router as router_file
-from kernels import expert_mlp, plan_permutation
+from kernels import expert_mlp, plan_permutation, topk_routing
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
     reduce_gradients, replay_routing, update_expert_bias)
@@ -747,6 +747,18 @@ def library_config(case: str, **fields):
     return config
 
 
+def library_block(case: str, config, layer_idx: int = 1) -> torch.nn.Module:
+    """The library's own block, with random weights."""
+    modeling = importlib.import_module(
+        type(config).__module__.replace("configuration_", "modeling_"))
+    layer_idx = [layer_idx] if case in ("deepseek_v4", "step3p5") else []
+    block = getattr(modeling, PUBLISHED[case].block.split()[1])(config, *layer_idx)
+    with torch.no_grad():
+        for tensor in block.state_dict().values():
+            tensor.normal_(0, 0.7)
+    return block
+
+
 @pytest.mark.parametrize("case", IN_THE_LIBRARY)
 def test_families_match_the_library(case):
     """The library's own block on its own random weights; its config, as object and as dict."""
@@ -756,13 +768,7 @@ def test_families_match_the_library(case):
     limit = {"swiglu_limit": 7.0} if case == "gpt_oss" else {}
     assert config == families.config_from_hf(fam_fields(case, **limit))
 
-    modeling = importlib.import_module(
-        type(theirs).__module__.replace("configuration_", "modeling_"))
-    layer_idx = [1] if case in ("deepseek_v4", "step3p5") else []
-    block = getattr(modeling, PUBLISHED[case].block.split()[1])(theirs, *layer_idx)
-    with torch.no_grad():
-        for tensor in block.state_dict().values():
-            tensor.normal_(0, 0.7)
+    block = library_block(case, theirs)
     layer = families.from_hf(MoELayer(config), block.state_dict(), family(case))
     x = torch.randn(2, T7, H6, requires_grad=True)
     want = block(x.clone())
@@ -1512,19 +1518,82 @@ def test_live_dtypes_and_memory():
     assert held.data_ptr() == first.experts.fc1.data_ptr()
 
 
-def test_live_router_is_fp32_in_every_family():
-    """Automodel #3650, sglang #38695: some families compute bf16 logits, some fp32. Here all are
-    the fp32 products of the bf16 weights."""
-    for case in ("mixtral", "qwen3_moe", "llama4_text", "gpt_oss", "deepseek_v3", "laguna"):
-        model = StandInModel(case, torch.bfloat16)
-        families.replace_blocks(model)
-        router = model.block().router
-        assert router.weight.dtype == torch.bfloat16
-        x = torch.randn(3, T7, H6, dtype=torch.bfloat16)
+# In the library's gates, read in their code: the dtypes of the product, of the scores and of the
+# weights; "model" is the model's dtype. All others are fp32 throughout.
+PRECISION = {
+    "model fp32 fp32": "mixtral minimax_m2 minimax_m3_vl_text afmoe step3p5 minimax",
+    "model fp32 model": """
+        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss hunyuan_v1_moe
+        mellum qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
+        qwen4_exp_text flex_olmo granitemoeshared granitemoehybrid qwen3_omni_moe_text
+        qwen3_omni_moe_talker_text""",
+    "model model model": "lfm2_moe dbrx deepseek_v4 mistral4",
+    "fp32 fp32 model": "ernie4_5_moe",
+}
+PRECISION = {case: words.split() for words, cases in PRECISION.items() for case in cases.split()}
+
+
+def block_router(case: str, dtype, **changes):
+    model = StandInModel(case, dtype)
+    families.replace_blocks(model, **changes)
+    return model.block().router
+
+
+@pytest.mark.parametrize("dtype, cases", [
+    (torch.bfloat16, FAMILIES),
+    (torch.float16, ["mixtral", "gpt_oss", "lfm2_moe", "ernie4_5_moe", "deepseek_v3"])])
+def test_live_router_has_the_precision_of_its_family(dtype, cases):
+    """Automodel #3650, sglang #38695: some families compute logits in bf16, some in fp32; some
+    round their weights, some do not."""
+    for case in cases:
+        product, scores, weights = [
+            {"model": dtype, "fp32": torch.float32}[word]
+            for word in PRECISION.get(case, ["fp32"] * 3)]
+        router = block_router(case, dtype)
+        assert router.weight.dtype == dtype
+        x = torch.randn(3, T7, H6, dtype=dtype)
         logits = router.gating(x)
-        assert logits.dtype == torch.float32
+        probs, indices = router.route(x)
+        assert (logits.dtype, probs.dtype) == (product, weights), case
         bias = 0.0 if router.bias is None else router.bias.double()
-        close(logits.double(), x.double() @ router.weight.double().T + bias, 1e-5)
+        exact = x.double() @ router.weight.double().T + bias
+        close(logits.double(), exact, 1e-5 if product == torch.float32 else 0.02)
+        in_fp32, _ = topk_routing(
+            logits.flatten(0, 1).float(), precomputed_indices=indices,
+            **fam_config(case, torch.float32).routing_options)
+        assert torch.equal(probs, in_fp32.to(weights)) == (scores == torch.float32), case
+        config = families.config_from_hf(fam_fields(case, dtype=str(dtype)))
+        assert config.router_dtype == router.config.router_dtype == product
+        assert config.probs_dtype == router.config.probs_dtype
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "lfm2_moe", "ernie4_5_moe", "deepseek_v3"])
+def test_live_router_has_another_precision_if_told(case):
+    """In fp32 and fp64 nothing is rounded either."""
+    def dtypes(dtype, **changes):
+        config = block_router(case, dtype, **changes).config
+        return config.router_dtype, config.probs_dtype
+    assert dtypes(torch.bfloat16, router_dtype=torch.float32) == (torch.float32, None)
+    given = dict(router_dtype=torch.bfloat16, probs_dtype=torch.float32)
+    assert dtypes(torch.bfloat16, **given) == (torch.bfloat16, torch.float32)
+    for dtype in (torch.float32, torch.float64):
+        assert dtypes(dtype) == (dtype, None)
+    plain = families.config_from_hf(fam_fields(case))
+    assert (plain.router_dtype, plain.probs_dtype) == (torch.float32, None)
+
+
+def test_live_router_kept_in_fp32_has_fp32_logits():
+    """In the model's dtype is in that of the router's weight, where the library's gate casts its
+    input to it; the weights are rounded or not as before."""
+    for case, weights in [("hunyuan_v1_moe", torch.float32), ("minimax_m2", torch.float32),
+                          ("ernie4_5_moe", torch.bfloat16)]:
+        model = StandInModel(case, torch.bfloat16)
+        router = next(iter(as_held(case, fam_tensors(case)))).rpartition(".")[0]
+        model.block().get_submodule(router).float()
+        families.replace_blocks(model)
+        x = torch.randn(3, T7, H6, dtype=torch.bfloat16)
+        assert model.block().router.gating(x).dtype == torch.float32
+        assert model.block().router.route(x)[0].dtype == weights
 
 
 def test_live_model_is_saved_whole(tmp_path):
@@ -2188,6 +2257,99 @@ def test_live_models_of_the_library(case, tmp_path):
         halves = ours.to(torch.bfloat16)
         assert whole_logits(halves, ids).isfinite().all()
         assert {p.dtype for p in halves.parameters()} - {torch.float32} == {torch.bfloat16}
+
+
+class OneBlock(torch.nn.Module):
+    """A model in bf16 with one MoE block, in layer 3. As the library loads it: a router that it
+    keeps in fp32 is fp32, and so is a bias that only chooses."""
+
+    def __init__(self, case: str, **fields):
+        super().__init__()
+        self.dtype = torch.bfloat16
+        self.config = library_config(case, **fields, dtype=torch.bfloat16)
+        block = library_block(case, self.config, layer_idx=3)
+        modeling = importlib.import_module(type(block).__module__)
+        kept = [name for model in vars(modeling).values()
+                for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+        router = next(iter(families.TYPES[family(case)].layouts[-1]))
+        with torch.no_grad():
+            block.get_parameter(router).mul_(0.2)    # sigmoid scores of large logits are all 1
+            for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+                if only_chooses(name):
+                    tensor.mul_(0.03)                # so that it does not choose alone
+                elif not any(part in f"mlp.{name}" for part in kept):
+                    tensor.data = tensor.data.bfloat16()
+        layers = [torch.nn.Identity(), torch.nn.Identity(), torch.nn.Identity(),
+                  torch.nn.ModuleDict({"mlp": block})]
+        self.layers = torch.nn.ModuleList(layers)
+
+    @property
+    def block(self) -> torch.nn.Module:
+        return self.layers[3]["mlp"]
+
+
+def wide_fields(case: str) -> dict:
+    """The fields of a block with 128 experts, 8 of them a token, from 8 groups, and H = 64."""
+    fields = library_fields(case)
+    sizes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts",
+                           "moe_num_experts"), 128)
+    sizes |= dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
+                            "moe_top_k"), 8 if case != "llama4_text" else 1)
+    sizes |= dict(hidden_size=64, d_model=64, num_hidden_layers=4, mlp_layer_types=["moe"] * 4)
+    if fields.get("n_group") == 4:
+        sizes |= dict(n_group=8, topk_group=4)
+    if case == "dbrx":
+        fields["ffn_config"] = {name: sizes.get(name, value)
+                                for name, value in fields["ffn_config"].items()}
+    return {name: sizes.get(name, value) for name, value in fields.items()}
+
+
+def gate_of_the_library(case: str, block, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights [T, K], indices [T, K]) that the library's gate gives its experts."""
+    if case == "llama4_text":                        # whose experts all compute all tokens
+        scores, logits = block.router(x.flatten(0, 1))
+        indices = logits.topk(1).indices
+        return scores.gather(1, indices), indices
+    given = []
+
+    def experts(x, indices, weights):
+        given.extend((weights, indices))
+        return x
+    block.experts.forward = experts
+    block(x)
+    del block.experts.forward
+    return tuple(given)
+
+
+# The library's block multiplies by it elsewhere: compared without it.
+SCALED_ELSEWHERE = "beam", "minimax_m3_vl_text", "step3p5", "laguna"
+# Not to the bit: how far, at most, in units of the last place of the weights' dtype. The first
+# three divide a softmax over all by its sum over the chosen: K + 2 roundings in fp32, of which a
+# softmax over the chosen has K + 1; Hunyuan rounds that to bf16. Cohere2 rounds its sigmoid scores,
+# their sum and the quotient, where the layer rounds once; it chooses by its logits. In gpt-oss a
+# logit is summed up in another order, and some round the other way.
+UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=1, cohere2_moe=4, gpt_oss=1)
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_live_router_in_bf16_chooses_as_the_librarys_gate(case):
+    """For all of 4,096 tokens. Weights to the bit, when they are summed in the library's order,
+    which does not sort the chosen; but for those in UNITS."""
+    torch.manual_seed(3)
+    model = OneBlock(case, **wide_fields(case))
+    x = torch.randn(2, 2048, 64).bfloat16()
+    with torch.no_grad():
+        weights, indices = gate_of_the_library(case, model.block, x.clone())
+        changes = {"scaling_factor": None} if case in SCALED_ELSEWHERE else {}
+        families.replace_blocks(model, **changes)
+        router = model.block.router
+        probs, chosen = router.route(x, topk_indices=indices)
+        assert torch.equal(chosen, indices)
+        assert torch.equal(router.route(x)[1].sort(1).values, indices.sort(1).values)
+    assert probs.dtype == weights.dtype and (probs > 0).all()
+    integers = torch.int32 if probs.dtype == torch.float32 else torch.int16
+    units = (probs.view(integers).long() - weights.view(integers).long()).abs().max()
+    assert units <= UNITS.get(case, 0)
 
 
 def padded_ids(left: int, S: int = T7) -> tuple[Tensor, Tensor]:
