@@ -12,8 +12,9 @@ needed. There are two ways into a live model of the Hugging Face library:
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # the whole layer
     model.set_experts_implementation(register_experts())                       # the experts alone
 
-The table FAMILIES is at the end of the file; `python families.py` prints it for docs/models.md. It
-sets no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
+The table FAMILIES is at the end of the file. `python families.py` prints it as docs/routers.md has
+it, and `python families.py TYPE [config.json]` one router in formulas: see atlas.py. The table sets
+no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
 replace_blocks. The letters are those of kernels.py.
 """
 import dataclasses
@@ -56,14 +57,11 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     >>> config_from_hf(hf_config).ffn_hidden_size
     16
     """
-    model_type, reads = _type_of(hf_config, layer_idx)
-    row = _family(model_type)
+    model_type, reads = type_of(hf_config, layer_idx)
+    row = family(model_type)
     read = reads[0]
-    values = {}
-    for name, knob in row.knobs.items():
-        values[name] = knob(read) if callable(knob) else knob
-
-    dtype = _dtype_of(reads)
+    values = values_of(row, read)[0]
+    dtype = dtype_of(reads)
     if dtype not in DTYPES:
         read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
     needs = _usual_needs(values)
@@ -83,7 +81,7 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
         problems = _listed(list(dict.fromkeys(read.problems)), "; ")
         raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
     params_dtype = getattr(torch, dtype)
-    return moe.MoEConfig(**values, **_router_dtypes(row, params_dtype, gate_dtype=params_dtype),
+    return moe.MoEConfig(**values, **router_dtypes(row, params_dtype, gate_dtype=params_dtype),
                          params_dtype=params_dtype, batch_first=True)
 
 
@@ -130,16 +128,25 @@ SAFETENSORS_DTYPES = ("F64", "F32", "BF16", "F16")
 _ABSENT = object()
 
 
+class Missing(str):
+    """The name of a size that a config lacks, in its place."""
+
+    def __rmul__(self, count):
+        return count and Missing(f"{count} * {self}")
+
+
 class Reader:
     """Reads fields of a published config.
 
-    names: the fields that were read. problems: what cannot be expressed.
+    names: the fields that were read. log: those that had a value, or the first name where none
+      had. problems: what cannot be expressed.
     """
 
     def __init__(self, config, layer_idx: int | None = None):
         self.config = config
         self.layer_idx = layer_idx
         self.names = set()
+        self.log = []
         self.problems = []
 
     def get(self, name: str, default=None):
@@ -176,12 +183,13 @@ class Reader:
         found = {name: self.get(name, default=_ABSENT) for name in names}
         found = {name: value for name, value in found.items() if value is not _ABSENT}
         value, *others = found.values() or [default]
+        self.log += [*found, names[0]][:1]
         if any(other != value for other in others):
             got = " and ".join(f"{name} = {each!r}" for name, each in found.items())
             self.problems.append(f"{got} contradict each other")
         if value is _ABSENT:
             self.problems.append(f"{_or(names)} is missing")
-            return None
+            return Missing(names[0])
         if among is None:
             return value
         if value not in list(among):                         # a value may not be hashable
@@ -203,7 +211,7 @@ def _listed(items, separator):
     return separator.join(items)
 
 
-def _type_of(hf_config, layer_idx=None):
+def type_of(hf_config, layer_idx=None):
     """(model_type, a Reader of every config, the innermost first).
 
     The model_type is the outermost known one, or else the innermost one.
@@ -216,7 +224,7 @@ def _type_of(hf_config, layer_idx=None):
     return [types[0], *known][-1], reads
 
 
-def _family(model_type):
+def family(model_type):
     if model_type in REFUSED:
         raise ValueError(f"model_type is {model_type!r}: {REFUSED[model_type]}")
     if model_type not in TYPES:
@@ -224,7 +232,19 @@ def _family(model_type):
     return TYPES[model_type]
 
 
-def _dtype_of(reads):
+def values_of(row, read):
+    """(field of MoEConfig -> value, field -> those of the published config that it is from)."""
+    values, sources = {}, {}
+    for name, knob in row.knobs.items():
+        values[name] = knob
+        if callable(knob):
+            read.log = []
+            values[name] = knob(read)
+            sources[name] = list(dict.fromkeys(read.log))
+    return values, sources
+
+
+def dtype_of(reads):
     for read in reads:
         dtype = read.get("dtype", default=_ABSENT)
         if dtype is _ABSENT:             # the library's objects have dtype, and warn of torch_dtype
@@ -234,7 +254,7 @@ def _dtype_of(reads):
     return "float32"
 
 
-def _router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
+def router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
     """Fields of MoEConfig: the precision of the family's router in a model of this dtype.
 
     gate_dtype: that of the router's weight, and so of a product in the model's dtype.
@@ -258,7 +278,7 @@ def _usual_needs(values):
         "topk_method": "noaux_tc" if values.get("enable_expert_bias") else "greedy",
         **dict.fromkeys(SCORINGS, values.get("score_function", "softmax")),
         "n_group": (1, 0, None),
-        **dict.fromkeys(NORMS, _meaning(values)["norm_topk_prob"]),
+        **dict.fromkeys(NORMS, meaning(values)["norm_topk_prob"]),
         "routed_scaling_factor": (1.0, 0, None),
         "n_shared_experts": 0,
         "swiglu_limit": None,
@@ -285,7 +305,7 @@ def _check_layer_idx(read):
         read.problems.append(f"layer_idx is {read.layer_idx}; needs 0 or more")
 
 
-def _meaning(values):
+def meaning(values):
     """All fields of a MoEConfig. Values that compute the same are equal."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
@@ -391,9 +411,9 @@ def _checked(layer, model_type):
     inner = getattr(layer, "_orig_mod", layer)
     if not isinstance(inner, moe.MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
-    row = _family(model_type)
-    want = _meaning({**row.knobs, "topk": inner.config.topk})
-    have = _meaning(vars(inner.config))
+    row = family(model_type)
+    want = meaning({**row.knobs, "topk": inner.config.topk})
+    have = meaning(vars(inner.config))
     wrong = []
 
     # An expert without a gate has only part 0.
@@ -820,8 +840,8 @@ def replace_blocks(
     for name, why in FIXED.items():
         if name in changes:
             raise ValueError(f"changes has {name}; {why}")
-    model_type, _ = _type_of(model.config)
-    prefixes = _prefixes(_tensors(model), _family(model_type).layouts[-1:])
+    model_type, _ = type_of(model.config)
+    prefixes = _prefixes(_tensors(model), family(model_type).layouts[-1:])
     if not prefixes:
         blocks = [name for name, module in model.named_modules()
                   if isinstance(module, HuggingFaceBlock)]
@@ -1037,15 +1057,15 @@ def _blank_block(model, prefix, changes, groups):
 
     ValueError: the block's tensors do not fit.
     """
-    model_type, _ = _type_of(model.config)
+    model_type, _ = type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
     source = Source(_tensors(model), prefix)
     dtypes = {"probs_dtype": None}
     if "router_dtype" not in changes:
-        row = _family(model_type)
+        row = family(model_type)
         gate_dtype = source.load(next(iter(row.layouts[-1]))).dtype
-        dtypes |= _router_dtypes(row, model.dtype, gate_dtype)
+        dtypes |= router_dtypes(row, model.dtype, gate_dtype)
     fields = {**dtypes, **changes, "params_dtype": model.dtype}
     config = dataclasses.replace(published, **fields)
     if config.parts != published.parts:
@@ -1453,7 +1473,7 @@ def qwen2_moe(norm: dict) -> Family:
     return Family(
         sizes() | SOFTMAX_OVER_ALL | norm
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
-        layouts(QWEN2), precision=ROUNDED)
+        layouts(QWEN2))
 
 
 def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
@@ -1463,27 +1483,22 @@ def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
     return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))
 
 
-# Other precisions than fp32 throughout: of the product, the scores and the weights.
-ROUNDED = "model fp32 model"
-WIDENED = "model fp32 fp32"
-IN_MODEL_DTYPE = "model model model"
-
 # A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
 # first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
     "mixtral": Family(
-        sizes("intermediate_size"), layouts(GATE, w132(EACH)), precision=WIDENED),
+        sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
         sizes("intermediate_size"),
-        (layout(GRANITE), layout(ROUTER + FUSED)), precision=ROUNDED),
+        (layout(GRANITE), layout(ROUTER + FUSED))),
     "jamba": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
-        layouts(ROUTER), precision=ROUNDED),
+        layouts(ROUTER)),
     "olmoe": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
-        layouts(GATE), precision=ROUNDED),
+        layouts(GATE)),
     "qwen3_moe": Family(
-        sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE), precision=ROUNDED),
+        sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
     "qwen2_moe": qwen2_moe(normed(default=False)),
     "qwen3_next": qwen2_moe(normed(default=True)),
     "deepseek_v2": Family(
@@ -1496,35 +1511,33 @@ FAMILIES = {
     "llama4_text": Family(
         sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
-        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),),
-        precision=ROUNDED, returns="logits"),
+        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),), returns="logits"),
     "gpt_oss": Family(
         sizes("intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
-        (layout(GPT_OSS),),
-        precision=ROUNDED, returns="probs"),
+        (layout(GPT_OSS),), returns="probs"),
     "ernie4_5_moe": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
-        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}, precision="fp32 fp32 model"),
+        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
     "minimax_m2": Family(
         sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(BESIDE, w132(EACH)),
-        needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}, precision=WIDENED),
+        needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}),
     "hunyuan_v1_moe": Family(
         sizes("intermediate_size")
         | shared("intermediate_size", "moe_intermediate_size"),
         layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
-               "group_limited_greedy": False}, precision=ROUNDED),
+               "group_limited_greedy": False}),
     "lfm2_moe": Family(
         sizes() | SIGMOID | normed(default=True) | scaled(1.0) | SWIGLU | {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
-        layouts(GATE + expert_bias("expert_bias"), w132(EACH)), precision=IN_MODEL_DTYPE),
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
     "nemotron_h": Family(
         sizes() | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
@@ -1543,7 +1556,7 @@ FAMILIES = {
                                     among={1.0: True, None: False}),
         },
         (layout(DBRX),),
-        needs={"ffn_config.moe_jitter_eps": 0.0}, precision=IN_MODEL_DTYPE),
+        needs={"ffn_config.moe_jitter_eps": 0.0}),
     "kimi_linear": Family(
         sizes() | noaux(2.446) | shared_times() | {
             "activation": kimi_activation,
@@ -1563,7 +1576,7 @@ FAMILIES = {
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
                 held=CORRECTED + SHARED + TABLE),
-        needs={"n_shared_experts": 1, "topk_method": "noaux_tc"}, precision=IN_MODEL_DTYPE,
+        needs={"n_shared_experts": 1, "topk_method": "noaux_tc"},
         others=r"gate\.tid2eid"),
     "inkling2_text": Family(
         sizes() | biased(8.0) | ALWAYS_NORMED | {
@@ -1587,7 +1600,7 @@ FAMILIES = {
         layouts(BESIDE + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
         needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": True,
-               "n_shared_experts": 1}, precision=WIDENED),
+               "n_shared_experts": 1}),
     "bailing_hybrid": Family(
         sizes() | V3_ROUTER | shared_times(),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
@@ -1598,34 +1611,32 @@ FAMILIES = {
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
     "mellum": Family(
-        sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE), precision=ROUNDED),
+        sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
-        (layout(GATE + TRANSPOSED), layout(GATE + FUSED)), precision=ROUNDED),
+        (layout(GATE + TRANSPOSED), layout(GATE + FUSED))),
     "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED),
     "granitemoe_swa": Family(
-        sizes("intermediate_size"), (layout(ROUTER + FUSED),), precision=ROUNDED),
+        sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
     "aria_text": Family(
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
-        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED)), precision=ROUNDED),
+        (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),
     "cohere2_moe": Family(
-        sizes("intermediate_size") | COHERE, layouts(GATE + SHARED), precision=ROUNDED),
+        sizes("intermediate_size") | COHERE, layouts(GATE + SHARED)),
     "mistral4": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
-        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),),
-        precision=IN_MODEL_DTYPE),
+        | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
     "afmoe": Family(
-        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED),
-        precision=WIDENED),
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED)),
     "hy_v3": Family(
         sizes() | biased(2.826) | ALWAYS_NORMED | shared_times(),
         layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
     "laguna": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("shared_expert_intermediate_size"),
-        layouts(LAGUNA, held=CORRECTED + SHARED), precision=ROUNDED),
+        layouts(LAGUNA, held=CORRECTED + SHARED)),
     "step3p5": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
-        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), precision=WIDENED, others=AROUND),
+        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND),
     "exaone_moe": Family(
         sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED)),
     "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
@@ -1636,6 +1647,38 @@ FAMILIES = {
     "axk1": deepseek(V3_ROUTER)._replace(
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
 }
+
+# The precision of a router that is not fp32 throughout: of product, scores and weights.
+PRECISIONS = dict(columns("""
+    mixtral                     model fp32 fp32
+    minimax_m2                  model fp32 fp32
+    minimax_m3_vl_text          model fp32 fp32
+    afmoe                       model fp32 fp32
+    step3p5                     model fp32 fp32
+    granitemoe                  model fp32 model
+    granitemoe_swa              model fp32 model
+    jamba                       model fp32 model
+    olmoe                       model fp32 model
+    qwen3_moe                   model fp32 model
+    qwen2_moe                   model fp32 model
+    qwen3_next                  model fp32 model
+    qwen3_vl_moe_text           model fp32 model
+    qwen3_5_moe_text            model fp32 model
+    llama4_text                 model fp32 model
+    gpt_oss                     model fp32 model
+    hunyuan_v1_moe              model fp32 model
+    mellum                      model fp32 model
+    aria_text                   model fp32 model
+    cohere2_moe                 model fp32 model
+    laguna                      model fp32 model
+    lfm2_moe                    model model model
+    dbrx                        model model model
+    deepseek_v4                 model model model
+    mistral4                    model model model
+    ernie4_5_moe                fp32 fp32 model
+""", 2))
+for name, words in PRECISIONS.items():
+    FAMILIES[name] = FAMILIES[name]._replace(precision=words)
 
 # Models with the block of another model.
 SAME = dict(columns("""
@@ -1720,21 +1763,6 @@ EXAMPLES = dict(columns("""
     qwen3_omni_moe_talker_text  Qwen3-Omni-30B-A3B, talker (arXiv 2509.17765)
 """, 2))
 
-# What the knobs do not say.
-NOTES = dict(columns("""
-    mixtral                     the probs are a softmax over the chosen experts
-    deepseek_v2                 a group's score is its best expert's
-    deepseek_v3                 a group's score is the sum of its two best
-    llama4_text                 top 1
-    nemotron_h                  the activation is ReLU²
-    deepseek_v4                 √softplus scores; hash layers choose by a table
-    inkling2_text               SwiGLU with both factors soft-capped is SiTU
-    mistral_large4_text         a group's score is the sum of its two best
-    axk1                        the norm behind the block is not part of the layer
-    step3p5                     layers with a limit behind the activation are refused
-    kimi_k3                     a latent space with a norm, SiTU in all experts
-""", 2))
-
 # Why the layer cannot express the other models of the library.
 INEXPRESSIBLE = dict(columns("""
     phimoe                     its SparseMixer router masks the first expert, with its own gradient
@@ -1773,29 +1801,9 @@ TYPES = with_outer_names(FAMILIES)
 REFUSED = with_outer_names(INEXPRESSIBLE)
 
 
-def models_table() -> str:
-    """The table of docs/models.md: a line per family, with its knobs, and then the refused ones.
-
-    A knob without a value is read from the published config. Sizes, and an activation that the
-    config names, are left out.
-    """
-    lines = ["| `model_type` | example (source) | knobs | note |", "|---|---|---|---|"]
-    first = {}                                               # knobs -> the first family with them
-    for name, row in FAMILIES.items():
-        words = []
-        for knob, value in row.knobs.items():
-            if not callable(value):
-                words.append(f"`{knob}={value!r}`")
-            elif knob not in sizes():
-                words.append(f"`{knob}`")
-        knobs = ", ".join(words) or "none"
-        if first.setdefault(knobs, name) != name:
-            knobs = f"as `{first[knobs]}`"
-        lines.append(f"| `{name}` | {EXAMPLES[name]} | {knobs} | {NOTES.get(name, '')} |")
-    for name, why in INEXPRESSIBLE.items():
-        lines.append(f"| `{name}` |  | refused | {why} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    print(models_table())
+    if __package__:
+        from . import atlas
+    else:
+        import atlas
+    atlas.main()

@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import json
 import math
 import os
 import re
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import atlas
 import families
 import moe
 import parallel
@@ -648,16 +650,110 @@ def test_families_know_every_type_of_the_library():
             assert error(call) == f"ValueError: model_type is {name!r}: {why}"
 
 
-def test_families_table_in_the_docs(capsys):
-    """docs/models.md has what `python families.py` prints: a line per family, refused or not."""
-    runpy.run_path(families.__file__, run_name="__main__")
-    printed = capsys.readouterr().out
-    page = (HERE / "docs/models.md").read_text()
+def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:
+    """(stdout, stderr, exit status) of `python families.py` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["families.py", *map(str, arguments)])
+    status = 0
+    try:
+        runpy.run_path(families.__file__, run_name="__main__")
+    except SystemExit as stopped:
+        status = stopped.code
+    return (*capsys.readouterr(), status)
+
+
+def test_families_table_in_the_docs(capsys, monkeypatch, tmp_path):
+    """docs/routers.md has what `python families.py` prints, a line per family, refused or not, and
+    what it prints of one router."""
+    page = (HERE / "docs/routers.md").read_text()
+    out, err, status = printed(capsys, monkeypatch)
+    assert (err, status) == ("", 0)
     _, after = page.split("<!-- families table -->\n")
-    assert after.split("<!-- end of the table -->")[0] == printed
-    _, _, *lines = printed.splitlines()
+    assert after.split("<!-- end of the table -->")[0] == out
+    _, _, *lines = out.splitlines()
     named = [line.split("`")[1] for line in lines]
     assert named == [*families.FAMILIES, *families.INEXPRESSIBLE]
+    assert len({line.count(" | ") for line in out.splitlines()}) == 1
+
+    _, config, _, want, *_ = re.split(r"```\w*\n", page.split("<!-- router example -->")[1])
+    file = tmp_path / "config.json"
+    file.write_text(config)
+    assert printed(capsys, monkeypatch, "deepseek_v3", file) == (want, "", 0)
+
+
+def test_families_print_refuses(capsys, monkeypatch, tmp_path):
+    """One line and exit status 2, but for a type that is refused: its reason is the answer."""
+    why = families.INEXPRESSIBLE["phimoe"]
+    out, err, status = printed(capsys, monkeypatch, "phimoe")
+    assert (out, err, status) == (f"phimoe is refused: {why}\n", "", 0)
+    file = tmp_path / "config.json"
+    for content, phrase in [
+            (None, "No such file"), ("{", "Expecting property name"), ("[1]", "dict"),
+            ("{}", "hidden_size is missing"),
+            (json.dumps(fam_fields("mixtral", router_jitter_noise=0.1)), "router_jitter_noise")]:
+        if content is not None:
+            file.write_text(content)
+        out, err, status = printed(capsys, monkeypatch, "mixtral", file)
+        assert (out, err.count("\n"), status) == ("", 1, 2) and phrase in err, err
+    out, err, status = printed(capsys, monkeypatch, "mixtrall")
+    assert (out, err.count("\n"), status) == ("", 1, 2)
+    assert "'mixtrall'" in err and ", ".join(families.FAMILIES) in err
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_families_print_the_config(case):
+    """The last line is the config, from any config; without sizes it has the names of the fields.
+    A family without a knob for it has no line for it."""
+    fields = fam_fields(case)
+    text = atlas.router(family(case), fields)
+    assert eval(text.splitlines()[-1]) == families.config_from_hf(fields)
+    assert 10 <= len(text.splitlines()) <= 19 and "None" not in text
+    row = families.TYPES[family(case)]
+    assert ("expert_bias" in text) == ("enable_expert_bias" in row.knobs)
+    assert ("latent_down" in text) == (case in ("nemotron_h-latent", "kimi_k3"))
+
+
+def interpreted(text: str, x: Tensor, **names) -> dict[int, float]:
+    """expert -> prob of one token: the printed formulas, line by line."""
+    def best_groups(rank, groups, kept, n):
+        size = len(rank) // groups
+        parts = rank.view(groups, size)
+        good = best([sum(sorted(part.tolist())[-n:]) for part in parts], kept)
+        outside = torch.tensor([e // size not in good for e in range(len(rank))])
+        return rank.masked_fill(outside, -math.inf)
+
+    names |= dict(
+        x=x, best_groups=best_groups, top=lambda rank, n: best(rank.tolist(), n),
+        softmax=lambda a: a.softmax(-1), sigmoid=torch.sigmoid,
+        sqrtsoftplus=lambda a: (1 + a.exp()).log().sqrt())
+    for line in text.splitlines():
+        if match := re.match(r"(logits|scores|rank|chosen|probs) = (.*?)( +\[|$)", line):
+            names[match[1]] = eval(match[2], names)
+    return dict(zip(names["chosen"], names["probs"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_families_formulas_give_what_the_librarys_gate_gives(case):
+    """Choice and weights of the library's gate, in fp32, from the printed lines alone."""
+    config = library_config(case, **library_fields(case))
+    block = library_block(case, config)
+    layout = families.TYPES[family(case)].layouts[-1]
+    tensors = {slot.parameter: block.state_dict().get(name) for name, slot in layout.items()}
+    names = {"W": tensors["router.weight"], "b": tensors.get("router.bias"),
+             "expert_bias": tensors.get("router.expert_bias")}
+    names = {name: None if t is None else t.double().flatten(0, -2 if name == "W" else -1)
+             for name, t in names.items()}
+    text = atlas.router(family(case), config)
+    x = torch.randn(1, 32, H6)
+    with torch.no_grad():
+        weights, indices = gate_of_the_library(case, block, x)
+    scale = 1.0
+    if case in SCALED_ELSEWHERE:
+        scale = families.config_from_hf(config).scaling_factor
+    for t in range(32):
+        pairs = interpreted(text, x[0, t].double(), **names)
+        assert sorted(pairs) == sorted(indices[t].tolist())
+        want = {e: w * scale for e, w in zip(indices[t].tolist(), weights[t].tolist())}
+        assert pairs == pytest.approx(want, rel=1e-4)
 
 
 def match_published_loop(case: str, through) -> None:
