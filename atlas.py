@@ -182,7 +182,7 @@ def router(model_type: str, hf_config=None) -> str:
     product, scores, weights = row.precision.split()
     lines = [f"{model_type}: {families.EXAMPLES.get(model_type, '')}".rstrip(": ")]
     for _, text, origin in formulas_of(row, values, sources):
-        lines.append(f"{text:60}{origin}".rstrip())
+        lines.append(f"{text:59} {origin}".rstrip())
     lines.append(f"product in {product}, scores in {scores}, weights in {weights}"
                  .replace("model", "the model's dtype"))
     given = [f"{name}={value if isinstance(value, families.Missing) else repr(value)}"

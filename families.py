@@ -61,7 +61,7 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     row = family(model_type)
     read = reads[0]
     values = values_of(row, read)[0]
-    dtype = dtype_of(reads)
+    dtype = _dtype_of(reads)
     if dtype not in DTYPES:
         read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
     needs = _usual_needs(values)
@@ -81,7 +81,7 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
         problems = _listed(list(dict.fromkeys(read.problems)), "; ")
         raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
     params_dtype = getattr(torch, dtype)
-    return moe.MoEConfig(**values, **router_dtypes(row, params_dtype, gate_dtype=params_dtype),
+    return moe.MoEConfig(**values, **_router_dtypes(row, params_dtype, gate_dtype=params_dtype),
                          params_dtype=params_dtype, batch_first=True)
 
 
@@ -244,7 +244,7 @@ def values_of(row, read):
     return values, sources
 
 
-def dtype_of(reads):
+def _dtype_of(reads):
     for read in reads:
         dtype = read.get("dtype", default=_ABSENT)
         if dtype is _ABSENT:             # the library's objects have dtype, and warn of torch_dtype
@@ -254,7 +254,7 @@ def dtype_of(reads):
     return "float32"
 
 
-def router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
+def _router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
     """Fields of MoEConfig: the precision of the family's router in a model of this dtype.
 
     gate_dtype: that of the router's weight, and so of a product in the model's dtype.
@@ -1065,7 +1065,7 @@ def _blank_block(model, prefix, changes, groups):
     if "router_dtype" not in changes:
         row = family(model_type)
         gate_dtype = source.load(next(iter(row.layouts[-1]))).dtype
-        dtypes |= router_dtypes(row, model.dtype, gate_dtype)
+        dtypes |= _router_dtypes(row, model.dtype, gate_dtype)
     fields = {**dtypes, **changes, "params_dtype": model.dtype}
     config = dataclasses.replace(published, **fields)
     if config.parts != published.parts:
