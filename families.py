@@ -12,8 +12,9 @@ needed. There are two ways into a live model of the Hugging Face library:
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # the whole layer
     model.set_experts_implementation(register_experts())                       # the experts alone
 
-The table FAMILIES is at the end of the file; `python families.py` prints it for docs/models.md. It
-sets no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
+The table FAMILIES is at the end of the file. `python families.py` prints it as docs/routers.md has
+it, and `python families.py TYPE [config.json]` one router in formulas: see atlas.py. The table sets
+no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
 replace_blocks. The letters are those of kernels.py.
 """
 import dataclasses
@@ -47,21 +48,19 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
 
     batch_first is True: the library's hidden states are [B, S, H]. params_dtype is the config's
     dtype or torch_dtype. The inner config comes before the outer one. Without a dtype it is
-    float32. A size must be in the config. Every other field has the default that its model
-    publishes. ValueError: lists all that the layer cannot express.
+    float32. In bf16 and fp16 router_dtype and probs_dtype are those of the library's gate. A size
+    must be in the config. Every other field has the default that its model publishes. ValueError:
+    lists all that the layer cannot express.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
     >>> config_from_hf(hf_config).ffn_hidden_size
     16
     """
-    model_type, reads = _type_of(hf_config, layer_idx)
-    row = _family(model_type)
+    model_type, reads = type_of(hf_config, layer_idx)
+    row = family(model_type)
     read = reads[0]
-    values = {}
-    for name, knob in row.knobs.items():
-        values[name] = knob(read) if callable(knob) else knob
-
+    values = values_of(row, read)[0]
     dtype = _dtype_of(reads)
     if dtype not in DTYPES:
         read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
@@ -81,7 +80,9 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     if read.problems:
         problems = _listed(list(dict.fromkeys(read.problems)), "; ")
         raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
-    return moe.MoEConfig(**values, params_dtype=getattr(torch, dtype), batch_first=True)
+    params_dtype = getattr(torch, dtype)
+    return moe.MoEConfig(**values, **_router_dtypes(row, params_dtype, gate_dtype=params_dtype),
+                         params_dtype=params_dtype, batch_first=True)
 
 
 class Slot(NamedTuple):
@@ -104,6 +105,9 @@ class Family(NamedTuple):
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
     needs: field of the published config -> a tuple of the values with which the layer computes the
       same model. A value without a tuple stands for itself or None. The field may be absent.
+    precision: three words, "fp32" or "model" (the model's dtype), as in the library's gate: the
+      dtypes of the product, of the scores, and of the weights that it returns. Read in the code of
+      transformers 5.23.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
       neither read nor written.
     returns: what the library's block returns beside its output: "probs" [T, K] or "logits" [T, E].
@@ -113,6 +117,7 @@ class Family(NamedTuple):
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
     needs: dict[str, object] = {}
+    precision: str = "fp32 fp32 fp32"
     others: str = ""
     returns: str = ""
     after: str = ""
@@ -123,16 +128,25 @@ SAFETENSORS_DTYPES = ("F64", "F32", "BF16", "F16")
 _ABSENT = object()
 
 
+class Missing(str):
+    """The name of a size that a config lacks, in its place."""
+
+    def __rmul__(self, count):
+        return count and Missing(f"{count} * {self}")
+
+
 class Reader:
     """Reads fields of a published config.
 
-    names: the fields that were read. problems: what cannot be expressed.
+    names: the fields that were read. log: those that had a value, or the first name where none
+      had. problems: what cannot be expressed.
     """
 
     def __init__(self, config, layer_idx: int | None = None):
         self.config = config
         self.layer_idx = layer_idx
         self.names = set()
+        self.log = []
         self.problems = []
 
     def get(self, name: str, default=None):
@@ -169,12 +183,13 @@ class Reader:
         found = {name: self.get(name, default=_ABSENT) for name in names}
         found = {name: value for name, value in found.items() if value is not _ABSENT}
         value, *others = found.values() or [default]
+        self.log += [*found, names[0]][:1]
         if any(other != value for other in others):
             got = " and ".join(f"{name} = {each!r}" for name, each in found.items())
             self.problems.append(f"{got} contradict each other")
         if value is _ABSENT:
             self.problems.append(f"{_or(names)} is missing")
-            return None
+            return Missing(names[0])
         if among is None:
             return value
         if value not in list(among):                         # a value may not be hashable
@@ -196,7 +211,7 @@ def _listed(items, separator):
     return separator.join(items)
 
 
-def _type_of(hf_config, layer_idx=None):
+def type_of(hf_config, layer_idx=None):
     """(model_type, a Reader of every config, the innermost first).
 
     The model_type is the outermost known one, or else the innermost one.
@@ -209,12 +224,24 @@ def _type_of(hf_config, layer_idx=None):
     return [types[0], *known][-1], reads
 
 
-def _family(model_type):
+def family(model_type):
     if model_type in REFUSED:
         raise ValueError(f"model_type is {model_type!r}: {REFUSED[model_type]}")
     if model_type not in TYPES:
         raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
     return TYPES[model_type]
+
+
+def values_of(row, read):
+    """(field of MoEConfig -> value, field -> those of the published config that it is from)."""
+    values, sources = {}, {}
+    for name, knob in row.knobs.items():
+        values[name] = knob
+        if callable(knob):
+            read.log = []
+            values[name] = knob(read)
+            sources[name] = list(dict.fromkeys(read.log))
+    return values, sources
 
 
 def _dtype_of(reads):
@@ -227,6 +254,20 @@ def _dtype_of(reads):
     return "float32"
 
 
+def _router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
+    """Fields of MoEConfig: the precision of the family's router in a model of this dtype.
+
+    gate_dtype: that of the router's weight, and so of a product in the model's dtype.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    words = row.precision.split()
+    product, scores, weights = [{"model": dtype, "fp32": wide}[word] for word in words]
+    fields = {"router_dtype": gate_dtype if words[0] == "model" else wide}
+    if weights != product or scores != wide:
+        fields["probs_dtype"] = weights
+    return fields
+
+
 def _usual_needs(values):
     """The needs of every family, but for the fields that its knobs read."""
     return {
@@ -237,7 +278,7 @@ def _usual_needs(values):
         "topk_method": "noaux_tc" if values.get("enable_expert_bias") else "greedy",
         **dict.fromkeys(SCORINGS, values.get("score_function", "softmax")),
         "n_group": (1, 0, None),
-        **dict.fromkeys(NORMS, _meaning(values)["norm_topk_prob"]),
+        **dict.fromkeys(NORMS, meaning(values)["norm_topk_prob"]),
         "routed_scaling_factor": (1.0, 0, None),
         "n_shared_experts": 0,
         "swiglu_limit": None,
@@ -264,7 +305,7 @@ def _check_layer_idx(read):
         read.problems.append(f"layer_idx is {read.layer_idx}; needs 0 or more")
 
 
-def _meaning(values):
+def meaning(values):
     """All fields of a MoEConfig. Values that compute the same are equal."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
@@ -370,9 +411,9 @@ def _checked(layer, model_type):
     inner = getattr(layer, "_orig_mod", layer)
     if not isinstance(inner, moe.MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
-    row = _family(model_type)
-    want = _meaning({**row.knobs, "topk": inner.config.topk})
-    have = _meaning(vars(inner.config))
+    row = family(model_type)
+    want = meaning({**row.knobs, "topk": inner.config.topk})
+    have = meaning(vars(inner.config))
     wrong = []
 
     # An expert without a gate has only part 0.
@@ -780,7 +821,8 @@ def replace_blocks(
     padding_mask: whether the blocks get the padding of the attention_mask [B, M], 1 = token; its
       last S columns count. Masks of another form are ignored.
     changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
-      add to a block is drawn anew.
+      add to a block is drawn anew. Without router_dtype in them a router has the precision of the
+      library's gate, and in bf16 and fp16 too it chooses what that gate chooses.
 
     All is checked before the first block is touched. Memory holds one block twice at a time. Make
     the optimizer after the call. state_dict() has the library's names, and this project's names for
@@ -798,8 +840,8 @@ def replace_blocks(
     for name, why in FIXED.items():
         if name in changes:
             raise ValueError(f"changes has {name}; {why}")
-    model_type, _ = _type_of(model.config)
-    prefixes = _prefixes(_tensors(model), _family(model_type).layouts[-1:])
+    model_type, _ = type_of(model.config)
+    prefixes = _prefixes(_tensors(model), family(model_type).layouts[-1:])
     if not prefixes:
         blocks = [name for name, module in model.named_modules()
                   if isinstance(module, HuggingFaceBlock)]
@@ -811,8 +853,6 @@ def replace_blocks(
     if pg_collection and moe.group_size(pg_collection.tp) > 1:
         raise ValueError(f"pg_collection has {pg_collection.tp.size()} ranks in tp; needs one: "
                          f"each rank gives a block its own whole sequences")
-    router_dtype = torch.promote_types(model.dtype, torch.float32)
-    changes = {"router_dtype": router_dtype, **changes, "params_dtype": model.dtype}
     layers = [_blank_block(model, prefix, changes, pg_collection) for prefix in prefixes]
     names = [prefix.removesuffix(".") for prefix in prefixes]
     mask = ForwardMask()
@@ -1017,17 +1057,23 @@ def _blank_block(model, prefix, changes, groups):
 
     ValueError: the block's tensors do not fit.
     """
-    model_type, _ = _type_of(model.config)
+    model_type, _ = type_of(model.config)
     layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
     published = config_from_hf(model.config, layer_idx)
-    config = dataclasses.replace(published, **changes)
+    source = Source(_tensors(model), prefix)
+    dtypes = {"probs_dtype": None}
+    if "router_dtype" not in changes:
+        row = family(model_type)
+        gate_dtype = source.load(next(iter(row.layouts[-1]))).dtype
+        dtypes |= _router_dtypes(row, model.dtype, gate_dtype)
+    fields = {**dtypes, **changes, "params_dtype": model.dtype}
+    config = dataclasses.replace(published, **fields)
     if config.parts != published.parts:
         raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
                          f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")
 
     with torch.device("meta"):
         layer = HuggingFaceBlock(config, model_type, groups)
-    source = Source(_tensors(model), prefix)
     if HASH_TABLE in source.names:
         layer.hash_table = source.load(HASH_TABLE).to("meta")
     parameters = dict(layer.named_parameters())
@@ -1440,7 +1486,8 @@ def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
 # A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
 # first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
-    "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
+    "mixtral": Family(
+        sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
         sizes("intermediate_size"),
         (layout(GRANITE), layout(ROUTER + FUSED))),
@@ -1450,7 +1497,8 @@ FAMILIES = {
     "olmoe": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE)),
-    "qwen3_moe": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
+    "qwen3_moe": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
     "qwen2_moe": qwen2_moe(normed(default=False)),
     "qwen3_next": qwen2_moe(normed(default=True)),
     "deepseek_v2": Family(
@@ -1463,13 +1511,11 @@ FAMILIES = {
     "llama4_text": Family(
         sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
-        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),),
-        returns="logits"),
+        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),), returns="logits"),
     "gpt_oss": Family(
         sizes("intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
-        (layout(GPT_OSS),),
-        returns="probs"),
+        (layout(GPT_OSS),), returns="probs"),
     "ernie4_5_moe": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
@@ -1564,12 +1610,14 @@ FAMILIES = {
         noaux(1.0),
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
-    "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
+    "mellum": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
         (layout(GATE + TRANSPOSED), layout(GATE + FUSED))),
     "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED),
-    "granitemoe_swa": Family(sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
+    "granitemoe_swa": Family(
+        sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
     "aria_text": Family(
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
         (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),
@@ -1599,6 +1647,38 @@ FAMILIES = {
     "axk1": deepseek(V3_ROUTER)._replace(
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
 }
+
+# The precision of a router that is not fp32 throughout: of product, scores and weights.
+PRECISIONS = dict(columns("""
+    mixtral                     model fp32 fp32
+    minimax_m2                  model fp32 fp32
+    minimax_m3_vl_text          model fp32 fp32
+    afmoe                       model fp32 fp32
+    step3p5                     model fp32 fp32
+    granitemoe                  model fp32 model
+    granitemoe_swa              model fp32 model
+    jamba                       model fp32 model
+    olmoe                       model fp32 model
+    qwen3_moe                   model fp32 model
+    qwen2_moe                   model fp32 model
+    qwen3_next                  model fp32 model
+    qwen3_vl_moe_text           model fp32 model
+    qwen3_5_moe_text            model fp32 model
+    llama4_text                 model fp32 model
+    gpt_oss                     model fp32 model
+    hunyuan_v1_moe              model fp32 model
+    mellum                      model fp32 model
+    aria_text                   model fp32 model
+    cohere2_moe                 model fp32 model
+    laguna                      model fp32 model
+    lfm2_moe                    model model model
+    dbrx                        model model model
+    deepseek_v4                 model model model
+    mistral4                    model model model
+    ernie4_5_moe                fp32 fp32 model
+""", 2))
+for name, words in PRECISIONS.items():
+    FAMILIES[name] = FAMILIES[name]._replace(precision=words)
 
 # Models with the block of another model.
 SAME = dict(columns("""
@@ -1683,21 +1763,6 @@ EXAMPLES = dict(columns("""
     qwen3_omni_moe_talker_text  Qwen3-Omni-30B-A3B, talker (arXiv 2509.17765)
 """, 2))
 
-# What the knobs do not say.
-NOTES = dict(columns("""
-    mixtral                     the probs are a softmax over the chosen experts
-    deepseek_v2                 a group's score is its best expert's
-    deepseek_v3                 a group's score is the sum of its two best
-    llama4_text                 top 1
-    nemotron_h                  the activation is ReLU²
-    deepseek_v4                 √softplus scores; hash layers choose by a table
-    inkling2_text               SwiGLU with both factors soft-capped is SiTU
-    mistral_large4_text         a group's score is the sum of its two best
-    axk1                        the norm behind the block is not part of the layer
-    step3p5                     layers with a limit behind the activation are refused
-    kimi_k3                     a latent space with a norm, SiTU in all experts
-""", 2))
-
 # Why the layer cannot express the other models of the library.
 INEXPRESSIBLE = dict(columns("""
     phimoe                     its SparseMixer router masks the first expert, with its own gradient
@@ -1736,29 +1801,9 @@ TYPES = with_outer_names(FAMILIES)
 REFUSED = with_outer_names(INEXPRESSIBLE)
 
 
-def models_table() -> str:
-    """The table of docs/models.md: a line per family, with its knobs, and then the refused ones.
-
-    A knob without a value is read from the published config. Sizes, and an activation that the
-    config names, are left out.
-    """
-    lines = ["| `model_type` | example (source) | knobs | note |", "|---|---|---|---|"]
-    first = {}                                               # knobs -> the first family with them
-    for name, row in FAMILIES.items():
-        words = []
-        for knob, value in row.knobs.items():
-            if not callable(value):
-                words.append(f"`{knob}={value!r}`")
-            elif knob not in sizes():
-                words.append(f"`{knob}`")
-        knobs = ", ".join(words) or "none"
-        if first.setdefault(knobs, name) != name:
-            knobs = f"as `{first[knobs]}`"
-        lines.append(f"| `{name}` | {EXAMPLES[name]} | {knobs} | {NOTES.get(name, '')} |")
-    for name, why in INEXPRESSIBLE.items():
-        lines.append(f"| `{name}` |  | refused | {why} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    print(models_table())
+    if __package__:
+        from . import atlas
+    else:
+        import atlas
+    atlas.main()

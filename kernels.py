@@ -322,6 +322,30 @@ def topk_routing_with_score_function(
     >>> indices.tolist(), probs[1].item()
     ([[0], [1]], 0.7310...)
     """
+    probs_TK, indices_TK = topk_routing(
+        logits, topk, use_pre_softmax=use_pre_softmax, num_groups=num_groups,
+        group_topk=group_topk, scaling_factor=scaling_factor, score_function=score_function,
+        expert_bias=expert_bias, precomputed_indices=precomputed_indices,
+        norm_topk_prob=norm_topk_prob, norm_eps=norm_eps, group_score_topk=group_score_topk)
+    if dense_output:
+        return probs_TK, indices_TK
+    return routing_to_map(probs_TK, indices_TK, logits.shape[1])
+
+
+def topk_routing(
+    logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None,
+    group_topk: int | None = None, scaling_factor: float | None = None,
+    score_function: str = "softmax", expert_bias: Tensor | None = None,
+    precomputed_indices: Tensor | None = None, norm_topk_prob: bool | None = None,
+    norm_eps: float = 1e-20, group_score_topk: int | None = None,
+    probs_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """topk_routing_with_score_function in the compact form: (probs [T, K], indices [T, K] int64).
+
+    probs_dtype: of the probs. Without it they have the dtype of the logits, and the arithmetic
+      is fp32 at least. With it the arithmetic is in the wider of the two dtypes. Where that is
+      bf16 or fp16 every step is rounded, and the choice is the top K of the rounded scores.
+    """
     check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(
         {"K": topk}, logits=(logits, "T E"), expert_bias=(expert_bias, "E"),
@@ -342,13 +366,15 @@ def topk_routing_with_score_function(
 
     # The choice, which has no gradient
     score = SCORE_FUNCTIONS[score_function]
-    logits_TE = upcast(logits)
+    arithmetic = torch.promote_types(logits.dtype, probs_dtype or torch.float32)
+    logits_TE = cast(logits, arithmetic)
+    by_score = expert_bias is not None or num_groups is not None or arithmetic.itemsize < 4
     copies_TK = None
     if precomputed_indices is not None:
         indices_TK, copies_TK = merge_repeats(precomputed_indices, E)
     else:
         ranked_TE = logits_TE.detach()
-        if expert_bias is not None or num_groups is not None:
+        if by_score:
             ranked_TE = score(ranked_TE)
         if expert_bias is not None:
             ranked_TE = ranked_TE + expert_bias
@@ -371,10 +397,7 @@ def topk_routing_with_score_function(
         probs_TK = probs_TK * scaling_factor
     if copies_TK is not None:
         probs_TK = probs_TK.masked_fill(copies_TK == 0, 0.0)
-    probs_TK = probs_TK.to(logits.dtype)
-    if dense_output:
-        return probs_TK, indices_TK
-    return routing_to_map(probs_TK, indices_TK, E)
+    return probs_TK.to(probs_dtype or logits.dtype), indices_TK
 
 
 def _only_best_groups(scores, num_groups, group_topk, group_score_topk):

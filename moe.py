@@ -129,6 +129,7 @@ class MoEConfig:
     scaling_factor: float | None = None
     router_bias: bool = False                      # a trainable bias on the logits
     router_dtype: torch.dtype = torch.float32
+    probs_dtype: torch.dtype | None = None         # None: router_dtype; see kernels.topk_routing
     enable_expert_bias: bool = False               # a bias that only chooses
     bias_update: str = "sign"                      # "sign" (arXiv 2408.15664), "quantile"
     bias_update_rate: float = 1e-3                 # for "sign"
@@ -172,9 +173,9 @@ class MoEConfig:
 
     @functools.cached_property
     def routing_options(self) -> dict:
-        """Keyword arguments of kernels.topk_routing_with_score_function."""
+        """Keyword arguments of kernels.topk_routing."""
         names = ("topk", "score_function", "num_groups", "group_topk", "group_score_topk",
-                 "norm_topk_prob", "norm_eps", "scaling_factor")
+                 "norm_topk_prob", "norm_eps", "scaling_factor", "probs_dtype")
         options = {name: getattr(self, name) for name in names}
         return {**options, "use_pre_softmax": self.pre_softmax}
 
@@ -526,7 +527,7 @@ def _refused_values(c):
     rules = (
         ("hidden_size ffn_hidden_size num_experts topk latent_size shared_expert_intermediate_size",
          lambda x: isinstance(x, int) and x > 0, "a positive int"),
-        ("router_dtype params_dtype",
+        ("router_dtype probs_dtype params_dtype",
          lambda x: isinstance(x, torch.dtype) and x.is_floating_point, "a floating torch.dtype"),
         ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta",
          lambda x: _is_number(x) and x > 0, "a positive number"),

@@ -241,7 +241,7 @@ class TopKRouter(Router):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """input [S, B, H], with batch_first [B, S, H], or [T, H] -> (probs [T, E] in
-        router_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
+        probs_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
         indices [T, K] int64), where index E is unrouted and has prob 0.
 
         padding_mask [S, B] or [T] bool: tokens with True are unrouted. Within tp_cp either
@@ -364,9 +364,9 @@ class TopKRouter(Router):
         config = self.config
         if "sinkhorn" in config.balancing:
             return self._choose_by_sinkhorn(logits, padding_mask, topk_indices)
-        return kernels.topk_routing_with_score_function(
+        return kernels.topk_routing(
             logits, expert_bias=self.expert_bias, precomputed_indices=topk_indices,
-            dense_output=True, **config.routing_options)
+            **config.routing_options)
 
     def _choose_by_sinkhorn(
         self, logits, padding_mask=None, topk_indices=None, dense_output=True,
@@ -386,7 +386,7 @@ class TopKRouter(Router):
 
         The choice is the top K of sinkhorn(logits) in training, of the logits in eval. The
         probs are, at the chosen, the sigmoid (K = 1) or the softmax over all E, not
-        normalised again.
+        normalised again. They have the dtype of the logits, whatever probs_dtype is.
         """
         return self._choose_by_sinkhorn(logits.flatten(0, -2), dense_output=False)
 

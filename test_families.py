@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import json
 import math
 import os
 import re
@@ -31,11 +32,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import atlas
 import families
 import moe
 import parallel
 import router as router_file
-from kernels import expert_mlp, plan_permutation
+from kernels import expert_mlp, plan_permutation, topk_routing
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, finish_step, load_balancing_metrics, record_routing,
     reduce_gradients, replay_routing, update_expert_bias)
@@ -604,7 +606,6 @@ def as_held(case: str, t: dict) -> dict:
 
 def test_families_are_those_listed_here():
     assert set(families.FAMILIES) == set(families.EXAMPLES) == set(FAMILIES)
-    assert set(families.NOTES) < set(FAMILIES)
     assert set(FAMILIES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
 
 
@@ -648,16 +649,110 @@ def test_families_know_every_type_of_the_library():
             assert error(call) == f"ValueError: model_type is {name!r}: {why}"
 
 
-def test_families_table_in_the_docs(capsys):
-    """docs/models.md has what `python families.py` prints: a line per family, refused or not."""
-    runpy.run_path(families.__file__, run_name="__main__")
-    printed = capsys.readouterr().out
-    page = (HERE / "docs/models.md").read_text()
+def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:
+    """(stdout, stderr, exit status) of `python families.py` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["families.py", *map(str, arguments)])
+    status = 0
+    try:
+        runpy.run_path(families.__file__, run_name="__main__")
+    except SystemExit as stopped:
+        status = stopped.code
+    return (*capsys.readouterr(), status)
+
+
+def test_families_table_in_the_docs(capsys, monkeypatch, tmp_path):
+    """docs/routers.md has what `python families.py` prints, a line per family, refused or not, and
+    what it prints of one router."""
+    page = (HERE / "docs/routers.md").read_text()
+    out, err, status = printed(capsys, monkeypatch)
+    assert (err, status) == ("", 0)
     _, after = page.split("<!-- families table -->\n")
-    assert after.split("<!-- end of the table -->")[0] == printed
-    _, _, *lines = printed.splitlines()
+    assert after.split("<!-- end of the table -->")[0] == out
+    _, _, *lines = out.splitlines()
     named = [line.split("`")[1] for line in lines]
     assert named == [*families.FAMILIES, *families.INEXPRESSIBLE]
+    assert len({line.count(" | ") for line in out.splitlines()}) == 1
+
+    _, config, _, want, *_ = re.split(r"```\w*\n", page.split("<!-- router example -->")[1])
+    file = tmp_path / "config.json"
+    file.write_text(config)
+    assert printed(capsys, monkeypatch, "deepseek_v3", file) == (want, "", 0)
+
+
+def test_families_print_refuses(capsys, monkeypatch, tmp_path):
+    """One line and exit status 2, but for a type that is refused: its reason is the answer."""
+    why = families.INEXPRESSIBLE["phimoe"]
+    out, err, status = printed(capsys, monkeypatch, "phimoe")
+    assert (out, err, status) == (f"phimoe is refused: {why}\n", "", 0)
+    file = tmp_path / "config.json"
+    for content, phrase in [
+            (None, "No such file"), ("{", "Expecting property name"), ("[1]", "dict"),
+            ("{}", "hidden_size is missing"),
+            (json.dumps(fam_fields("mixtral", router_jitter_noise=0.1)), "router_jitter_noise")]:
+        if content is not None:
+            file.write_text(content)
+        out, err, status = printed(capsys, monkeypatch, "mixtral", file)
+        assert (out, err.count("\n"), status) == ("", 1, 2) and phrase in err, err
+    out, err, status = printed(capsys, monkeypatch, "mixtrall")
+    assert (out, err.count("\n"), status) == ("", 1, 2)
+    assert "'mixtrall'" in err and ", ".join(families.FAMILIES) in err
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_families_print_the_config(case):
+    """The last line is the config, from any config; without sizes it has the names of the fields.
+    A family without a knob for it has no line for it."""
+    fields = fam_fields(case)
+    text = atlas.router(family(case), fields)
+    assert eval(text.splitlines()[-1]) == families.config_from_hf(fields)
+    assert 10 <= len(text.splitlines()) <= 19 and "None" not in text
+    row = families.TYPES[family(case)]
+    assert ("expert_bias" in text) == ("enable_expert_bias" in row.knobs)
+    assert ("latent_down" in text) == (case in ("nemotron_h-latent", "kimi_k3"))
+
+
+def interpreted(text: str, x: Tensor, **names) -> dict[int, float]:
+    """expert -> prob of one token: the printed formulas, line by line."""
+    def best_groups(rank, groups, kept, n):
+        size = len(rank) // groups
+        parts = rank.view(groups, size)
+        good = best([sum(sorted(part.tolist())[-n:]) for part in parts], kept)
+        outside = torch.tensor([e // size not in good for e in range(len(rank))])
+        return rank.masked_fill(outside, -math.inf)
+
+    names |= dict(
+        x=x, best_groups=best_groups, top=lambda rank, n: best(rank.tolist(), n),
+        softmax=lambda a: a.softmax(-1), sigmoid=torch.sigmoid,
+        sqrtsoftplus=lambda a: (1 + a.exp()).log().sqrt())
+    for line in text.splitlines():
+        if match := re.match(r"(logits|scores|rank|chosen|probs) = (.*?)( +\[|$)", line):
+            names[match[1]] = eval(match[2], names)
+    return dict(zip(names["chosen"], names["probs"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_families_formulas_give_what_the_librarys_gate_gives(case):
+    """Choice and weights of the library's gate, in fp32, from the printed lines alone."""
+    config = library_config(case, **library_fields(case))
+    block = library_block(case, config)
+    layout = families.TYPES[family(case)].layouts[-1]
+    tensors = {slot.parameter: block.state_dict().get(name) for name, slot in layout.items()}
+    names = {"W": tensors["router.weight"], "b": tensors.get("router.bias"),
+             "expert_bias": tensors.get("router.expert_bias")}
+    names = {name: None if t is None else t.double().flatten(0, -2 if name == "W" else -1)
+             for name, t in names.items()}
+    text = atlas.router(family(case), config)
+    x = torch.randn(1, 32, H6)
+    with torch.no_grad():
+        weights, indices = gate_of_the_library(case, block, x)
+    scale = 1.0
+    if case in SCALED_ELSEWHERE:
+        scale = families.config_from_hf(config).scaling_factor
+    for t in range(32):
+        pairs = interpreted(text, x[0, t].double(), **names)
+        assert sorted(pairs) == sorted(indices[t].tolist())
+        want = {e: w * scale for e, w in zip(indices[t].tolist(), weights[t].tolist())}
+        assert pairs == pytest.approx(want, rel=1e-4)
 
 
 def match_published_loop(case: str, through) -> None:
@@ -747,6 +842,18 @@ def library_config(case: str, **fields):
     return config
 
 
+def library_block(case: str, config, layer_idx: int = 1) -> torch.nn.Module:
+    """The library's own block, with random weights."""
+    modeling = importlib.import_module(
+        type(config).__module__.replace("configuration_", "modeling_"))
+    layer_idx = [layer_idx] if case in ("deepseek_v4", "step3p5") else []
+    block = getattr(modeling, PUBLISHED[case].block.split()[1])(config, *layer_idx)
+    with torch.no_grad():
+        for tensor in block.state_dict().values():
+            tensor.normal_(0, 0.7)
+    return block
+
+
 @pytest.mark.parametrize("case", IN_THE_LIBRARY)
 def test_families_match_the_library(case):
     """The library's own block on its own random weights; its config, as object and as dict."""
@@ -756,13 +863,7 @@ def test_families_match_the_library(case):
     limit = {"swiglu_limit": 7.0} if case == "gpt_oss" else {}
     assert config == families.config_from_hf(fam_fields(case, **limit))
 
-    modeling = importlib.import_module(
-        type(theirs).__module__.replace("configuration_", "modeling_"))
-    layer_idx = [1] if case in ("deepseek_v4", "step3p5") else []
-    block = getattr(modeling, PUBLISHED[case].block.split()[1])(theirs, *layer_idx)
-    with torch.no_grad():
-        for tensor in block.state_dict().values():
-            tensor.normal_(0, 0.7)
+    block = library_block(case, theirs)
     layer = families.from_hf(MoELayer(config), block.state_dict(), family(case))
     x = torch.randn(2, T7, H6, requires_grad=True)
     want = block(x.clone())
@@ -1512,19 +1613,94 @@ def test_live_dtypes_and_memory():
     assert held.data_ptr() == first.experts.fc1.data_ptr()
 
 
-def test_live_router_is_fp32_in_every_family():
-    """Automodel #3650, sglang #38695: some families compute bf16 logits, some fp32. Here all are
-    the fp32 products of the bf16 weights."""
-    for case in ("mixtral", "qwen3_moe", "llama4_text", "gpt_oss", "deepseek_v3", "laguna"):
-        model = StandInModel(case, torch.bfloat16)
-        families.replace_blocks(model)
-        router = model.block().router
-        assert router.weight.dtype == torch.bfloat16
-        x = torch.randn(3, T7, H6, dtype=torch.bfloat16)
+# In the library's gates, read in their code: the dtypes of the product, of the scores and of the
+# weights; "model" is the model's dtype. All others are fp32 throughout.
+PRECISION = {
+    "model fp32 fp32": "mixtral minimax_m2 minimax_m3_vl_text afmoe step3p5 minimax",
+    "model fp32 model": """
+        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss hunyuan_v1_moe
+        mellum qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
+        qwen4_exp_text flex_olmo granitemoeshared granitemoehybrid qwen3_omni_moe_text
+        qwen3_omni_moe_talker_text""",
+    "model model model": "lfm2_moe dbrx deepseek_v4 mistral4",
+    "fp32 fp32 model": "ernie4_5_moe",
+}
+PRECISION = {case: words.split() for words, cases in PRECISION.items() for case in cases.split()}
+
+
+def test_families_precisions_in_the_docs():
+    """The table of docs/models.md names each type whose router is not fp32 throughout, once."""
+    page = (HERE / "docs/models.md").read_text()
+    _, _, after = page.partition("| product | scores | weights |")
+    rows = [line.split(" | ") for line in after.split("\n\n")[0].splitlines()[2:]]
+    said = {name: row[:3] for row in rows[1:] for name in re.findall(r"`(\w+)`", row[3])}
+    said = {name: [word.removeprefix("| ") for word in words] for name, words in said.items()}
+    assert said == PRECISION
+    assert PRECISION == {name: row.precision.split() for name, row in families.FAMILIES.items()
+                         if row.precision != "fp32 fp32 fp32"}
+
+
+def block_router(case: str, dtype, **changes):
+    model = StandInModel(case, dtype)
+    families.replace_blocks(model, **changes)
+    return model.block().router
+
+
+@pytest.mark.parametrize("dtype, cases", [
+    (torch.bfloat16, FAMILIES),
+    (torch.float16, ["mixtral", "gpt_oss", "lfm2_moe", "ernie4_5_moe", "deepseek_v3"])])
+def test_live_router_has_the_precision_of_its_family(dtype, cases):
+    """Automodel #3650, sglang #38695: some families compute logits in bf16, some in fp32; some
+    round their weights, some do not."""
+    for case in cases:
+        product, scores, weights = [
+            {"model": dtype, "fp32": torch.float32}[word]
+            for word in PRECISION.get(case, ["fp32"] * 3)]
+        router = block_router(case, dtype)
+        assert router.weight.dtype == dtype
+        x = torch.randn(3, T7, H6, dtype=dtype)
         logits = router.gating(x)
-        assert logits.dtype == torch.float32
+        probs, indices = router.route(x)
+        assert (logits.dtype, probs.dtype) == (product, weights), case
         bias = 0.0 if router.bias is None else router.bias.double()
-        close(logits.double(), x.double() @ router.weight.double().T + bias, 1e-5)
+        exact = x.double() @ router.weight.double().T + bias
+        close(logits.double(), exact, 1e-5 if product == torch.float32 else 0.02)
+        in_fp32, _ = topk_routing(
+            logits.flatten(0, 1).float(), precomputed_indices=indices,
+            **fam_config(case, torch.float32).routing_options)
+        assert torch.equal(probs, in_fp32.to(weights)) == (scores == torch.float32), case
+        config = families.config_from_hf(fam_fields(case, dtype=str(dtype)))
+        assert config.router_dtype == router.config.router_dtype == product
+        assert config.probs_dtype == router.config.probs_dtype
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "lfm2_moe", "ernie4_5_moe", "deepseek_v3"])
+def test_live_router_has_another_precision_if_told(case):
+    """In fp32 and fp64 nothing is rounded either."""
+    def dtypes(dtype, **changes):
+        config = block_router(case, dtype, **changes).config
+        return config.router_dtype, config.probs_dtype
+    assert dtypes(torch.bfloat16, router_dtype=torch.float32) == (torch.float32, None)
+    given = dict(router_dtype=torch.bfloat16, probs_dtype=torch.float32)
+    assert dtypes(torch.bfloat16, **given) == (torch.bfloat16, torch.float32)
+    for dtype in (torch.float32, torch.float64):
+        assert dtypes(dtype) == (dtype, None)
+    plain = families.config_from_hf(fam_fields(case))
+    assert (plain.router_dtype, plain.probs_dtype) == (torch.float32, None)
+
+
+def test_live_router_kept_in_fp32_has_fp32_logits():
+    """In the model's dtype is in that of the router's weight, where the library's gate casts its
+    input to it; the weights are rounded or not as before."""
+    for case, weights in [("hunyuan_v1_moe", torch.float32), ("minimax_m2", torch.float32),
+                          ("ernie4_5_moe", torch.bfloat16)]:
+        model = StandInModel(case, torch.bfloat16)
+        router = next(iter(as_held(case, fam_tensors(case)))).rpartition(".")[0]
+        model.block().get_submodule(router).float()
+        families.replace_blocks(model)
+        x = torch.randn(3, T7, H6, dtype=torch.bfloat16)
+        assert model.block().router.gating(x).dtype == torch.float32
+        assert model.block().router.route(x)[0].dtype == weights
 
 
 def test_live_model_is_saved_whole(tmp_path):
@@ -2188,6 +2364,99 @@ def test_live_models_of_the_library(case, tmp_path):
         halves = ours.to(torch.bfloat16)
         assert whole_logits(halves, ids).isfinite().all()
         assert {p.dtype for p in halves.parameters()} - {torch.float32} == {torch.bfloat16}
+
+
+class OneBlock(torch.nn.Module):
+    """A model in bf16 with one MoE block, in layer 3. As the library loads it: a router that it
+    keeps in fp32 is fp32, and so is a bias that only chooses."""
+
+    def __init__(self, case: str, **fields):
+        super().__init__()
+        self.dtype = torch.bfloat16
+        self.config = library_config(case, **fields, dtype=torch.bfloat16)
+        block = library_block(case, self.config, layer_idx=3)
+        modeling = importlib.import_module(type(block).__module__)
+        kept = [name for model in vars(modeling).values()
+                for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+        router = next(iter(families.TYPES[family(case)].layouts[-1]))
+        with torch.no_grad():
+            block.get_parameter(router).mul_(0.2)    # sigmoid scores of large logits are all 1
+            for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+                if only_chooses(name):
+                    tensor.mul_(0.03)                # so that it does not choose alone
+                elif not any(part in f"mlp.{name}" for part in kept):
+                    tensor.data = tensor.data.bfloat16()
+        layers = [torch.nn.Identity(), torch.nn.Identity(), torch.nn.Identity(),
+                  torch.nn.ModuleDict({"mlp": block})]
+        self.layers = torch.nn.ModuleList(layers)
+
+    @property
+    def block(self) -> torch.nn.Module:
+        return self.layers[3]["mlp"]
+
+
+def wide_fields(case: str) -> dict:
+    """The fields of a block with 128 experts, 8 of them a token, from 8 groups, and H = 64."""
+    fields = library_fields(case)
+    sizes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts",
+                           "moe_num_experts"), 128)
+    sizes |= dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
+                            "moe_top_k"), 8 if case != "llama4_text" else 1)
+    sizes |= dict(hidden_size=64, d_model=64, num_hidden_layers=4, mlp_layer_types=["moe"] * 4)
+    if fields.get("n_group") == 4:
+        sizes |= dict(n_group=8, topk_group=4)
+    if case == "dbrx":
+        fields["ffn_config"] = {name: sizes.get(name, value)
+                                for name, value in fields["ffn_config"].items()}
+    return {name: sizes.get(name, value) for name, value in fields.items()}
+
+
+def gate_of_the_library(case: str, block, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights [T, K], indices [T, K]) that the library's gate gives its experts."""
+    if case == "llama4_text":                        # whose experts all compute all tokens
+        scores, logits = block.router(x.flatten(0, 1))
+        indices = logits.topk(1).indices
+        return scores.gather(1, indices), indices
+    given = []
+
+    def experts(x, indices, weights):
+        given.extend((weights, indices))
+        return x
+    block.experts.forward = experts
+    block(x)
+    del block.experts.forward
+    return tuple(given)
+
+
+# The library's block multiplies by it elsewhere: compared without it.
+SCALED_ELSEWHERE = "beam", "minimax_m3_vl_text", "step3p5", "laguna"
+# Not to the bit: how far, at most, in units of the last place of the weights' dtype. The first
+# three divide a softmax over all by its sum over the chosen: K + 2 roundings in fp32, of which a
+# softmax over the chosen has K + 1; Hunyuan rounds that to bf16. Cohere2 rounds its sigmoid scores,
+# their sum and the quotient, where the layer rounds once; it chooses by its logits. In gpt-oss a
+# logit is summed up in another order, and some round the other way.
+UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=1, cohere2_moe=4, gpt_oss=1)
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_live_router_in_bf16_chooses_as_the_librarys_gate(case):
+    """For all of 4,096 tokens. Weights to the bit, when they are summed in the library's order,
+    which does not sort the chosen; but for those in UNITS."""
+    torch.manual_seed(3)
+    model = OneBlock(case, **wide_fields(case))
+    x = torch.randn(2, 2048, 64).bfloat16()
+    with torch.no_grad():
+        weights, indices = gate_of_the_library(case, model.block, x.clone())
+        changes = {"scaling_factor": None} if case in SCALED_ELSEWHERE else {}
+        families.replace_blocks(model, **changes)
+        router = model.block.router
+        probs, chosen = router.route(x, topk_indices=indices)
+        assert torch.equal(chosen, indices)
+        assert torch.equal(router.route(x)[1].sort(1).values, indices.sort(1).values)
+    assert probs.dtype == weights.dtype and (probs > 0).all()
+    integers = torch.int32 if probs.dtype == torch.float32 else torch.int16
+    units = (probs.view(integers).long() - weights.view(integers).long()).abs().max()
+    assert units <= UNITS.get(case, 0)
 
 
 def padded_ids(left: int, S: int = T7) -> tuple[Tensor, Tensor]:

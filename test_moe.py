@@ -785,6 +785,51 @@ def test_route_dtypes():
         same(route(logits), (probs.bfloat16(), indices))
 
 
+def test_route_with_probs_of_another_dtype():
+    """Wider than the logits or narrower: the arithmetic is that of the wider dtype, and is rounded
+    once. Of two 16-bit dtypes every step is rounded, and rounded scores are compared."""
+    logits = torch.randn(256, 8).bfloat16()
+    bias = torch.randn(8) * 0.1
+    score = dict(softmax=lambda x: x.softmax(-1), sigmoid=torch.sigmoid,
+                 sqrtsoftplus=lambda x: F.softplus(x).sqrt())
+    for kind in score:
+        route = functools.partial(
+            kernels.topk_routing, topk=3, score_function=kind, norm_topk_prob=True,
+            scaling_factor=2.5, expert_bias=bias)
+        probs, indices = route(logits.float())
+        same(route(logits, probs_dtype=torch.float32), (probs, indices))
+        same(route(logits.float(), probs_dtype=torch.bfloat16), (probs.bfloat16(), indices))
+
+        narrow, chosen = route(logits, probs_dtype=torch.bfloat16)
+        scores = score[kind](logits)
+        for t in range(len(logits)):
+            ranked = [(scores[t, e] + bias[e]).item() for e in range(8)]
+            assert sorted(ranked[e] for e in chosen[t]) == sorted(ranked)[-3:]
+            picked = scores[t, chosen[t]]
+            same(narrow[t], picked / picked.sum() * 2.5)
+        assert not torch.equal(narrow.float(), probs)
+        plain = functools.partial(kernels.topk_routing, logits, topk=3, score_function=kind)
+        same(plain(probs_dtype=torch.bfloat16)[1], scores.topk(3).indices)
+        assert not torch.equal(plain()[1], scores.topk(3).indices)     # logits have fewer ties
+
+
+def test_router_with_probs_of_another_dtype():
+    """In all forms, with a gradient, and as one graph."""
+    for router_dtype, probs_dtype in itertools.product([torch.float32, torch.bfloat16], repeat=2):
+        router = TopKRouter(MoEConfig(
+            16, 4, 8, topk=3, params_dtype=torch.bfloat16, router_dtype=router_dtype,
+            probs_dtype=probs_dtype, init_std=0.5))
+        x = torch.randn(5, 2, 16, dtype=torch.bfloat16)
+        logits = router.gating(x)
+        probs, indices = router.route(x)
+        assert logits.dtype == router_dtype and probs.dtype == probs_dtype
+        assert router(x)[0].dtype == router.routing(logits)[0].dtype == probs_dtype
+        same(probs, kernels.topk_routing(logits.flatten(0, 1), 3, probs_dtype=probs_dtype)[0])
+        (probs * torch.randn_like(probs)).sum().backward()
+        assert router.weight.grad.abs().sum() > 0
+        same(compiled(lambda x: router.route(x)[1])(x), indices)
+
+
 def test_route_where_scores_saturate_or_underflow():
     """An fp32 sigmoid is 1 from a logit of 17 on; the choice still tells 18 from 30."""
     route = topk_routing_with_score_function
@@ -1938,6 +1983,7 @@ def test_config_errors():
         config(bias_update="median") => bias_update = 'median': needs one of sign, quantile
         config(pre_softmax=True, score_function="sigmoid") => pre_softmax = True
         config(router_dtype=torch.int64); config(params_dtype="bf16") => a floating torch.dtype
+        config(probs_dtype=torch.int64) => needs a floating torch.dtype, or None
         config(num_groups=4); config(group_topk=4); config(group_score_topk=1) => is nothing without
         config(token_drop_policy="position"); config(pad_to_capacity=True) => is nothing without
         config(shared_expert_gate=True); config(shared_expert_overlap=True) => is nothing without
@@ -2114,6 +2160,7 @@ ANOTHER_CONFIG = """
     scaling_factor=2.0
     router_bias=True
     router_dtype=torch.bfloat16
+    probs_dtype=torch.bfloat16
     enable_expert_bias=False
     bias_update="quantile", num_groups=None, group_topk=None
     bias_update_rate=0.1

@@ -125,7 +125,7 @@ def test_sources_installed_as_a_package(tmp_path):
     done = run("-m", "pip", "install", "-q", "--no-deps", "--target", target, source, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     names = [file.stem for file in (target / "minimal_moe").glob("*.py")]
-    assert sorted(names) == sorted([*LAYER, "small", "check", "families"])
+    assert sorted(names) == sorted([*LAYER, "small", "check", "families", "atlas"])
     tops = [path.name for path in target.iterdir() if path.suffix != ".dist-info"]
     assert tops == ["minimal_moe"]
     done = run("-c", f"import sys; sys.path.insert(0, {str(target)!r})\n"
@@ -150,7 +150,8 @@ def imported_modules(file: str) -> set[str]:
     ("small.py", set()),
     ("check.py", set()),
     *[(f"{name}.py", {*LAYER[:i]}) for i, name in enumerate(LAYER)],
-    ("families.py", {"moe", "transformers"}),       # the functions that need transformers import it
+    ("families.py", {"moe", "atlas", "transformers"}),     # the functions that need transformers
+    ("atlas.py", {"moe", "families", "transformers"}),      # import it
 ])
 def test_sources_import_torch_and_einops_alone(file, local):
     known = {"torch"} if file in ("small.py", "check.py") else {"torch", "einops"}
@@ -159,7 +160,7 @@ def test_sources_import_torch_and_einops_alone(file, local):
 
 
 @pytest.mark.parametrize(
-    "file", [*[f"{name}.py" for name in LAYER], "small.py", "families.py", "train.py"])
+    "file", [*[f"{name}.py" for name in LAYER], "small.py", "families.py", "atlas.py", "train.py"])
 def test_sources_private_names_of_torch(file):
     """They stand in one section of compat.py. What nn.Module is made of, and its methods that are
     there to be overridden, are none; nor is what Python offers."""
