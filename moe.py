@@ -578,7 +578,7 @@ def _refused_balancing(c):
             yield both, f"{kind!r} is no loss; name a loss, or leave the coefficient out"
     if "sinkhorn" in kinds:
         others = ("num_groups scaling_factor enable_expert_bias norm_topk_prob pre_softmax "
-                  "score_function")
+                  "score_function probs_dtype")
         for name in others.split():
             if getattr(c, name) not in (None, False, "softmax"):
                 yield (f"load_balancing_type {name}",

@@ -386,7 +386,7 @@ class TopKRouter(Router):
 
         The choice is the top K of sinkhorn(logits) in training, of the logits in eval. The
         probs are, at the chosen, the sigmoid (K = 1) or the softmax over all E, not
-        normalised again. They have the dtype of the logits, whatever probs_dtype is.
+        normalised again. They have the dtype of the logits.
         """
         return self._choose_by_sinkhorn(logits.flatten(0, -2), dense_output=False)
 
