@@ -3773,7 +3773,8 @@ def test_parallel_layer_equals_one_process(rank, ranks):
               add_bias_linear=True), False),
         (CONFIGS["dropping"], False),
         (dict(CONFIGS["padded"], latent_size=7, latent_norm=True), False),
-        (dict(CONFIGS["padded"], capacity_factor=9.0, activation="relu2"), False)]   # above T
+        (dict(CONFIGS["padded"], capacity_factor=9.0, activation="relu2",           # above T
+              probs_dtype=torch.bfloat16), False)]
     for sizes in (dict(ep=4), dict(ep=2, tp=2), dict(dp=2, ep=2), dict(dp=4, ep=1)):
         mesh = mesh_of(**sizes)
         groups = ProcessGroups.from_mesh(mesh)
