@@ -9,7 +9,7 @@ what config_from_hf builds. It is Python, but for its functions:
     best_groups(rank, G, k, n)   rank, with -inf outside of the k best of G groups of experts; a
                                  group is as good as the sum of its n best
     top(rank, K)                 the places of the K largest
-    expert[chosen](x)            the outputs of the chosen experts
+    experts(chosen, x)           the outputs of the chosen experts
 """
 import dataclasses
 import json
@@ -46,8 +46,8 @@ FORMULAS = """
     constants          | experts | {constants}
     add_bias_linear    | experts | with biases
     latent_size        | special | z = latent_down(x), {latent_size} wide
-    not on_input       | -       | y = sum(probs * expert[chosen]({z}))
-    on_input           | special | y = sum(expert[chosen](probs * {z}))
+    not on_input       | -       | y = sum(probs * experts(chosen, {z}))
+    on_input           | special | y = sum(experts(chosen, probs * {z}))
     latent_norm        | special | y = rms_norm(y)
     latent_size        | special | y = latent_up(y)
     shared             | shared  | y = y + shared_expert(x), {shared_size} wide
