@@ -755,9 +755,11 @@ def test_route_matches_loop():
             if rng.random() < 0.3:
                 given = random_indices(T, 8, c.topk, nowhere=0.3, repeats=0.3)
                 given = given.to(rng.choice(INTEGERS))
+            options = {**c.routing_options}
+            assert options.pop("probs_dtype") is None
             route = functools.partial(
                 topk_routing_with_score_function, logits, expert_bias=bias,
-                precomputed_indices=given, **c.routing_options)
+                precomputed_indices=given, **options)
             probs, indices = route(dense_output=True)
             want_probs, want_indices = route_loop(logits, c, bias, given_TK=given)
             same(indices, want_indices)

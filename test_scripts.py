@@ -512,7 +512,7 @@ def test_train_baselines(tmp_path, tiny, interrupts, capsys):
     train.main([*tiny, "--out", str(out), "--resume"])
     end = capsys.readouterr().out.splitlines()
     assert f"{ends[0]:.3f}  this model, balance bias" in end[-2]
-    assert end[-1].startswith("--baseline dense")
+    assert "--baseline dense" in end[-1]
 
 
 def test_train_chooses_a_device(monkeypatch, capsys):
@@ -977,6 +977,18 @@ def test_docs_activation():
     assert names["layer"](x).shape == (3, 64)
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         exec(code.replace("self.scale * g * b,", "self.scale * g * a,"), {})
+
+
+def test_docs_logits():
+    """The loss on them reaches the router's weight."""
+    made = {}
+    exec(example("logits"), made)
+    router, entropy = made["layer"].router, made["entropy"]
+    assert router.logits.shape == (20, 16)
+    logits = router.logits.detach()
+    want = torch.distributions.Categorical(logits=logits).entropy().mean()
+    close(entropy.detach(), want, 1e-5)
+    assert router.weight.grad.abs().sum() > 0
 
 
 def test_docs_bytes_kept():

@@ -483,13 +483,13 @@ def compare(results, args, data):
     text = bytes(data.held_out[..., 1:].flatten().tolist())
     packed = 8 * len(gzip.compress(text, 9)) / len(text)
     print(f"\nbits per byte of {len(text):,} held-out bytes; less is better")
-    print(f"{8.0:7.3f}  a code of equal length for all bytes")
+    print(f"{8.0:7.3f}  uncompressed")
     print(f"{packed:7.3f}  gzip -9, of all these bytes in one file")
     for balance, held_out in results:
         kind = "a dense model" if balance == "dense" else f"this model, balance {balance}"
         print(f"{held_out:7.3f}  {kind}: it sees up to {args.context} bytes before a byte")
     if "dense" not in dict(results):
-        print("--baseline dense trains a dense model beside it, as many parameters for a byte")
+        print("(--baseline dense trains a dense model too, with as many active parameters)")
 
 
 def log(args, **record):
