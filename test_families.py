@@ -1923,6 +1923,63 @@ def experts_over_ranks(rank, ranks, folder):
         same([parameter.detach() for parameter in model.parameters()], want)
 
 
+@over_ranks(4)
+def experts_over_dp_and_ep(rank, ranks, folder):
+    """A step on left-padded texts, one a rank, is that of one process on all four. What is saved on
+    dp 2 × ep 2 is loaded on ep 4, saved there and loaded in one process."""
+    import torch.distributed.checkpoint as dcp
+    balance = dict(enable_expert_bias=True, load_balancing_type="global_aux_loss",
+                   aux_loss_coeff=0.1)
+    torch.manual_seed(3)
+    ids = torch.randint(1, 64, (4, T7))
+    mask = torch.ones_like(ids)
+    for text, left in ((0, 3), (2, 5)):
+        mask[text, :left] = 0
+    mesh = mesh_of(dp=2, ep=2)
+    by_itself, _ = torch.distributed.new_subgroups(1)
+    mine = slice(rank, rank + 1)
+    for case in ("qwen3_moe", "deepseek_v3"):
+        whole, model = same_model(case), same_model(case)
+        families.replace_blocks(whole, pg_collection=ProcessGroups(tp_dp_cp=by_itself), **balance)
+        names = families.replace_blocks(
+            model, pg_collection=ProcessGroups.from_mesh(mesh), **balance)
+        want = one_step(whole, ids, mask)[mine]
+        got = one_step(model, ids[mine], mask[mine])
+        close(got[mask[mine] == 1], want[mask[mine] == 1], 1e-5)
+
+        reduce_gradients(model)
+        inside = {p for name in names for p in model.get_submodule(name).parameters()}
+        for p in model.parameters():
+            if p not in inside:
+                torch.distributed.all_reduce(p.grad)
+        for (name, parameter), other in zip(model.named_parameters(), whole.named_parameters()):
+            owner = next((block for block in names if name.startswith(block + ".")), None)
+            part = other[1].grad
+            if owner is not None:
+                groups = model.get_submodule(owner).pg_collection
+                part = own_part(name.removeprefix(owner + "."), part, groups)
+            close(parameter.grad, part, 1e-4)
+        finish_step(model), finish_step(whole)
+        for name in names:
+            same(model.get_submodule(name).router.expert_bias,
+                 whole.get_submodule(name).router.expert_bias)
+
+        other = filled(same_model(case), 0)
+        families.replace_blocks(
+            other, pg_collection=ProcessGroups.from_mesh(mesh_of(ep=ranks)), **balance)
+        alone = filled(same_model(case), 0)
+        families.replace_blocks(alone, **balance)
+        for i, (source, target) in enumerate([(model, other), (other, alone)]):
+            dcp.save(parallel.sharded_state_dict(source), checkpoint_id=f"{folder}/{case}{i}")
+            dcp.load(parallel.sharded_state_dict(target), checkpoint_id=f"{folder}/{case}{i}")
+        same(alone.state_dict(), whole.state_dict())
+
+
+def test_live_experts_over_dp_and_ep(tmp_path):
+    pytest.importorskip("transformers")
+    experts_over_dp_and_ep(folder=str(tmp_path))
+
+
 # family, layers, eager or compiled
 OVER_EP = [
     ("qwen3_moe", 1, compiled),
