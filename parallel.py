@@ -288,7 +288,8 @@ class ExpertParallel:
                 send, receive, assignments = torch.stack((plan.counts, *received_R2.t())).tolist()
             assignments = sum(assignments)
         self.plan = plan
-        self.first, self.local = group.rank() * local, local
+        self.first = group.rank() * local
+        self.local = local
         self.assignments = assignments
         self.probs_dtype = probs_TK.dtype
         self.splits = Splits(send, receive, group)

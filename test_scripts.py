@@ -1043,7 +1043,8 @@ def test_docs_rows_sent():
     logits = torch.randn(8192, 256)
     place = torch.arange(1, 257)[torch.randperm(256)]
     groups = dict(num_groups=8, group_topk=4, score_function="sigmoid")
-    rows = [row for row in (HERE / "docs/ranks.md").read_text().splitlines()
+    page = (HERE / "docs/ranks.md").read_text()
+    rows = [row for row in page.splitlines()
             if row.startswith(("| random", "| power law"))]
     for row, x, options in zip(
             rows, (logits, logits, logits - 2 * place.log()), ({}, groups, {}), strict=True):
@@ -1053,6 +1054,13 @@ def test_docs_rows_sent():
             home = indices // (256 // R)
             means.append(sum((home == r).any(1).float().mean() for r in range(R)))
         assert row.endswith("| 8 | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+        if row.startswith("| random |"):
+            ours = [2 * mean * (1 - 1 / R) * (4 * 512 + 8 * 8) for mean, R in zip(means, (2, 4, 8))]
+            each = [2 * 8 * (1 - 1 / R) * (4 * 512 + 4) for R in (2, 4, 8)]
+            said = [re.findall(r"[\d.]+\d", part)[-3:] for part in re.search(
+                r"sends (.*) kB a token.*\nwould be (.*)\.", page).groups()]
+            for kilobytes, values in zip(said, (ours, each)):
+                assert kilobytes == [f"{value / 1e3:.1f}" for value in values]
 
 
 def test_docs_pictures():
