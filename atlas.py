@@ -59,14 +59,6 @@ COLUMNS = ("scores", "choice", "probs", "experts", "shared", "special")
 
 # What stands for a size in the table.
 LETTERS = {"num_experts": "E", "topk": "K", "ffn_hidden_size": "F"}
-# Field of MoEConfig -> constant of an activation.
-CONSTANTS = {
-    "glu_alpha": "alpha",
-    "glu_linear_offset": "linear_offset",
-    "activation_clamp_value": "clamp_value",
-    "situ_beta": "beta",
-    "situ_linear_beta": "linear_beta",
-}
 
 
 def _facts(row: families.Family, values: dict) -> dict:
@@ -76,7 +68,7 @@ def _facts(row: families.Family, values: dict) -> dict:
                    and values.get("norm_topk_prob") is None)
     size, gate = facts["shared_expert_intermediate_size"], facts["shared_expert_gate"]
     known = moe.kernels.constants_of(facts["activation"])
-    constants = [f"{constant} = {values[field]}" for field, constant in CONSTANTS.items()
+    constants = [f"{constant} = {values[field]}" for field, constant in moe._CONSTANTS.items()
                  if constant in known and values.get(field) is not None]
     narrow = row.precision.split()[1] == "model"
     return facts | {
@@ -103,7 +95,7 @@ DECIDED_BY = {
     "kept": ["group_topk"],
     "normed": ["norm_topk_prob"],
     "may_be_normed": ["norm_topk_prob"],
-    "constants": [*CONSTANTS],
+    "constants": [*moe._CONSTANTS],
     "shared_size": ["shared_expert_intermediate_size"],
 }
 
@@ -137,7 +129,8 @@ def table() -> str:
     for name, row in families.FAMILIES.items():
         read = families.Reader({}, layer_idx=99)             # behind the layers with a hash table
         values, sources = families.values_of(row, read)
-        formulas = formulas_of(row, values | LETTERS, _without(sources, LETTERS))
+        sources = {field: names for field, names in sources.items() if field not in LETTERS}
+        formulas = formulas_of(row, values | LETTERS, sources)
         cells = []
         for column in COLUMNS:
             cells.append("; ".join(
@@ -150,10 +143,6 @@ def table() -> str:
     for name, why in families.INEXPRESSIBLE.items():
         lines.append([f"`{name}`", "", f"refused: {why}", *[""] * len(COLUMNS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _without(mapping, names):
-    return {name: value for name, value in mapping.items() if name not in names}
 
 
 def router(model_type: str, hf_config=None) -> str:

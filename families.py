@@ -1486,8 +1486,7 @@ def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
 # A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
 # first of the knobs. A later knob replaces an earlier one of the same field.
 FAMILIES = {
-    "mixtral": Family(
-        sizes("intermediate_size"), layouts(GATE, w132(EACH))),
+    "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
         sizes("intermediate_size"),
         (layout(GRANITE), layout(ROUTER + FUSED))),
@@ -1497,8 +1496,7 @@ FAMILIES = {
     "olmoe": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE)),
-    "qwen3_moe": Family(
-        sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
+    "qwen3_moe": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=False), layouts(GATE)),
     "qwen2_moe": qwen2_moe(normed(default=False)),
     "qwen3_next": qwen2_moe(normed(default=True)),
     "deepseek_v2": Family(
@@ -1610,14 +1608,12 @@ FAMILIES = {
         noaux(1.0),
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
     "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
-    "mellum": Family(
-        sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
+    "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
         (layout(GATE + TRANSPOSED), layout(GATE + FUSED))),
     "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED),
-    "granitemoe_swa": Family(
-        sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
+    "granitemoe_swa": Family(sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
     "aria_text": Family(
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
         (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),

@@ -266,8 +266,9 @@ class ExpertParallel:
         plan = kernels.plan_permutation(rank_TK, ranks)
         if capacity_factor is not None:
             most = local * min(T, kernels.get_capacity(T * K, E, capacity_factor))
-            plan = kernels.pad_plan(plan, min(T, most))
-            send = receive = [min(T, most)] * ranks
+            rows_to_each = min(T, most)
+            plan = kernels.pad_plan(plan, rows_to_each)
+            send = receive = [rows_to_each] * ranks
             assignments = ranks * min(T * K, most)
         else:
             # Issued before the rows are gathered, so that it runs beside that.

@@ -1876,6 +1876,19 @@ def one_step(model, ids: Tensor, mask: Tensor) -> Tensor:
     return logits
 
 
+def check_gradients_over_ranks(model, names, whole, groups: ProcessGroups) -> None:
+    """Those of the blocks with these names, and of all else, are this rank's part of the whole."""
+    reduce_gradients(model)
+    for (name, mine), other in zip(model.named_parameters(), whole.parameters()):
+        owner = next((block for block in names if name.startswith(block + ".")), None)
+        if owner is None:
+            torch.distributed.all_reduce(mine.grad)
+            close(mine.grad, other.grad, 1e-4)
+        else:
+            path = name.removeprefix(owner + ".")
+            close(mine.grad, own_part(path, other.grad, groups), 1e-4)
+
+
 @over_ranks(2)
 def experts_over_ranks(rank, ranks, folder):
     import torch.distributed.checkpoint as dcp
@@ -1893,15 +1906,7 @@ def experts_over_ranks(rank, ranks, folder):
         got = one_step(through(model), ids[texts], mask[texts])
         close(got[mask[texts] == 1], want[mask[texts] == 1], 1e-5)
 
-        reduce_gradients(model)
-        for (name, mine), other in zip(model.named_parameters(), whole.parameters()):
-            owner = next((block for block in names if name.startswith(block + ".")), None)
-            if owner is None:
-                torch.distributed.all_reduce(mine.grad)
-                close(mine.grad, other.grad, 1e-4)
-            else:
-                path = name.removeprefix(owner + ".")
-                close(mine.grad, own_part(path, other.grad, groups), 1e-4)
+        check_gradients_over_ranks(model, names, whole, groups)
     # The example of docs/models.md, which saves. What is loaded is what was saved.
     os.chdir(folder)
     model = same_model("gpt_oss")
@@ -1935,30 +1940,18 @@ def experts_over_dp_and_ep(rank, ranks, folder):
     mask = torch.ones_like(ids)
     for text, left in ((0, 3), (2, 5)):
         mask[text, :left] = 0
-    mesh = mesh_of(dp=2, ep=2)
+    groups = ProcessGroups.from_mesh(mesh_of(dp=2, ep=2))
     by_itself, _ = torch.distributed.new_subgroups(1)
     mine = slice(rank, rank + 1)
     for case in ("qwen3_moe", "deepseek_v3"):
         whole, model = same_model(case), same_model(case)
         families.replace_blocks(whole, pg_collection=ProcessGroups(tp_dp_cp=by_itself), **balance)
-        names = families.replace_blocks(
-            model, pg_collection=ProcessGroups.from_mesh(mesh), **balance)
+        names = families.replace_blocks(model, pg_collection=groups, **balance)
         want = one_step(whole, ids, mask)[mine]
         got = one_step(model, ids[mine], mask[mine])
         close(got[mask[mine] == 1], want[mask[mine] == 1], 1e-5)
 
-        reduce_gradients(model)
-        inside = {p for name in names for p in model.get_submodule(name).parameters()}
-        for p in model.parameters():
-            if p not in inside:
-                torch.distributed.all_reduce(p.grad)
-        for (name, parameter), other in zip(model.named_parameters(), whole.named_parameters()):
-            owner = next((block for block in names if name.startswith(block + ".")), None)
-            part = other[1].grad
-            if owner is not None:
-                groups = model.get_submodule(owner).pg_collection
-                part = own_part(name.removeprefix(owner + "."), part, groups)
-            close(parameter.grad, part, 1e-4)
+        check_gradients_over_ranks(model, names, whole, groups)
         finish_step(model), finish_step(whole)
         for name in names:
             same(model.get_submodule(name).router.expert_bias,

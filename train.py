@@ -474,7 +474,9 @@ def train(args, groups, data, interrupts):
         if stop:
             print(f"saved step {step}; the same command with --resume goes on from there")
             sys.exit(130)
-    return held_out or evaluate(model, data.held_out)    # a resumed run may have no step left
+    if held_out is None:                                 # a resumed run had no step left
+        held_out = evaluate(model, data.held_out)
+    return held_out
 
 
 def compare(results, args, data):
