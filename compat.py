@@ -327,6 +327,12 @@ def as_one_dim(mesh):
     return mesh._flatten()
 
 
+def has_values(x: Tensor) -> bool:
+    """False on the meta device and under FakeTensorMode, where a tensor is a shape and a dtype."""
+    from torch._subclasses.fake_tensor import is_fake
+    return not (x.is_meta or is_fake(x))
+
+
 def place_of_part(parameter) -> tuple:
     """Where this rank's part of a DTensor begins, one number an axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -383,7 +383,7 @@ _FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 
 
 def _own_part(parameter, group, axis):
-    """(this rank's part, the shape of the unsharded parameter, the indices where the part begins).
+    """(this rank's part, the shape of one unsharded expert, the indices where the part begins).
 
     The first axis is that of the experts. What has none gets one of length 1.
     """
@@ -397,8 +397,8 @@ def _own_part(parameter, group, axis):
         starts[axis] += group_rank(group) * shape[axis]
         shape[axis] *= group_size(group)
     if axis == 0:
-        return own, shape, starts
-    return own[None], [1, *shape], [0, *starts]
+        return own, shape[1:], starts
+    return own[None], shape, [0, *starts]
 
 
 class ParallelModule(nn.Module):
@@ -452,24 +452,25 @@ class ParallelModule(nn.Module):
         """Draws the weights anew (normal). Biases become zero, norms one. The parts of a layer
         are drawn by their own reset_parameters.
 
-        Every rank draws the unsharded weights, in fp32, and keeps its part. So a seed gives the
-        same model at every ep and tp and in every dtype. Experts, which are sharded along
-        axis 0, are drawn one after the other: the memory holds one at a time.
+        A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
+        torch's default generator draws a seed for each parameter, the same on every rank, and
+        that seed and the number of an expert give its weights. So a rank draws its own experts
+        alone, one after the other, unsharded over tp and in fp32, and keeps its part.
         """
-        parts = []
-        experts = 0
         for name, parameter in self.named_parameters(recurse=False):
             if name in _FILLED_WITH:
                 parameter.fill_(_FILLED_WITH[name])
-            elif name in self.std_fields:
-                own, (experts, *shape), starts = _own_part(parameter, *self.shard(name))
-                parts.append((own, shape, starts, getattr(self.config, self.std_fields[name])))
-        for e in range(experts):
-            for own, shape, (first, *starts), std in parts:
-                drawn = torch.normal(0.0, std, shape, dtype=torch.float32, device=own.device)
-                if first <= e < first + len(own):
-                    part = [slice(at, at + size) for at, size in zip(starts, own.shape[1:])]
-                    own[e - first].copy_(drawn[tuple(part)])
+            elif name in self.std_fields and compat.has_values(parameter):
+                std = getattr(self.config, self.std_fields[name])
+                own, shape, (first, *starts) = _own_part(parameter, *self.shard(name))
+                part = tuple(slice(at, at + size) for at, size in zip(starts, own.shape[1:]))
+                seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+                generator = torch.Generator(own.device)
+                for e, expert in enumerate(own, first):
+                    generator.manual_seed(seed + e)
+                    drawn = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32,
+                                         device=own.device)
+                    expert.copy_(drawn[part])
 
     def shard(self, name: str) -> tuple:
         """(group, axis): parameter `name` is sharded over group along axis. Axis None: it

@@ -2470,10 +2470,11 @@ def test_layer_nan_in_one_token_stays_there():
     layer = small_layer(add_bias_linear=True, init_std=0.5)
     x = torch.randn(9, 8)
     others = torch.arange(9) != 4
-    want = layer(x)
+    finite = x.clone()
     x[4] = NAN
-    used = layer.router.route(x)[1][4].tolist()
-    untouched = [e for e in range(6) if e not in used]
+    used = layer.router.route(x)[1]
+    untouched = [e for e in range(6) if e not in used[4]]
+    want = layer(finite, topk_indices=used)              # so each expert has as many rows
     y = layer(x)
     assert y[4].isnan().all()
     same(y[others], want[others])
@@ -3806,6 +3807,28 @@ def test_parallel_compiled_layer_equals_one_process(rank, ranks):
             check_parallel_layer(rank, groups, options, overlap, at_once, "aot_eager")
 
 
+@over_ranks(2)
+def test_parallel_each_rank_draws_its_own_experts(rank, ranks):
+    """And no other's. The default generator is at one place on all ranks afterwards."""
+    def draw(seed, groups=None):
+        drawn = []
+        torch.manual_seed(seed)
+        with Watch(lambda name, args, out: drawn.append(out.shape) if name == "normal" else None):
+            experts = moe.Experts(small_config(), groups)
+        return experts, drawn, torch.get_rng_state()
+
+    whole, all_drawn, state = draw(1)
+    mine, drawn, mine_state = draw(1, groups_over(ep=ranks))
+    assert sorted(all_drawn) == sorted(drawn * ranks) and len(drawn) == 2 * 3      # fc1 and fc2
+    same(mine_state, state)
+    for weight, own in zip(whole.parameters(), mine.parameters()):
+        same(own, weight[3 * rank:][:3])
+        assert weight.flatten(1).unique(dim=0).shape[0] == 6
+    assert (whole.fc1 != draw(2)[0].fc1).any()
+    with torch.device("meta"):
+        assert draw(1)[1] == []
+
+
 @over_ranks(4)
 def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
     """What is sent, forward and backward, has the bytes that docs/ranks.md says, and what is kept
@@ -4807,6 +4830,10 @@ def test_compile_private_names_of_torch(monkeypatch):
     assert x.sin().view(12)._is_view() and not kernels.as_no_view(x.sin(), (12,))._is_view()
     assert kernels.with_fixed_address(torch.zeros(2))._dynamo_static_input_type == "unguarded"
     assert kernels.with_fixed_address(torch.zeros(2))._dynamo_static_indices == {0}
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2)
+    assert compat.has_values(x) and not compat.has_values(fake)
+    assert not compat.has_values(x.to("meta"))
     with kernels.reads_on_host():
         assert torch._dynamo.config.capture_scalar_outputs
     assert not torch._dynamo.config.capture_scalar_outputs and not kernels.makes_cuda_graphs()

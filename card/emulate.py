@@ -126,6 +126,8 @@ def install_cuda(torch, device, properties):
         setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)
     # Its random numbers are the CPU's.
     cuda.default_generators = (torch.default_generator,)
+    torch.Generator = type("Generator", (torch.Generator,), {
+        "__new__": lambda cls, device="cpu": super(torch.Generator, cls).__new__(cls)})
     cuda.get_rng_state = lambda device_=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device_=None: torch.set_rng_state(state)
     cuda.set_sync_debug_mode = lambda mode: device.warn_of_syncs(mode in (1, 2, "warn", "error"))
