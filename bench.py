@@ -98,7 +98,7 @@ EAGER = [Case(*sizes, dtype) for sizes in EAGER_SIZES for dtype in SHORT]
 PERMUTE = [Case(*MANY_EXPERTS, dtype)._replace(E=E) for dtype in SHORT for E in (64, 256)]
 ROUTER = [Case(*MANY_EXPERTS, BF16)._replace(E=256)]
 DECODE = [Case(1, 2048, 768, 128, 8, BF16)]
-RANKS = [Case(1024, 512, 256, 16, 4, FP32)]
+RANKS = [Case(1024, 512, 256, E, K, FP32) for E, K in ((16, 4), (64, 8))]
 CARD = [
     Case(40960, 768, 256, 128, 8, BF16),
     Case(24576, 1536, 256, 128, 8, BF16),
@@ -617,7 +617,7 @@ def bench_overlap(report: Report) -> None:
     report.compare(case, BOTH, candidates, ["one go"])
 
 
-# ---- ranks: experts over two processes ----
+# ---- ranks: experts over two and four processes ----
 
 def other_copy(folder: str):
     """moe.py of another copy of these files, as a package of its own."""
@@ -627,12 +627,12 @@ def other_copy(folder: str):
     return importlib.import_module("other_copy.moe")
 
 
-def time_on_rank(rank: int, store: str, case: Case, report: Report, queue) -> None:
-    """The layer over ep = 2, gloo, one thread each. All results are compared; both ranks run the
-    candidates in the same order, with a barrier before each."""
+def time_on_rank(rank: int, ranks: int, store: str, case: Case, report: Report, queue) -> None:
+    """The layer over ep = ranks, gloo, one thread each. All results are compared; all ranks run
+    the candidates in the same order, with a barrier before each."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     modules = {"layer": moe}
     if report.against:
         modules["other copy"] = other_copy(report.against)
@@ -640,11 +640,14 @@ def time_on_rank(rank: int, store: str, case: Case, report: Report, queue) -> No
     x = torch.randn(case.T, 1, case.H, requires_grad=True)
     grads = [torch.randn_like(x)]
     candidates = {}
+    weights = None
+    torch.manual_seed(0)
     for name, module in modules.items():
-        torch.manual_seed(0)
         config = case.config(
             module, shared_expert_intermediate_size=1024, shared_expert_overlap=True)
         layer = module.MoELayer(config, module.ProcessGroups.from_mesh(mesh))
+        weights = weights or layer.state_dict()            # a copy may draw others from the seed
+        layer.load_state_dict(weights)
         candidates |= Candidate(layer, [x], grads).both(name)
     check(candidates, candidates["layer, eager"].step(), case.dtype)
     samples = time_in_turn(candidates, report.rounds, float("inf"), before=dist.barrier)
@@ -654,14 +657,16 @@ def time_on_rank(rank: int, store: str, case: Case, report: Report, queue) -> No
 
 
 def bench_ranks(report: Report) -> None:
-    """The layer with overlap over two processes: one graph beside eager mode and another copy."""
-    case = report.cases(RANKS)[0]
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        args = (f"{folder}/store", case, report, queue)
-        torch.multiprocessing.spawn(time_on_rank, args, nprocs=2)
-    beside = ["layer, eager", "other copy, compiled"]
-    report.times(case, f"ep 2, {BOTH}", queue.get(), beside)
+    """The layer with overlap over processes: one graph beside eager mode and another copy."""
+    sizes = [(ranks, case) for ranks in (2, 4) for case in report.cases(RANKS)]
+    for ranks, case in report.progress(sizes[::3 if report.quick else 1]):
+        queue = torch.multiprocessing.get_context("forkserver").SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+            args = (ranks, f"{folder}/store", case, report, queue)
+            torch.multiprocessing.start_processes(
+                time_on_rank, args, nprocs=ranks, start_method="forkserver")
+        beside = ["layer, eager", "other copy, compiled"]
+        report.times(case, f"ep {ranks}, {BOTH}", queue.get(), beside)
 
 
 # ---- families: published layers, scaled down to H = 256 ----

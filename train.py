@@ -606,6 +606,10 @@ def main(argv=None):
     compare(results, args, data)
     if args.world > 1:
         dist.destroy_process_group()
+        # A thread of gloo may still have a tensor to free. If Python is shutting down by then, it
+        # aborts the process (pytorch #190489). So it is not shut down.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
