@@ -17,6 +17,7 @@ it, and `python families.py TYPE [config.json]` one router in formulas: see atla
 no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
 replace_blocks. The letters are those of kernels.py.
 """
+import copy
 import dataclasses
 import functools
 import inspect
@@ -913,8 +914,9 @@ def replace_blocks(
     batch = Batch(padding_mask)
     for name, router in routers.items():
         _put_router(model.get_submodule(name), row, router, batch)
-    if router.experts_before:
-        model.set_experts_implementation(OURS)
+    for name, router in routers.items():
+        if router.experts_before:
+            model.get_submodule(name).experts.config._experts_implementation = OURS
 
     # The model, and the library's models in it that have blocks: a text model may run alone.
     for path, module in model.named_modules():
@@ -948,13 +950,16 @@ def restore_blocks(model: nn.Module) -> list[str]:
                                f"that what was put on it since is taken off")
     router.batch.leave_model()
     for module in model.modules():
+        slot = _slot(module)
         if _has_forward(module, *REPLACEMENTS):
-            _put_forward(module, type(module).forward)
-        vars(module).pop("moe_router", None)                 # of experts
+            delattr(module, slot)
+            if slot != "forward":
+                _put_forward(module, type(module).forward)
+        router = vars(module).pop("moe_router", None)        # of experts
+        if router and router.experts_before and _are_ours(module):
+            module.config._experts_implementation = router.experts_before
     for gate in gates.values():
         del gate.moe_router
-    if router.experts_before and model.config._experts_implementation == OURS:
-        model.set_experts_implementation(router.experts_before)
     return list(gates)
 
 
@@ -1024,6 +1029,15 @@ class Guest(moe.TopKRouter):
         super().__setstate__(state)
         register_experts()                                   # unpickled in another process
 
+    def __deepcopy__(self, memo):
+        """The copy of a gate alone, which PEFT makes, stays with the texts of its model. A copied
+        model has copied them by its hooks, which come before its modules.
+        """
+        memo.setdefault(id(self.batch), self.batch)
+        memo[id(self)] = new = object.__new__(type(self))
+        new.__setstate__(copy.deepcopy(vars(self), memo))
+        return new
+
     def as_gate(self, hidden_states: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [T, H] or [B, S, H] -> (logits [T, E], probs [T, K], indices [T, K])."""
         axes, padding_T, cu_seqlens = self.batch.of(self, hidden_states)
@@ -1031,8 +1045,8 @@ class Guest(moe.TopKRouter):
         if "table" in self.places:                           # others are the model's input_ids
             chosen_TK = getattr(*self.places["table"])[others[0].flatten()]
         logits, probs_TK, indices_TK = self.route_with_logits(
-            hidden_states.view(*axes, -1), padding_T, chosen_TK, cu_seqlens=cu_seqlens)
-        if not self.batch.has_our_experts:
+            hidden_states.reshape(*axes, -1), padding_T, chosen_TK, cu_seqlens=cu_seqlens)
+        if self.experts_before and not self.batch.has_our_experts:
             indices_TK = self._for_the_library(indices_TK)
         return logits.flatten(0, -2), probs_TK, indices_TK
 
@@ -1082,6 +1096,11 @@ def _has_forward(module, *functions):
 def _put_forward(module, function):
     """A partial survives deepcopy and pickle."""
     setattr(module, _slot(module), functools.partial(function, module))
+
+
+def _are_ours(holder):
+    """Whether our function computes the experts of this model, or module of experts."""
+    return holder.config._experts_implementation == OURS
 
 
 def _gate_of(block, row):
@@ -1155,7 +1174,7 @@ def _put_router(block, row, router, batch):
             part = whole.detach().chunk(groups.ep.size())[groups.ep.rank()].clone()
             setattr(holder, attribute, nn.Parameter(part, requires_grad=whole.requires_grad))
             holders.add(holder)
-    for module in block.modules():
+    for module in block.modules() if groups.tp_dp_cp else ():
         moe.parallel.share_out(module, groups, over_ep=module in holders)
 
 
@@ -1206,7 +1225,7 @@ class Batch:
             texts = Texts(*[outer if inner is None else inner
                             for inner, outer in zip(texts, self.texts)])
         self.texts = texts
-        self.has_our_experts = getattr(model.config, "_experts_implementation", OURS) == OURS
+        self.has_our_experts = _are_ours(model)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for module in model.modules():
                 checkpoint = vars(module).get("_gradient_checkpointing_func")

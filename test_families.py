@@ -2399,9 +2399,6 @@ class OneBlock(torch.nn.Module):
                   torch.nn.ModuleDict({"mlp": block})]
         self.layers = torch.nn.ModuleList(layers)
 
-    def set_experts_implementation(self, name):
-        self.block.experts.config._experts_implementation = name
-
     @property
     def block(self) -> torch.nn.Module:
         return self.layers[3]["mlp"]
@@ -2720,7 +2717,10 @@ def test_live_lora_by_peft():
             close([loss, *got.values()], [want[0], *want[1].values()], 1e-5)
     model = peft.get_peft_model(replaced(enable_expert_bias=True), peft.LoraConfig(
         target_modules=["q_proj"], modules_to_save=["gate"]))
-    model(ids, labels=ids).loss.backward()
+    ids, mask = padded_ids(left=3)
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+    counts = load_balancing_metrics(model)["tokens_per_expert"].sum(1)
+    assert counts.tolist() == [0, (2 * T7 - 4) * 3] * 2
     violations = load_balancing_metrics(model)["max_violation"]
     assert violations.isnan().tolist() == [True, False] * 2  # of the originals, which do not run
 
