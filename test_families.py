@@ -1928,7 +1928,11 @@ OVER_EP = [
     ("gpt_oss", 1, compiled),
     ("qwen3_moe", 2, lambda model: model),
     ("deepseek_v3", 2, lambda model: model),
-    ("gpt_oss", 2, lambda model: model)]
+    ("gpt_oss", 2, lambda model: model),
+    ("qwen2_moe", 2, lambda model: model),
+    ("mixtral", 2, lambda model: model),
+    ("llama4_text", 2, lambda model: model),
+    ("dbrx", 2, lambda model: model)]
 
 
 SGD = "SGD(model.parameters(), 1.0)"
