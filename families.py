@@ -556,12 +556,16 @@ def _nearest(layer, layouts, source):
     return max(layouts, key=fit)
 
 
+def _first_of_experts(layout):
+    return next(name for name in layout if layout[name].parameter.startswith("experts."))
+
+
 def _prefixes(names, layouts):
     """The prefixes of blocks. A block has a router, and experts beside it."""
     found = {}
     for layout in layouts:
         router = next(iter(layout))
-        experts = next(name for name in layout if layout[name].parameter.startswith("experts."))
+        experts = _first_of_experts(layout)
         for name in names:
             prefix = name.removesuffix(router)
             start = prefix + experts.split("{e}")[0]
@@ -913,7 +917,8 @@ def replace_blocks(
     register_experts()
     batch = Batch(padding_mask)
     for name, router in routers.items():
-        _put_router(model.get_submodule(name), row, router, batch)
+        router.batch = batch
+        _put_router(model, name, row, router)
     for name, router in routers.items():
         if router.experts_before:
             model.get_submodule(name).experts.config._experts_implementation = OURS
@@ -959,6 +964,7 @@ def restore_blocks(model: nn.Module) -> list[str]:
         if router and router.experts_before and _are_ours(module):
             module.config._experts_implementation = router.experts_before
     for gate in gates.values():
+        gate.moe_router.load_hook.remove()
         del gate.moe_router
     return list(gates)
 
@@ -1114,7 +1120,6 @@ def _is_guest(module):
 def _router_for(model, name, row, changes, groups):
     """The Guest for the block with this name. Nothing of the model changes."""
     block = model.get_submodule(name)
-    layer_idx = int(re.findall(r"\d+", "0." + name)[-1])
     fields = {"probs_dtype": None, "params_dtype": model.dtype}
     path, layout = next(iter(row.layouts[-1])), row.layouts[-1]
     weight = _tensors(block)[path]
@@ -1122,7 +1127,7 @@ def _router_for(model, name, row, changes, groups):
         fields["scaling_factor"] = None
     if "router_dtype" not in changes:
         fields |= _router_dtypes(row, model.dtype, weight.dtype)
-    published = _published(model.config, layer_idx, of_the_router=True)
+    published = _published(model.config, _layer_of(name), of_the_router=True)
     config = dataclasses.replace(published, **{**fields, **changes})
 
     shape = [config.num_experts, config.hidden_size]
@@ -1148,14 +1153,16 @@ def _router_for(model, name, row, changes, groups):
         return Guest(config, places, groups)
 
 
-def _put_router(block, row, router, batch):
+def _put_router(model, name, row, router):
     """Puts the router under the gate, and the forwards in the place of the library's."""
+    block = model.get_submodule(name)
     gate = _gate_of(block, row)
     experts = block.experts
     gate.moe_router = router.train(gate.training)
-    router.batch = batch
     vars(experts)["moe_router"] = router
     _put_forward(gate, _route)
+    take = functools.partial(_take_published, model.config, _layer_of(name))
+    router.load_hook = block.register_load_state_dict_pre_hook(take)
     if type(block).__name__ in BLOCK_FORWARDS:
         _put_forward(block, BLOCK_FORWARDS[type(block).__name__])
     elif hasattr(experts, "has_gate"):                       # it asks for the implementation
@@ -1176,6 +1183,29 @@ def _put_router(block, row, router, batch):
             holders.add(holder)
     for module in block.modules() if groups.tp_dp_cp else ():
         moe.parallel.share_out(module, groups, over_ep=module in holders)
+
+
+def _layer_of(name):
+    return int(re.findall(r"\d+", "0." + name)[-1])
+
+
+def _take_published(hf_config, layer_idx, block, state, prefix, *_):
+    """Before load_state_dict of a block: what a published file has becomes what the block holds.
+    The library's Trainer needs it, which loads the files of save_pretrained this way.
+    """
+    model_type, _ = type_of(hf_config)
+    row = family(model_type)
+    held = row.layouts[-1]
+    first = _first_of_experts(row.layouts[0]).format(e=0)
+    if first in held or prefix + first not in state:
+        return
+    given = {name: state.pop(name) for name in list(state)
+             if name.startswith(prefix) and "moe_router" not in name}
+    groups = _gate_of(block, row).moe_router.pg_collection
+    layer = moe.MoELayer(config_from_hf(hf_config, layer_idx), groups)
+    from_hf(layer, given, model_type, prefix)
+    for name, place in _places(layer, held).items():
+        state[prefix + name] = place.take()
 
 
 # -- what a block does not see of the model's forward --

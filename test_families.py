@@ -1642,6 +1642,17 @@ def test_live_router_kept_in_fp32_has_fp32_logits():
         assert router.route(x)[0].dtype == weights
 
 
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "aria_text", "qwen2_moe"])
+def test_live_published_names_load_too(case, tmp_path):
+    """What save_pretrained has written, by load_state_dict: so the Trainer resumes."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads a safetensors file")
+    saved = replaced(case)
+    saved.save_pretrained(tmp_path)
+    model = filled(replaced(case), 0)
+    model.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    same(model.state_dict(), saved.state_dict())
+
+
 IN_A_FRESH_PROCESS = f"""
 import sys, torch
 sys.path.insert(0, {str(HERE)!r})
