@@ -703,19 +703,14 @@ def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     The products are in the dtype of the weights. The output is in that of hidden_states.
     """
     router = vars(experts).get("moe_router")                 # of replace_blocks
-    group = None if router is None else router.pg_collection.ep
     options, fc1, fc2 = _weights_of(experts)
-    E = len(fc1) * moe.group_size(group)
+    E = router.config.num_experts if router else len(fc1)
     indices = top_k_index.clamp(max=E)
     plan = moe.kernels.plan_permutation(indices, E)
     x_TH = hidden_states.to(fc1.dtype)
-    if moe.group_size(group) == 1:
-        dispatched = moe.Local(x_TH, top_k_weights, plan)
-    else:
-        config = router.config
-        dispatched = moe.ExpertParallel(
-            x_TH, top_k_weights, indices, plan.counts, group=group,
-            capacity_factor=config.capacity_factor if config.pad_to_capacity else None)
+    dispatched = moe.Local(x_TH, top_k_weights, plan)
+    if router:
+        dispatched = moe.MoELayer.dispatch(router, x_TH, top_k_weights, indices, plan)
     rows, probs, plan = dispatched.wait_for_rows()
     output = moe.kernels.expert_mlp(rows, probs, plan, fc1=fc1, fc2=fc2, **options)
     y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
@@ -901,7 +896,8 @@ def replace_blocks(
     row = family(model_type)
     prefixes = _prefixes(_tensors(model), row.layouts[-1:])
     names = [prefix.removesuffix(".") for prefix in prefixes]
-    done = [name for name in names if _is_guest(_gate_of(model.get_submodule(name), row))]
+    done = [name for name in names
+            if hasattr(_gate_of(model.get_submodule(name), row), "moe_router")]
     names = [name for name in names if name not in done]
     if not names:
         raise ValueError(f"model has no {model_type} block to replace; "
@@ -942,7 +938,8 @@ def restore_blocks(model: nn.Module) -> list[str]:
     since.
     """
     model = getattr(model, "_orig_mod", model)
-    gates = {name: module for name, module in model.named_modules() if _is_guest(module)}
+    gates = {name: module for name, module in model.named_modules()
+             if "moe_router" in module._modules}
     if not gates:
         raise ValueError("model has no block that replace_blocks has replaced")
     for name, gate in gates.items():
@@ -953,7 +950,8 @@ def restore_blocks(model: nn.Module) -> list[str]:
         if not _has_forward(gate, _route):
             raise RuntimeError(f"{name} has another forward than that of replace_blocks; needs "
                                f"that what was put on it since is taken off")
-    router.batch.leave_model()
+    for hook in router.batch.hooks:
+        hook.remove()
     for module in model.modules():
         slot = _slot(module)
         if _has_forward(module, *REPLACEMENTS):
@@ -1002,7 +1000,7 @@ def _of_the_library(name):
 class Guest(moe.TopKRouter):
     """A TopKRouter that computes with the tensors of a library's gate, and holds none of them.
 
-    places: weight, bias, expert_bias, and table of a hash layer -> (module, attribute).
+    places: weight, bias, expert_bias, and hash_table -> (module, attribute).
     batch: what the model's forward knows of its texts.
     experts_before: the library's implementation of the experts that ours has replaced.
     """
@@ -1048,8 +1046,8 @@ class Guest(moe.TopKRouter):
         """hidden_states [T, H] or [B, S, H] -> (logits [T, E], probs [T, K], indices [T, K])."""
         axes, padding_T, cu_seqlens = self.batch.of(self, hidden_states)
         chosen_TK = None
-        if "table" in self.places:                           # others are the model's input_ids
-            chosen_TK = getattr(*self.places["table"])[others[0].flatten()]
+        if "hash_table" in self.places:                           # others are the model's input_ids
+            chosen_TK = getattr(*self.places["hash_table"])[others[0].flatten()]
         logits, probs_TK, indices_TK = self.route_with_logits(
             hidden_states.reshape(*axes, -1), padding_T, chosen_TK, cu_seqlens=cu_seqlens)
         if self.experts_before and not self.batch.has_our_experts:
@@ -1113,15 +1111,11 @@ def _gate_of(block, row):
     return block.get_submodule(next(iter(row.layouts[-1])).split(".")[0])
 
 
-def _is_guest(module):
-    return isinstance(module._modules.get("moe_router"), Guest)
-
-
 def _router_for(model, name, row, changes, groups):
     """The Guest for the block with this name. Nothing of the model changes."""
     block = model.get_submodule(name)
     fields = {"probs_dtype": None, "params_dtype": model.dtype}
-    path, layout = next(iter(row.layouts[-1])), row.layouts[-1]
+    path = next(iter(row.layouts[-1]))
     weight = _tensors(block)[path]
     if row.block_scales:
         fields["scaling_factor"] = None
@@ -1142,13 +1136,13 @@ def _router_for(model, name, row, changes, groups):
                          f"call fully_shard after replace_blocks")
     _options_of(block.experts)                               # refuses what cannot be expressed
 
-    used = {"weight": True, "bias": config.router_bias, "expert_bias": config.enable_expert_bias}
+    used = {"router.weight": True, "router.bias": config.router_bias, "hash_table": True,
+            "router.expert_bias": config.enable_expert_bias}
     places = {}
-    for path, slot in layout.items():
-        part, _, tensor = slot.parameter.partition(".")
-        if path in _tensors(block) and (part == "hash_table" or part == "router" and used[tensor]):
+    for path, slot in row.layouts[-1].items():
+        if used.get(slot.parameter) and path in _tensors(block):
             owner, _, attribute = path.rpartition(".")
-            places[tensor or "table"] = block.get_submodule(owner), attribute
+            places[slot.parameter.removeprefix("router.")] = block.get_submodule(owner), attribute
     with torch.device(weight.device):
         return Guest(config, places, groups)
 
@@ -1171,18 +1165,15 @@ def _put_router(model, name, row, router):
         _put_forward(experts, _library_experts)
 
     groups = router.pg_collection
-    over_ep = moe.group_size(groups.ep) > 1
-    holders = set()
-    for path, slot in row.layouts[-1].items():
-        if over_ep and slot.parameter.startswith("experts."):
-            owner, _, attribute = path.rpartition(".")
-            holder = block.get_submodule(owner)
-            whole = getattr(holder, attribute)
+    if groups.tp_dp_cp is None:
+        return
+    over_ep = set(experts.modules()) if moe.group_size(groups.ep) > 1 else set()
+    for module in over_ep:
+        for own, whole in module.named_parameters(recurse=False):
             part = whole.detach().chunk(groups.ep.size())[groups.ep.rank()].clone()
-            setattr(holder, attribute, nn.Parameter(part, requires_grad=whole.requires_grad))
-            holders.add(holder)
-    for module in block.modules() if groups.tp_dp_cp else ():
-        moe.parallel.share_out(module, groups, over_ep=module in holders)
+            setattr(module, own, nn.Parameter(part, requires_grad=whole.requires_grad))
+    for module in block.modules():
+        moe.parallel.share_out(module, groups, over_ep=module in over_ep)
 
 
 def _layer_of(name):
@@ -1219,6 +1210,11 @@ class Texts(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
+# Argument of a model's forward -> field of Texts. The later one holds.
+FOUND = {"inputs_embeds": "tokens", "input_ids": "tokens", "attention_mask": "mask",
+         "cu_seq_lens_q": "cu_seqlens"}
+
+
 class Batch:
     """The texts of the model's forward, for its routers: all of them share this object.
 
@@ -1238,23 +1234,13 @@ class Batch:
         self.hooks += [model.register_forward_pre_hook(enter, with_kwargs=True),
                        model.register_forward_hook(self.leave, always_call=True)]
 
-    def leave_model(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
     def enter(self, names, model, args, kwargs):
         given = dict(zip(names, args), **kwargs)
-        tokens = given.get("input_ids")
-        if tokens is None:
-            tokens = given.get("inputs_embeds")
         mask = given.get("attention_mask")
         if not self.padding_mask or not isinstance(mask, Tensor) or mask.ndim != 2:
-            mask = None
-        texts = Texts(tokens, mask, given.get("cu_seq_lens_q"))
-        if self.texts is not None:                           # what the outer model got holds
-            texts = Texts(*[outer if inner is None else inner
-                            for inner, outer in zip(texts, self.texts)])
-        self.texts = texts
+            given["attention_mask"] = None
+        found = {ours: given[name] for name, ours in FOUND.items() if given.get(name) is not None}
+        self.texts = (self.texts or Texts())._replace(**found)         # the outer model's holds
         self.has_our_experts = _are_ours(model)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for module in model.modules():
@@ -1281,10 +1267,9 @@ class Batch:
                     "or replace_blocks(model, padding_mask=False) without seq_aux_loss")
         if not needed:
             return axes, None, None
-        known = texts.mask if texts.tokens is None else texts.tokens
+        padding, known = None, texts.tokens if texts.mask is None else texts.mask
         if len(axes) == 1 and known is not None:
             axes = [len(known), axes[0] // len(known)]
-        padding = None
         if texts.mask is not None:
             padding = (texts.mask[:, -axes[-1]:].to(hidden_states.device) == 0).flatten()
         return axes, padding, texts.cu_seqlens
