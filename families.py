@@ -9,7 +9,7 @@ Build a layer from a published config, fill it, and write its weights back:
 A config is a dict or an object with attributes. Tensors are a plain mapping. No other library is
 needed. There are two ways into a live model of the Hugging Face library:
 
-    replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # the whole layer
+    replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # router and experts
     model.set_experts_implementation(register_experts())                       # the experts alone
 
 The table FAMILIES is at the end of the file. `python families.py` prints it as docs/routers.md has

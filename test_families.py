@@ -2084,6 +2084,16 @@ def test_live_refusals_change_nothing():
     assert "mlp.gate has another forward than that of" in error(families.restore_blocks, model)
 
 
+def test_live_what_a_block_does_itself_is_not_refused():
+    """The average of routed and shared experts, which a layer cannot express."""
+    theirs = same_model("cohere2_moe", shared_expert_combination_strategy="average")
+    ours = copy.deepcopy(theirs)
+    assert "cannot be expressed" in error(families.config_from_hf, theirs.config)
+    families.replace_blocks(ours)
+    ids = random_ids()
+    close(whole_logits(ours, ids), whole_logits(theirs, ids), 1e-6)
+
+
 def test_live_experts_by_another_implementation():
     """The library's own, chosen afterwards, do not know the index of what is unrouted."""
     ids, mask = padded_ids(left=3)
