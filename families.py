@@ -9,7 +9,7 @@ Build a layer from a published config, fill it, and write its weights back:
 A config is a dict or an object with attributes. Tensors are a plain mapping. No other library is
 needed. There are two ways into a live model of the Hugging Face library:
 
-    replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # the whole layer
+    replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # router and experts
     model.set_experts_implementation(register_experts())                       # the experts alone
 
 The table FAMILIES is at the end of the file. `python families.py` prints it as docs/routers.md has
@@ -17,9 +17,11 @@ it, and `python families.py TYPE [config.json]` one router in formulas: see atla
 no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
 replace_blocks. The letters are those of kernels.py.
 """
+import copy
 import dataclasses
 import functools
 import inspect
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -57,23 +59,33 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     >>> config_from_hf(hf_config).ffn_hidden_size
     16
     """
+    return _published(hf_config, layer_idx)
+
+
+def _published(hf_config, layer_idx, of_the_router=False):
+    """config_from_hf. of_the_router: only what a live model's router needs is read and checked."""
     model_type, reads = type_of(hf_config, layer_idx)
     row = family(model_type)
     read = reads[0]
-    values = values_of(row, read)[0]
+    values = values_of(row, read, OF_THE_BLOCK if of_the_router else ())[0]
     dtype = _dtype_of(reads)
     if dtype not in DTYPES:
         read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
     needs = _usual_needs(values)
-    if layer_idx is not None:
+    if layer_idx is not None and not of_the_router:
         _check_layer_idx(read)
         needs["mlp_layer_types"] = "sparse", "moe", None
-    for name, fine in (needs | row.needs).items():
+    needs |= row.needs
+    if of_the_router:
+        values["ffn_hidden_size"] = 1                        # nobody reads it
+        needs = {name: fine for name, fine in needs.items() if name not in NOT_OF_THE_ROUTER}
+    for name, fine in needs.items():
         if not isinstance(fine, tuple):
             fine = fine, None
         if name not in read.names:
             read(name, default=fine[0], among=dict.fromkeys(fine))
-    if any(each.get("quantization_config") is not None for each in reads):
+    quantized = any(each.get("quantization_config") is not None for each in reads)
+    if quantized and not of_the_router:
         read.problems.append("quantization_config is given; "
                              "needs dequantised weights and a config without it")
 
@@ -110,17 +122,17 @@ class Family(NamedTuple):
       transformers 5.23.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
       neither read nor written.
-    returns: what the library's block returns beside its output: "probs" [T, K] or "logits" [T, E].
     after: a module in the library's block that its output goes through last. In published files it
       lies outside of the block. A live model keeps it; it is not part of the layer.
+    block_scales: the library's block multiplies by scaling_factor, its gate does not.
     """
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
     needs: dict[str, object] = {}
     precision: str = "fp32 fp32 fp32"
     others: str = ""
-    returns: str = ""
     after: str = ""
+    block_scales: bool = False
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -232,10 +244,14 @@ def family(model_type):
     return TYPES[model_type]
 
 
-def values_of(row, read):
-    """(field of MoEConfig -> value, field -> those of the published config that it is from)."""
+def values_of(row, read, but=()):
+    """(field of MoEConfig -> value, field -> those of the published config that it is from). The
+    fields in `but` are left out.
+    """
     values, sources = {}, {}
     for name, knob in row.knobs.items():
+        if name in but:
+            continue
         values[name] = knob
         if callable(knob):
             read.log = []
@@ -372,7 +388,7 @@ def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, T
     if spread:
         raise ValueError(f"spread over ranks: {_listed(spread, ', ')}; needs a layer without ep "
                          f"and tp: save sharded_state_dict() and load it there")
-    return {prefix + name: place.take().clone()
+    return {prefix + name: place.take()
             for name, place in places.items() if place.view is not None}
 
 
@@ -390,7 +406,6 @@ AXES = {
     "latent_down.weight": "l h",
     "latent_up.weight": "h l",
     "latent_up.norm": "l",
-    "hash_table": "v k",
 }
 GATED_OR_NOT = {True: "gated", False: "not gated"}
 
@@ -471,34 +486,19 @@ class Place(NamedTuple):
             tensor = tensor.narrow(self.axes.index(axis), *part)
         self.view.copy_(tensor)
 
-    def of_this_rank(self) -> "Place":
-        """The same for a tensor that has only the experts of this rank."""
-        lengths = {axis: length for axis, (_, length) in self.cut.items() if axis in self.merged}
-        return self._replace(merged=self.merged | lengths, cut={})
-
     def take(self) -> Tensor:
-        """The layer's part, as the published tensor.
-
-        It is the parameter's own memory if the published tensor has the same order and fills that
-        memory alone. Otherwise it is a copy.
-        """
+        """A copy of the layer's part, as the published tensor."""
         tensor = rearrange(self.view, f"{' '.join(self.axes)} -> {self.slot.axes}", **self.merged)
-        tensor = tensor.contiguous()
-        if tensor.untyped_storage().nbytes() == tensor.nbytes:
-            return tensor
-        return tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _places(layer, layout, tensors=None):
-    """name behind the prefix -> Place, in the layer's tensors or in those given.
-
-    A parameter that the layer does not have is left out.
-    """
-    tensors = tensors or _tensors(layer)
+def _places(layer, layout):
+    """name behind the prefix -> Place. A parameter that the layer does not have is left out."""
+    tensors = _tensors(layer)
     groups = layer.pg_collection
     cut_over = {"experts": ("e", groups.ep), "shared_experts": ("s", groups.tp)}
     places = {}
@@ -556,12 +556,16 @@ def _nearest(layer, layouts, source):
     return max(layouts, key=fit)
 
 
+def _first_of_experts(layout):
+    return next(name for name in layout if layout[name].parameter.startswith("experts."))
+
+
 def _prefixes(names, layouts):
     """The prefixes of blocks. A block has a router, and experts beside it."""
     found = {}
     for layout in layouts:
         router = next(iter(layout))
-        experts = next(name for name in layout if layout[name].parameter.startswith("experts."))
+        experts = _first_of_experts(layout)
         for name in names:
             prefix = name.removesuffix(router)
             start = prefix + experts.split("{e}")[0]
@@ -666,7 +670,10 @@ def upcycle(
 
 # ---- The experts of a live Hugging Face model ----
 
-def register_experts(name: str = "moe_py") -> str:
+OURS = "moe_py"
+
+
+def register_experts(name: str = OURS) -> str:
     """Registers kernels.expert_mlp with the Hugging Face library, and returns its name there.
 
     Use it as `model.set_experts_implementation(name)`, or as `experts_implementation=name` when a
@@ -695,28 +702,54 @@ def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
 
     The products are in the dtype of the weights. The output is in that of hidden_states.
     """
+    router = vars(experts).get("moe_router")                 # of replace_blocks
+    options, fc1, fc2 = _weights_of(experts)
+    E = router.config.num_experts if router else len(fc1)
+    indices = top_k_index.clamp(max=E)
+    plan = moe.kernels.plan_permutation(indices, E)
+    x_TH = hidden_states.to(fc1.dtype)
+    dispatched = moe.Local(x_TH, top_k_weights, plan)
+    if router:
+        dispatched = moe.MoELayer.dispatch(router, x_TH, top_k_weights, indices, plan)
+    rows, probs, plan = dispatched.wait_for_rows()
+    output = moe.kernels.expert_mlp(rows, probs, plan, fc1=fc1, fc2=fc2, **options)
+    y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
+    return y_TH.to(hidden_states.dtype)
+
+
+def _weights_of(experts):
+    """(options of expert_mlp, fc1 [E, P, F, H], fc2 [E, H, F]): views of the module's weights."""
     options = _options_of(experts)
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    rows = "(p f)" if experts.is_concatenated else "(f p)"
+    if hasattr(experts, "mlp"):                              # DBRX's
+        w1, v1, w2 = [weight.unflatten(0, (-1, experts.ffn_hidden_size))
+                      for weight in (experts.mlp.w1, experts.mlp.v1, experts.mlp.w2)]
+        return options, torch.stack((w1, v1), 1), w2.mT
+    flags = _flags_of(experts)
+    up = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    rows = "(p f)" if flags["is_concatenated"] else "(f p)"
     fc1_axes = f"e {rows} h"
     fc2_axes = "e h f"
-    if experts.is_transposed:
+    if flags["is_transposed"]:
         fc1_axes = f"e h {rows}"
         fc2_axes = "e f h"
 
-    parts = 1 + experts.has_gate
-    fc1 = rearrange(getattr(experts, up), f"{fc1_axes} -> e p f h", p=parts)
-    fc2 = rearrange(experts.down_proj, f"{fc2_axes} -> e h f")
-    if experts.has_bias:
+    parts = 1 + flags["has_gate"]
+    if flags["has_bias"]:
         fc1_bias = getattr(experts, up + "_bias")
         options["fc1_bias"] = rearrange(fc1_bias, f"e {rows} -> e p f", p=parts)
         options["fc2_bias"] = experts.down_proj_bias
+    fc1 = rearrange(getattr(experts, up), f"{fc1_axes} -> e p f h", p=parts)
+    return options, fc1, rearrange(experts.down_proj, f"{fc2_axes} -> e h f")
 
-    E = len(fc1)
-    plan = moe.kernels.plan_permutation(top_k_index.clamp(max=E), E)
-    x_TH = hidden_states.to(fc1.dtype)
-    y_TH = moe.kernels.expert_mlp(x_TH, top_k_weights, plan, fc1=fc1, fc2=fc2, **options)
-    return y_TH.to(hidden_states.dtype)
+
+# What the library's interface says of a module's weights; with these values if it is not of it.
+FLAGS = {"has_gate": True, "has_bias": False, "is_concatenated": True, "is_transposed": False,
+         "has_post_expert_norm": False}
+
+
+def _flags_of(experts):
+    transposed = {"is_transposed": type(experts).__name__ == "Llama4TextExperts"}
+    return {name: getattr(experts, name, usual) for name, usual in (FLAGS | transposed).items()}
 
 
 class Gate(NamedTuple):
@@ -735,6 +768,7 @@ CLAMPED_SWIGLU_GATE = Gate("swiglu", {"clamp_value": "swiglu_limit"})
 # The class that defines the gate -> the gate.
 GATES = {
     "BeamExperts": Gate("act_fn", {}),
+    "Step3p7Experts": Gate("act_fn", {}),
     "DeepseekV4Experts": Gate("act_fn", {"clamp_value": "limit"}),
     "Glm5NextTextExperts": CLAMPED_SWIGLU_GATE,
     "HYV4Experts": CLAMPED_SWIGLU_GATE,
@@ -768,27 +802,32 @@ def _options_of(experts):
     def refuse(what):
         raise NotImplementedError(
             f"{type(experts).__name__}: {what} cannot be expressed by kernels.expert_mlp; "
-            f"try replace_blocks, or another implementation")
+            f"try another implementation")
 
-    if experts.has_post_expert_norm:
+    flags = _flags_of(experts)
+    if flags["has_post_expert_norm"]:
         refuse("has_post_expert_norm")
-    method = _full_name(type(experts), "_apply_gate")
+    method = "transformers.integrations.moe._default_apply_gate"
+    if hasattr(experts, "_apply_gate"):                      # else that of Llama 4 and DBRX
+        method = _full_name(type(experts), "_apply_gate")
     gate = Gate("act_fn", {})
     if method != "transformers.integrations.moe._default_apply_gate":
         owner = method.split(".")[-2]
         if owner not in GATES or not method.startswith("transformers.models."):
             refuse(f"the overridden _apply_gate ({method})")
         gate = GATES[owner]
+        if owner == "Step3p7Experts" and experts.limit != math.inf:
+            refuse(f"limit = {experts.limit}, which clamps behind the activation,")
 
     kind = gate.activation
     if kind == "act_fn":
-        act = experts.act_fn
+        act = experts.mlp.activation_fn if hasattr(experts, "mlp") else experts.act_fn
         act = _full_name(type(act) if isinstance(act, nn.Module) else act)
         if act not in ACT_FNS:
             refuse(f"act_fn {act}")
         kind = ACT_FNS[act]
-    if moe.kernels.ACTIVATIONS[kind].parts != 1 + experts.has_gate:
-        refuse(f"has_gate = {experts.has_gate} with {kind}")
+    if moe.kernels.ACTIVATIONS[kind].parts != 1 + flags["has_gate"]:
+        refuse(f"has_gate = {flags['has_gate']} with {kind}")
 
     options = {"kind": kind}
     if kind == "quick_geglu":
@@ -800,74 +839,132 @@ def _options_of(experts):
 
 # ---- The blocks of a live Hugging Face model ----
 
-# Fields of MoEConfig that replace_blocks sets itself.
-FIXED = {
-    "params_dtype": "blocks keep their dtypes: cast the model instead",
-    "batch_first": "a block's input is batch first as it is",
-}
+# What a block does itself, or its experts: no field of the router's.
+OF_THE_BLOCK = """
+    ffn_hidden_size activation glu_alpha glu_linear_offset activation_clamp_value situ_beta
+    situ_linear_beta activation_fp8_input_store add_bias_linear apply_probs_on latent_size
+    latent_norm latent_norm_eps shared_expert_intermediate_size shared_expert_gate
+    shared_expert_overlap sequence_parallel params_dtype init_std output_init_std batch_first
+""".split()
+
+# Fields of published configs that say nothing of the router.
+NOT_OF_THE_ROUTER = """
+    mlp_bias moe_latent_size hidden_act n_shared_experts swiglu_limit swiglu_limits_shared
+    shared_intermediate_size num_shared_expert use_mixed_mlp_moe use_bias quantization_config
+""".split()
 
 
 def replace_blocks(
     model: nn.Module, *, pg_collection: moe.ProcessGroups | None = None, padding_mask: bool = True,
     **changes,
 ) -> list[str]:
-    """Replaces the MoE blocks of a live Hugging Face model by MoELayers, and returns their names.
+    """Makes the MoE blocks of a live Hugging Face model route as TopKRouter and compute their
+    experts by kernels.expert_mlp. Returns the names of the blocks.
 
-    The model is changed in place. A layer has its block's weights, dtypes, device and
-    requires_grad. It takes [B, S, H] and returns what the block returned.
+    Two forwards are replaced: the gate's and the experts'. All else stays the library's: modules,
+    parameters, buffers and their names, shared experts, what a block returns. No weight is copied:
+    each forward looks the library's tensors up. A gate gets one submodule, `moe_router`, with the
+    counts, and with the tensors that `changes` add and the library has no place for.
 
-    pg_collection: the groups of the layers. Over ep each rank keeps E / ep experts of every block.
-      Every rank needs the same whole model, and has to run every forward and backward.
-    padding_mask: whether the blocks get the padding of the attention_mask [B, M], 1 = token; its
+    pg_collection: the groups of the ranks. Over ep the library's parameters of the experts become
+      this rank's E / ep experts, under the same names. Every rank needs the same whole model, and
+      has to run every forward and backward.
+    padding_mask: whether the routers get the padding of the attention_mask [B, M], 1 = token; its
       last S columns count. Masks of another form are ignored.
-    changes: fields of MoEConfig, such as enable_expert_bias=True, bias_update="quantile". What they
-      add to a block is drawn anew. Without router_dtype in them a router has the precision of the
-      library's gate, and in bf16 and fp16 too it chooses what that gate chooses.
+    changes: fields of MoEConfig that the router has, such as enable_expert_bias=True,
+      bias_update="quantile". Biases start at zero. Without router_dtype in them a router has the
+      precision of the library's gate, and in bf16 and fp16 too it chooses what that gate chooses.
 
-    All is checked before the first block is touched. Memory holds one block twice at a time. Make
-    the optimizer after the call. state_dict() has the library's names, and this project's names for
-    what changes has added; over ep the experts are DTensors. save_pretrained then needs a
-    state_dict of whole tensors. A model that fully_shard has sharded is not supported.
+    All is checked before the first block is touched. Over ep make the optimizer after the call;
+    state_dict() has DTensors for the experts, and save_pretrained needs a state_dict of whole
+    tensors. restore_blocks is the way back.
 
-    ValueError: an unknown model type, no block, a block that the layer cannot express, tensors on
-    the meta device, several ranks in tp, experts that ep does not divide. TypeError: no model of
-    the library, or an unknown field in changes.
+    ValueError: an unknown model type, no block, a router that cannot be expressed, a field of the
+    block in changes, tensors on the meta device, several ranks in tp, experts that ep does not
+    divide. TypeError: no model of the library, or an unknown field in changes.
+    NotImplementedError: experts that cannot be expressed.
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; "
                         f"needs a model of the Hugging Face library")
-    for name, why in FIXED.items():
-        if name in changes:
-            raise ValueError(f"changes has {name}; {why}")
+    for name in changes:
+        if name in OF_THE_BLOCK:
+            raise ValueError(f"changes has {name}, which the library's block decides itself; needs "
+                             f"fields of the router. For another layer see from_hf")
     model_type, _ = type_of(model.config)
-    prefixes = _prefixes(_tensors(model), family(model_type).layouts[-1:])
-    if not prefixes:
-        blocks = [name for name, module in model.named_modules()
-                  if isinstance(module, HuggingFaceBlock)]
+    row = family(model_type)
+    prefixes = _prefixes(_tensors(model), row.layouts[-1:])
+    names = [prefix.removesuffix(".") for prefix in prefixes]
+    done = [name for name in names
+            if hasattr(_gate_of(model.get_submodule(name), row), "moe_router")]
+    names = [name for name in names if name not in done]
+    if not names:
         raise ValueError(f"model has no {model_type} block to replace; "
-                         f"replaced already: {_listed(blocks, ', ') or 'none'}")
+                         f"replaced already: {_listed(done, ', ') or 'none'}")
     if any(tensor.is_meta for tensor in _tensors(model).values()):
         raise ValueError("model has tensors on the meta device; needs weights: load it first")
-
-    if pg_collection and moe.group_size(pg_collection.tp) > 1:
-        raise ValueError(f"pg_collection has {pg_collection.tp.size()} ranks in tp; needs one: "
+    groups = pg_collection or moe.ProcessGroups()
+    if moe.group_size(groups.tp) > 1:
+        raise ValueError(f"pg_collection has {groups.tp.size()} ranks in tp; needs one: "
                          f"each rank gives a block its own whole sequences")
-    layers = [_blank_block(model, prefix, changes, pg_collection) for prefix in prefixes]
-    names = [prefix.removesuffix(".") for prefix in prefixes]
-    mask = ForwardMask()
-    for name, layer in zip(names, layers):
-        layer.attention_mask = mask
-        _put_block(model, name, layer)
+    routers = {name: _router_for(model, name, row, changes, groups) for name in names}
+
+    register_experts()
+    batch = Batch(padding_mask)
+    for name, router in routers.items():
+        router.batch = batch
+        _put_router(model, name, row, router)
+    for name, router in routers.items():
+        if router.experts_before:
+            model.get_submodule(name).experts.config._experts_implementation = OURS
 
     # The model, and the library's models in it that have blocks: a text model may run alone.
     for path, module in model.named_modules():
         has_blocks = any(name.startswith(path) for name in names)
-        if padding_mask and has_blocks and hasattr(module, "get_input_embeddings"):
-            mask.follow(module)
-    if pg_collection and moe.group_size(pg_collection.ep) > 1:
+        if has_blocks and hasattr(module, "get_input_embeddings"):
+            batch.follow(module)
+    if moe.group_size(groups.ep) > 1:
         model.save_pretrained = functools.partial(_save_pretrained, model)
     return names
+
+
+def restore_blocks(model: nn.Module) -> list[str]:
+    """Gives the blocks of replace_blocks the library's forwards again. Returns the names of their
+    gates.
+
+    The library's tensors stay as they are; what `changes` had added is gone. ValueError: no block
+    is replaced. RuntimeError: the experts are spread over ranks, or a gate has got another forward
+    since.
+    """
+    model = getattr(model, "_orig_mod", model)
+    gates = {name: module for name, module in model.named_modules()
+             if "moe_router" in module._modules}
+    if not gates:
+        raise ValueError("model has no block that replace_blocks has replaced")
+    for name, gate in gates.items():
+        router = gate.moe_router
+        if moe.group_size(router.pg_collection.ep) > 1:
+            raise RuntimeError(f"the experts beside {name} are spread over ranks; needs a model of "
+                               f"one process: load sharded_state_dict(model) there")
+        if not _has_forward(gate, _route):
+            raise RuntimeError(f"{name} has another forward than that of replace_blocks; needs "
+                               f"that what was put on it since is taken off")
+    for hook in router.batch.hooks:
+        hook.remove()
+    for module in model.modules():
+        slot = _slot(module)
+        if _has_forward(module, *REPLACEMENTS):
+            delattr(module, slot)
+            if slot != "forward":
+                _put_forward(module, type(module).forward)
+        router = vars(module).pop("moe_router", None)        # of experts
+        if router and router.experts_before and _are_ours(module):
+            module.config._experts_implementation = router.experts_before
+    for gate in gates.values():
+        gate.moe_router.load_hook.remove()
+        del gate.moe_router
+    return list(gates)
 
 
 def _save_pretrained(model, *args, state_dict=None, **kwargs):
@@ -879,37 +976,272 @@ def _save_pretrained(model, *args, state_dict=None, **kwargs):
     return type(model).save_pretrained(model, *args, state_dict=state_dict, **kwargs)
 
 
-# Of a replaced model too: its blocks write this project's names into it. So what ranks have saved
-# loads into a replaced model of one process, whose save_pretrained writes the library's names.
 sharded_state_dict = moe.sharded_state_dict
 
 
-NO_FORWARD = False
+# -- a guest: the router of a library's gate --
+
+def _of_the_library(name):
+    """A property: the library's tensor, looked up at each use in the module that holds it. So what
+    offload, FSDP2, PEFT or a tp plan put there is followed.
+    """
+    def get(router):
+        if name not in router.places:
+            return None
+        tensor = getattr(*router.places[name])
+        return tensor if name == "weight" else tensor.flatten()        # ERNIE's bias is [1, E]
+
+    def put(router, value):
+        module, attribute = router.places[name]
+        setattr(module, attribute, value.view_as(getattr(module, attribute)))
+    return property(get, put)
 
 
-class ForwardMask:
-    """The attention_mask of the model's forward, for its blocks: all of them share this object.
+class Guest(moe.TopKRouter):
+    """A TopKRouter that computes with the tensors of a library's gate, and holds none of them.
 
-    value: [B, M] with 0 = padding, whose last S columns are those of the S tokens; None if the
-      model got no mask of this form; NO_FORWARD while no forward runs. So one thread at a time may
-      run the model. (A threading.local is not safe here: a graph of torch 2.13 writes it in vain.)
+    places: weight, bias, expert_bias, and hash_table -> (module, attribute).
+    batch: what the model's forward knows of its texts.
+    experts_before: the library's implementation of the experts that ours has replaced.
+    """
+    weight = _of_the_library("weight")
+    bias = _of_the_library("bias")
+    expert_bias = _of_the_library("expert_bias")
+
+    def __init__(self, config: moe.MoEConfig, places: dict, pg_collection: moe.ProcessGroups):
+        vars(self)["places"] = places
+        super().__init__(config, pg_collection)
+        self.batch = Batch()
+        self.had_batch = False                               # in a training forward that needs it
+        self.experts_before = None
+
+    def make_tensors(self) -> None:
+        """What the config asks for and the library has no place for."""
+        E = self.config.num_experts
+        if self.config.router_bias and "bias" not in self.places:
+            self.added_bias = nn.Parameter(torch.zeros(E, dtype=self.weight.dtype))
+            self.places["bias"] = self, "added_bias"
+        if self.config.enable_expert_bias and "expert_bias" not in self.places:
+            self.register_buffer("added_expert_bias", torch.zeros(E, dtype=torch.float32))
+            self.places["expert_bias"] = self, "added_expert_bias"
+
+    def reset_parameters(self) -> None:
+        """Empties the counts. The library draws its tensors itself."""
+        self.reset_counts()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        register_experts()                                   # unpickled in another process
+
+    def __deepcopy__(self, memo):
+        """The copy of a gate alone, which PEFT makes, stays with the texts of its model. A copied
+        model has copied them by its hooks, which come before its modules.
+        """
+        memo.setdefault(id(self.batch), self.batch)
+        memo[id(self)] = new = object.__new__(type(self))
+        new.__setstate__(copy.deepcopy(vars(self), memo))
+        return new
+
+    def as_gate(self, hidden_states: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states [T, H] or [B, S, H] -> (logits [T, E], probs [T, K], indices [T, K])."""
+        axes, padding_T, cu_seqlens = self.batch.of(self, hidden_states)
+        chosen_TK = None
+        if "hash_table" in self.places:                           # others are the model's input_ids
+            chosen_TK = getattr(*self.places["hash_table"])[others[0].flatten()]
+        logits, probs_TK, indices_TK = self.route_with_logits(
+            hidden_states.reshape(*axes, -1), padding_T, chosen_TK, cu_seqlens=cu_seqlens)
+        if self.experts_before and not self.batch.has_our_experts:
+            indices_TK = self._for_the_library(indices_TK)
+        return logits.flatten(0, -2), probs_TK, indices_TK
+
+    def _for_the_library(self, indices_TK):
+        """Its experts do not know index E: what is unrouted goes to expert 0, with prob 0."""
+        if moe.group_size(self.pg_collection.ep) > 1:
+            raise RuntimeError(f"another implementation computes the experts, of which each rank "
+                               f"has a part; needs model.set_experts_implementation({OURS!r})")
+        return indices_TK % self.config.num_experts
+
+
+def _route(gate, hidden_states, *others):
+    """The forward of a gate."""
+    return gate.moe_router.as_gate(hidden_states, *others)
+
+
+def _llama4_block(block, hidden_states):
+    """The forward of a Llama 4 block, whose own computes every expert for every token."""
+    x_TH = hidden_states.flatten(0, -2)
+    logits_TE, probs_T1, indices_T1 = block.router(hidden_states)
+    y_TH = _library_experts(
+        block.experts, (x_TH * probs_T1).to(x_TH.dtype), indices_T1, torch.ones_like(probs_T1))
+    return block.shared_expert(x_TH) + y_TH, logits_TE
+
+
+def _dbrx_block(block, hidden_states):
+    """The forward of a DBRX block, whose gate returns only logits."""
+    _, probs_TK, indices_TK = block.router(hidden_states)
+    y_TH = _library_experts(block.experts, hidden_states.flatten(0, -2), indices_TK, probs_TK)
+    return y_TH.view_as(hidden_states)
+
+
+# Blocks that do not call gate(x) -> (logits, probs, indices), then experts(x, indices, probs).
+BLOCK_FORWARDS = {"Llama4TextMoe": _llama4_block, "DbrxFFN": _dbrx_block}
+REPLACEMENTS = _route, _library_experts, *BLOCK_FORWARDS.values()
+
+
+def _slot(module):
+    """Where a forward lies: accelerate's hooks stand before it."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+
+
+def _has_forward(module, *functions):
+    return getattr(vars(module).get(_slot(module)), "func", None) in functions
+
+
+def _put_forward(module, function):
+    """A partial survives deepcopy and pickle."""
+    setattr(module, _slot(module), functools.partial(function, module))
+
+
+def _are_ours(holder):
+    """Whether our function computes the experts of this model, or module of experts."""
+    return holder.config._experts_implementation == OURS
+
+
+def _gate_of(block, row):
+    return block.get_submodule(next(iter(row.layouts[-1])).split(".")[0])
+
+
+def _router_for(model, name, row, changes, groups):
+    """The Guest for the block with this name. Nothing of the model changes."""
+    block = model.get_submodule(name)
+    fields = {"probs_dtype": None, "params_dtype": model.dtype}
+    path = next(iter(row.layouts[-1]))
+    weight = _tensors(block)[path]
+    if row.block_scales:
+        fields["scaling_factor"] = None
+    if "router_dtype" not in changes:
+        fields |= _router_dtypes(row, model.dtype, weight.dtype)
+    published = _published(model.config, _layer_of(name), of_the_router=True)
+    config = dataclasses.replace(published, **{**fields, **changes})
+
+    shape = [config.num_experts, config.hidden_size]
+    ranks = moe.group_size(groups.ep)
+    if list(weight.shape) != shape:
+        raise ValueError(f"{name}.{path} is {list(weight.shape)}; needs {shape}")
+    if config.num_experts % ranks:
+        raise ValueError(f"num_experts is {config.num_experts}; "
+                         f"needs a multiple of the ep size, {ranks}")
+    if ranks > 1 and any(isinstance(p, DTensor) for p in block.experts.parameters()):
+        raise ValueError(f"{name}.experts has DTensors; needs whole tensors, to cut them over ep: "
+                         f"call fully_shard after replace_blocks")
+    _options_of(block.experts)                               # refuses what cannot be expressed
+
+    used = {"router.weight": True, "router.bias": config.router_bias, "hash_table": True,
+            "router.expert_bias": config.enable_expert_bias}
+    places = {}
+    for path, slot in row.layouts[-1].items():
+        if used.get(slot.parameter) and path in _tensors(block):
+            owner, _, attribute = path.rpartition(".")
+            places[slot.parameter.removeprefix("router.")] = block.get_submodule(owner), attribute
+    with torch.device(weight.device):
+        return Guest(config, places, groups)
+
+
+def _put_router(model, name, row, router):
+    """Puts the router under the gate, and the forwards in the place of the library's."""
+    block = model.get_submodule(name)
+    gate = _gate_of(block, row)
+    experts = block.experts
+    gate.moe_router = router.train(gate.training)
+    vars(experts)["moe_router"] = router
+    _put_forward(gate, _route)
+    take = functools.partial(_take_published, model.config, _layer_of(name))
+    router.load_hook = block.register_load_state_dict_pre_hook(take)
+    if type(block).__name__ in BLOCK_FORWARDS:
+        _put_forward(block, BLOCK_FORWARDS[type(block).__name__])
+    elif hasattr(experts, "has_gate"):                       # it asks for the implementation
+        router.experts_before = experts.config._experts_implementation
+    else:
+        _put_forward(experts, _library_experts)
+
+    groups = router.pg_collection
+    if groups.tp_dp_cp is None:
+        return
+    over_ep = set(experts.modules()) if moe.group_size(groups.ep) > 1 else set()
+    for module in over_ep:
+        for own, whole in module.named_parameters(recurse=False):
+            part = whole.detach().chunk(groups.ep.size())[groups.ep.rank()].clone()
+            setattr(module, own, nn.Parameter(part, requires_grad=whole.requires_grad))
+    for module in block.modules():
+        moe.parallel.share_out(module, groups, over_ep=module in over_ep)
+
+
+def _layer_of(name):
+    return int(re.findall(r"\d+", "0." + name)[-1])
+
+
+def _take_published(hf_config, layer_idx, block, state, prefix, *_):
+    """Before load_state_dict of a block: what a published file has becomes what the block holds.
+    The library's Trainer needs it, which loads the files of save_pretrained this way.
+    """
+    model_type, _ = type_of(hf_config)
+    row = family(model_type)
+    held = row.layouts[-1]
+    first = _first_of_experts(row.layouts[0]).format(e=0)
+    if first in held or prefix + first not in state:
+        return
+    given = {name: state.pop(name) for name in list(state)
+             if name.startswith(prefix) and "moe_router" not in name}
+    groups = _gate_of(block, row).moe_router.pg_collection
+    layer = moe.MoELayer(config_from_hf(hf_config, layer_idx), groups)
+    from_hf(layer, given, model_type, prefix)
+    for name, place in _places(layer, held).items():
+        state[prefix + name] = place.take()
+
+
+# -- what a block does not see of the model's forward --
+
+class Texts(NamedTuple):
+    """Of a forward: tokens [B, S] or embeddings [B, S, H]; the attention_mask [B, M], 0 = padding,
+    whose last S columns are those of the tokens; the bounds cu_seqlens [n + 1] of packed texts.
+    """
+    tokens: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+# Argument of a model's forward -> field of Texts. The later one holds.
+FOUND = {"inputs_embeds": "tokens", "input_ids": "tokens", "attention_mask": "mask",
+         "cu_seq_lens_q": "cu_seqlens"}
+
+
+class Batch:
+    """The texts of the model's forward, for its routers: all of them share this object.
+
+    texts: None while no forward runs. So one thread at a time may run the model. (A threading.local
+      is not safe here: a graph of torch 2.13 writes it in vain.)
     """
 
-    def __init__(self):
-        self.value = NO_FORWARD
+    def __init__(self, padding_mask: bool = True):
+        self.padding_mask = padding_mask
+        self.texts = None
+        self.has_our_experts = True
+        self.hooks = []
 
     def follow(self, model: nn.Module) -> None:
         names = tuple(inspect.signature(model.forward).parameters)
         enter = functools.partial(self.enter, names)
-        model.register_forward_pre_hook(enter, with_kwargs=True)
-        model.register_forward_hook(self.leave, always_call=True)
+        self.hooks += [model.register_forward_pre_hook(enter, with_kwargs=True),
+                       model.register_forward_hook(self.leave, always_call=True)]
 
     def enter(self, names, model, args, kwargs):
-        mask = dict(zip(names, args), **kwargs).get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            self.value = mask
-        elif self.value is NO_FORWARD:                       # else the outer model's holds
-            self.value = None
+        given = dict(zip(names, args), **kwargs)
+        mask = given.get("attention_mask")
+        if not self.padding_mask or not isinstance(mask, Tensor) or mask.ndim != 2:
+            given["attention_mask"] = None
+        found = {ours: given[name] for name, ours in FOUND.items() if given.get(name) is not None}
+        self.texts = (self.texts or Texts())._replace(**found)         # the outer model's holds
+        self.has_our_experts = _are_ours(model)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for module in model.modules():
                 checkpoint = vars(module).get("_gradient_checkpointing_func")
@@ -918,209 +1250,44 @@ class ForwardMask:
                     module._gradient_checkpointing_func = checkpoint
 
     def leave(self, model, args, output):
-        self.value = NO_FORWARD
+        self.texts = None
+
+    def of(self, router: Guest, hidden_states: Tensor) -> tuple:
+        """(the axes of the tokens, their padding [T] bool or None, cu_seqlens or None)."""
+        axes = list(hidden_states.shape[:-1])
+        texts = self.texts
+        by_sequence = "seq_aux_loss" in router.config.losses
+        needed = texts is not None and (by_sequence or texts.mask is not None)
+        if router.training and not torch.compiler.is_compiling():
+            router.had_batch |= needed
+            if router.had_batch and texts is None and moe.kernels.in_backward():
+                raise RuntimeError(
+                    "a checkpoint that is not the library's recomputes this block, without its "
+                    "padding mask and its sequences: use model.activation_checkpointing_enable(), "
+                    "or replace_blocks(model, padding_mask=False) without seq_aux_loss")
+        if not needed:
+            return axes, None, None
+        padding, known = None, texts.tokens if texts.mask is None else texts.mask
+        if len(axes) == 1 and known is not None:
+            axes = [len(known), axes[0] // len(known)]
+        if texts.mask is not None:
+            padding = (texts.mask[:, -axes[-1]:].to(hidden_states.device) == 0).flatten()
+        return axes, padding, texts.cu_seqlens
 
     def checkpoint(self, checkpoint, function, *args):
-        """checkpoint(function, *args), whose recomputation has the mask of this forward."""
-        if torch.compiler.is_compiling():                    # a graph keeps the mask itself
+        """checkpoint(function, *args), whose recomputation has the texts of this forward."""
+        if torch.compiler.is_compiling():                    # a graph keeps the texts itself
             return checkpoint(function, *args)
-        value = self.value
+        texts = self.texts
 
-        def with_mask(*args):
-            outside = self.value
-            self.value = value
+        def with_texts(*args):
+            outside = self.texts
+            self.texts = texts
             try:
                 return function(*args)
             finally:
-                self.value = outside
-        return checkpoint(with_mask, *args)
-
-
-class HuggingFaceRouter(moe.TopKRouter):
-    """A TopKRouter whose logits also go through what is left of the library's router.
-
-    The hooks there collect them for output_router_logits.
-    """
-
-    def gating(self, input: Tensor) -> Tensor:
-        logits = super().gating(input)
-        self.library_router(logits.flatten(0, -2))
-        return logits
-
-
-class HuggingFaceBlock(moe.MoELayer):
-    """A MoELayer in the place of a block of the library.
-
-    It takes [B, S, H] and returns what the block returned. Its state dict has the names that the
-    library holds in memory. It loads those names and the published ones.
-    """
-
-    def __init__(
-        self, config: moe.MoEConfig, model_type: str,
-        pg_collection: moe.ProcessGroups | None = None,
-    ):
-        super().__init__(config, pg_collection)
-        self.model_type = model_type
-        self.attention_mask = ForwardMask()
-        self.masked = False                                  # whether a training forward had one
-        self.router = HuggingFaceRouter(config, pg_collection)
-        self.register_buffer("hash_table", None)             # [vocabulary, K] of a hash layer
-        for name, place in _places(self, self.row.layouts[-1]).items():
-            owner, _, held = name.rpartition(".")
-            if owner == "experts":                           # the library's saving asks for shapes
-                shape = torch.empty(place.shape, device="meta")
-                vars(self.experts)[held] = nn.Parameter(shape)
-
-    @property
-    def row(self) -> Family:             # no attribute: functions in it cannot be pickled
-        return TYPES[self.model_type]
-
-    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None):
-        indices = None if self.hash_table is None else self.hash_table[input_ids]
-        y, probs = super().forward(
-            hidden_states, self._padding_mask(hidden_states), topk_indices=indices)
-        if self.row.returns == "probs":
-            return y, probs
-        if self.row.returns == "logits":
-            logits = moe.Router.gating(self.router, hidden_states)
-            return y.flatten(0, 1), logits.flatten(0, 1)
-        if self.row.after:
-            return self.get_submodule(self.row.after)(y)
-        return y
-
-    def result(self, y, probs):
-        return y, probs
-
-    def _padding_mask(self, hidden_states):
-        """[B, S] bool, True = padding, or None."""
-        mask = self.attention_mask.value
-        given = isinstance(mask, Tensor)
-        if self.training and not torch.compiler.is_compiling():
-            self.masked |= given
-            if self.masked and mask is NO_FORWARD and moe.kernels.in_backward():
-                raise RuntimeError(
-                    "a checkpoint that is not the library's recomputes this block, without its "
-                    "padding mask: use model.activation_checkpointing_enable(), or "
-                    "replace_blocks(model, padding_mask=False)")
-        if given:
-            mask = mask[:, -hidden_states.shape[1]:]
-            return mask.to(hidden_states.device) == 0
-
-    def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, Tensor]:
-        tensors = super().state_dict(*args, prefix=prefix, **kwargs)
-        if isinstance(tensors, moe.parallel.OwnNames):
-            return tensors
-        for name, place in _places(self, self.row.layouts[-1]).items():
-            tensors.pop(prefix + place.slot.parameter, None)
-            tensor = place.of_this_rank().take()
-            if place.cut:                                    # over ep; the experts come first
-                tensor = moe.parallel.as_shard(prefix + name, tensor, self.pg_collection.ep, 0)
-            tensors[prefix + name] = tensor
-        return tensors
-
-    @torch.no_grad()
-    def _load_from_state_dict(self, tensors, prefix, *others):
-        metadata, _, missing, _, errors = others
-        layout = _nearest(self, self.row.layouts[::-1], Source(tensors, prefix))
-        places = _places(self, layout)
-        given = {name: tensors.pop(prefix + name) for name in places if prefix + name in tensors}
-        own = _tensors(self)
-        if metadata.get("assign_to_params_buffers"):         # new memory, like the given tensors
-            for name, tensor in given.items():
-                parameter = places[name].slot.parameter
-                old = own[parameter]
-                own[parameter] = torch.empty_like(old, dtype=tensor.dtype, device=tensor.device)
-                if not old.is_meta:
-                    own[parameter].copy_(old)
-            places = _places(self, layout, tensors=own)
-
-        for name, place in places.items():
-            tensors[prefix + place.slot.parameter] = own[place.slot.parameter]
-            if place.view is None:                           # an expert of another rank
-                continue
-            if name not in given:
-                missing.append(prefix + name)
-            elif list(given[name].shape) != place.shape:
-                errors.append(f"{prefix}{name} is {list(given[name].shape)}; needs {place.shape}")
-            else:
-                tensor = given[name]
-                if place.cut and isinstance(tensor, DTensor):
-                    place = place.of_this_rank()
-                    tensor = moe.parallel.part_of(
-                        prefix + name, tensor, place.take(), self.pg_collection.ep, axis=0)
-                place.put(tensor)
-        super()._load_from_state_dict(tensors, prefix, *others)
-
-
-def _blank_block(model, prefix, changes, groups):
-    """The layer, on the meta device, with the dtypes of the block's tensors.
-
-    ValueError: the block's tensors do not fit.
-    """
-    model_type, _ = type_of(model.config)
-    layer_idx = int(re.findall(r"\d+", "0." + prefix)[-1])
-    published = config_from_hf(model.config, layer_idx)
-    source = Source(_tensors(model), prefix)
-    dtypes = {"probs_dtype": None}
-    if "router_dtype" not in changes:
-        row = family(model_type)
-        gate_dtype = source.load(next(iter(row.layouts[-1]))).dtype
-        dtypes |= _router_dtypes(row, model.dtype, gate_dtype)
-    fields = {**dtypes, **changes, "params_dtype": model.dtype}
-    config = dataclasses.replace(published, **fields)
-    if config.parts != published.parts:
-        raise ValueError(f"changes has activation = {config.activation!r}; needs one that is "
-                         f"{GATED_OR_NOT[published.parts == 2]}, as {published.activation!r}")
-
-    with torch.device("meta"):
-        layer = HuggingFaceBlock(config, model_type, groups)
-    if HASH_TABLE in source.names:
-        layer.hash_table = source.load(HASH_TABLE).to("meta")
-    parameters = dict(layer.named_parameters())
-    for name, place in _matched(layer, model_type, source).items():
-        if place.slot.parameter in parameters:
-            parameter = parameters[place.slot.parameter]
-            tensor = source.load(name)
-            parameter.data = parameter.data.to(tensor.dtype)
-            parameter.requires_grad_(tensor.requires_grad)
-    return layer
-
-
-def _put_block(model, name, layer):
-    """Puts the layer in the block's place, with the block's weights."""
-    block = model.get_submodule(name)
-    source = Source(_tensors(block), prefix="")
-    device = next(iter(source.tensors.values())).device
-    layer.to_empty(device=device).train(block.training)
-    places = _places(layer, _nearest(layer, layer.row.layouts, source))
-    filled = {place.slot.parameter for place in places.values()}
-    for part, module in layer.named_children():
-        added = {f"{part}.{child}" for child, _ in module.named_parameters()} - filled
-        if added or module is layer.router:                  # whose counts and bias start at zero
-            module.reset_parameters()
-    _fill(places, source)
-
-    # Of the library's router only the hooks stay, and its name, by which some are found.
-    router_name = next(iter(layer.row.layouts[-1])).split(".")[0]
-    library_router = block.get_submodule(router_name)
-    for held in (library_router._parameters, library_router._buffers, library_router._modules):
-        held.update(dict.fromkeys(held))
-    library_router.forward = _same
-    vars(layer.router)["library_router"] = library_router
-    if router_name == "router":
-        router_name = "library_router"
-    layer.add_module(router_name, library_router)
-    if layer.row.after:
-        layer.add_module(layer.row.after, block.get_submodule(layer.row.after))
-
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if module is block:
-            parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
-
-
-def _same(logits):
-    return logits
+                self.texts = outside
+        return checkpoint(with_texts, *args)
 
 
 # ---- The library's Trainer ----
@@ -1509,11 +1676,11 @@ FAMILIES = {
     "llama4_text": Family(
         sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
-        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),), returns="logits"),
+        (layout(ROUTER + shared_expert("shared_expert") + TRANSPOSED),)),
     "gpt_oss": Family(
         sizes("intermediate_size") | QUICK_GEGLU
         | {"add_bias_linear": True, "router_bias": True},
-        (layout(GPT_OSS),), returns="probs"),
+        (layout(GPT_OSS),)),
     "ernie4_5_moe": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | EXPERT_BIAS
         | shared_times(default=2),
@@ -1675,6 +1842,8 @@ PRECISIONS = dict(columns("""
 """, 2))
 for name, words in PRECISIONS.items():
     FAMILIES[name] = FAMILIES[name]._replace(precision=words)
+for name in ("beam", "laguna", "minimax_m3_vl_text", "step3p5"):
+    FAMILIES[name] = FAMILIES[name]._replace(block_scales=True)
 
 # Models with the block of another model.
 SAME = dict(columns("""

@@ -496,9 +496,19 @@ class ParallelModule(nn.Module):
         return {prefix + path: tensor for path, tensor in state.items()}
 
 
+def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
+    """Says of a module that is no ParallelModule what that says of itself: over_ep its tensors are
+    this rank's part along axis 0, a part of the experts. Else they are whole on every rank.
+    """
+    vars(module)["_shared_out"] = groups, over_ep
+    if over_ep:
+        module.register_state_dict_post_hook(_give_shards)
+        module.register_load_state_dict_pre_hook(_take_shards)
+
+
 def _place(module, path, tensor, prefix=""):
     """(group, axis, gradient group) of the tensor at this path of the module: see
-    ParallelModule. All are None where no ParallelModule holds it.
+    ParallelModule. All are None where neither that nor share_out says anything.
 
     The tensors of a parametrization (torch.nn.utils.parametrize) go with the parameter that
     they make. If that is sharded, they are sharded like it: each needs as many axes, and
@@ -509,7 +519,10 @@ def _place(module, path, tensor, prefix=""):
     owner, _, name = made.rpartition(".")
     owner = module.get_submodule(owner)
     if not isinstance(owner, ParallelModule):
-        return None, None, None
+        groups, over_ep = vars(owner).get("_shared_out", (ProcessGroups(), False))
+        if over_ep:
+            return groups.ep, 0, groups.expt_dp
+        return None, None, groups.tp_dp_cp
     group, axis = owner.shard(name)
     if made != path and axis is not None and group_size(group) > 1:
         whole = getattr(owner.parametrizations[name], "original", None)
@@ -524,10 +537,6 @@ def _place(module, path, tensor, prefix=""):
 
 
 # -- state dicts --
-
-class OwnNames(dict):
-    """As the destination of state_dict(): blocks of a live model write this project's names."""
-
 
 def sharded_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
@@ -550,7 +559,7 @@ def sharded_state_dict(
     ['weight', 'bias', 'optimizer.weight.momentum_buffer', 'optimizer.bias.momentum_buffer']
     """
     state = {}
-    for path, tensor in model.state_dict(destination=OwnNames()).items():
+    for path, tensor in model.state_dict().items():
         state[_unwrapped(path)] = tensor
     if optimizer is None:
         return state

@@ -49,6 +49,17 @@ class Router(ParallelModule, ABC):
         super().__init__(config, pg_collection)
         self.check_config(config)
         self.layer_number = None
+        self.make_tensors()
+        self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
+        # See record_routing and replay_routing.
+        self._recording = False
+        self._recorded = None, None                  # indices, probs
+        self._replayed = None
+        self.reset_parameters()
+
+    def make_tensors(self) -> None:
+        """weight [E, H], and if configured bias [E] and the buffer expert_bias [E] in fp32."""
+        config = self.config
         self.weight = self.parameter(config.num_experts, config.hidden_size)
         self.bias = None
         if config.router_bias:
@@ -57,12 +68,6 @@ class Router(ParallelModule, ABC):
         if config.enable_expert_bias:
             expert_bias = torch.empty(config.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", expert_bias)
-        self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
-        # See record_routing and replay_routing.
-        self._recording = False
-        self._recorded = None, None                  # indices, probs
-        self._replayed = None
-        self.reset_parameters()
 
     def check_config(self, config: "MoEConfig") -> None:
         super().check_config(config)
@@ -121,6 +126,9 @@ class Router(ParallelModule, ABC):
         super().reset_parameters()
         if self.expert_bias is not None:
             self.expert_bias.zero_()
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
         self.counts.reset()
         _loss_scale(self.weight.device)              # made here, not by the first compiled forward
 
@@ -264,16 +272,9 @@ class TopKRouter(Router):
             padding_mask = _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, axes)
-        if topk_indices is not None or self._replayed is not None:
-            topk_indices = self._given_indices(topk_indices, axes)
-        if self.counts.last_logged.device != self.weight.device:
-            self.counts.follow(self.weight.device)
-
-        if self.config.input_jitter_eps:
-            input = self.apply_input_jitter(input)
-        routing = self._route_logits(
-            self.gating(input), padding_mask, topk_indices, cu_seqlens=cu_seqlens)
-        return routing if dense_output else self._to_map(*routing)
+        _, *routing = self.route_with_logits(
+            input, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
+        return tuple(routing) if dense_output else self._to_map(*routing)
 
     def route(
         self, input: Tensor, padding_mask: Tensor | None = None,
@@ -281,6 +282,25 @@ class TopKRouter(Router):
     ) -> tuple[Tensor, Tensor]:
         """forward in the [T, K] form that the layer runs on: (probs [T, K], indices [T, K])."""
         return self(input, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
+
+    def route_with_logits(
+        self, input: Tensor, padding_T: Tensor | None = None, topk_indices: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits [.., E], probs [T, K], indices [T, K]): forward without its checks, and the
+        padding as [T].
+        """
+        if topk_indices is not None or self._replayed is not None:
+            topk_indices = self._given_indices(topk_indices, list(input.shape[:-1]))
+        if self.counts.last_logged.device != self.weight.device:
+            self.counts.follow(self.weight.device)
+
+        if self.config.input_jitter_eps:
+            input = self.apply_input_jitter(input)
+        logits = self.gating(input)
+        probs_TK, indices_TK = self._route_logits(
+            logits, padding_T, topk_indices, cu_seqlens=cu_seqlens)
+        return logits, probs_TK, indices_TK
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""

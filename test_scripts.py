@@ -163,9 +163,9 @@ def test_sources_import_torch_and_einops_alone(file, local):
     "file", [*[f"{name}.py" for name in LAYER], "small.py", "families.py", "atlas.py", "train.py"])
 def test_sources_private_names_of_torch(file):
     """They stand in one section of compat.py. What nn.Module is made of, and its methods that are
-    there to be overridden, are none; nor is what Python offers."""
+    there to be overridden, are none; nor is what Python offers, nor a field of transformers."""
     others = {"_apply", "_load_from_state_dict", "_save_to_state_dict", "_parameters", "_buffers",
-              "_modules", "_replace", "_exit"}
+              "_modules", "_replace", "_exit", "_experts_implementation"}
     text = Path(file).read_text()
     if file == "compat.py":
         text, _, section = text.partition("\ndef as_number(")     # the section's first function
