@@ -2358,7 +2358,7 @@ def three_steps(model, ids: Tensor) -> list[float]:
     return losses
 
 
-@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text", "minimax", "axk1")
+@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text", "llama4_text", "laguna")
 def test_live_models_of_the_library(case, tmp_path):
     """Logits, generate, the block's own output, router logits, saving, loading, training,
     checkpoints, bf16."""
