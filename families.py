@@ -947,7 +947,7 @@ def restore_blocks(model: nn.Module) -> list[str]:
         if moe.group_size(router.pg_collection.ep) > 1:
             raise RuntimeError(f"the experts beside {name} are spread over ranks; needs a model of "
                                f"one process: load sharded_state_dict(model) there")
-        if not _has_forward(gate, _route):
+        if not _has_forward(gate, _route, _llama4_route):
             raise RuntimeError(f"{name} has another forward than that of replace_blocks; needs "
                                f"that what was put on it since is taken off")
     for hook in router.batch.hooks:
@@ -993,7 +993,11 @@ def _of_the_library(name):
 
     def put(router, value):
         module, attribute = router.places[name]
-        setattr(module, attribute, value.view_as(getattr(module, attribute)))
+        old = getattr(module, attribute)
+        if isinstance(old, nn.Parameter):                    # Laguna's, without a gradient
+            old.data = value.view_as(old)
+        else:
+            setattr(module, attribute, value.view_as(old))
     return property(get, put)
 
 
@@ -1067,10 +1071,16 @@ def _route(gate, hidden_states, *others):
     return gate.moe_router.as_gate(hidden_states, *others)
 
 
+def _llama4_route(gate, hidden_states):
+    """The forward of a Llama 4 gate, whose second result is the logits."""
+    logits_TE, probs_T1, indices_T1 = gate.moe_router.as_gate(hidden_states)
+    return probs_T1, logits_TE, indices_T1
+
+
 def _llama4_block(block, hidden_states):
     """The forward of a Llama 4 block, whose own computes every expert for every token."""
     x_TH = hidden_states.flatten(0, -2)
-    logits_TE, probs_T1, indices_T1 = block.router(hidden_states)
+    probs_T1, logits_TE, indices_T1 = block.router(hidden_states)
     y_TH = _library_experts(
         block.experts, (x_TH * probs_T1).to(x_TH.dtype), indices_T1, torch.ones_like(probs_T1))
     return block.shared_expert(x_TH) + y_TH, logits_TE
@@ -1084,8 +1094,9 @@ def _dbrx_block(block, hidden_states):
 
 
 # Blocks that do not call gate(x) -> (logits, probs, indices), then experts(x, indices, probs).
-BLOCK_FORWARDS = {"Llama4TextMoe": _llama4_block, "DbrxFFN": _dbrx_block}
-REPLACEMENTS = _route, _library_experts, *BLOCK_FORWARDS.values()
+# Class of the block -> forward of its gate, and its own.
+BLOCK_FORWARDS = {"Llama4TextMoe": (_llama4_route, _llama4_block), "DbrxFFN": (_route, _dbrx_block)}
+REPLACEMENTS = _route, _library_experts, _llama4_route, _llama4_block, _dbrx_block
 
 
 def _slot(module):
@@ -1158,7 +1169,9 @@ def _put_router(model, name, row, router):
     take = functools.partial(_take_published, model.config, _layer_of(name))
     router.load_hook = block.register_load_state_dict_pre_hook(take)
     if type(block).__name__ in BLOCK_FORWARDS:
-        _put_forward(block, BLOCK_FORWARDS[type(block).__name__])
+        of_the_gate, of_the_block = BLOCK_FORWARDS[type(block).__name__]
+        _put_forward(gate, of_the_gate)
+        _put_forward(block, of_the_block)
     elif hasattr(experts, "has_gate"):                       # it asks for the implementation
         router.experts_before = experts.config._experts_implementation
     else:

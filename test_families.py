@@ -2358,7 +2358,7 @@ def three_steps(model, ids: Tensor) -> list[float]:
     return losses
 
 
-@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text", "minimax", "axk1")
+@some_quick(IN_THE_LIBRARY, "gpt_oss", "deepseek_v3", "inkling2_text", "llama4_text", "laguna")
 def test_live_models_of_the_library(case, tmp_path):
     """Logits, generate, the block's own output, router logits, saving, loading, training,
     checkpoints, bf16."""
@@ -2771,12 +2771,21 @@ def test_live_models_are_offloaded_and_quantised(case, tmp_path):
     same(logits(accelerate.disk_offload(guest(), tmp_path / "a", "cpu")), want)
     same(logits(accelerate.dispatch_model(
         guest(), places, offload_dir=tmp_path / "b", **options)), want)
+    class Counted(accelerate.hooks.ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            Counted.calls += 1
+            return args, kwargs
     hooked = accelerate.dispatch_model(same_model(case).eval(), {"": "cpu"}, **options)
+    block = hooked.model.layers[1].mlp
+    accelerate.hooks.add_hook_to_module(getattr(block, "gate", None) or block.router, Counted())
     theirs = logits(hooked)
     families.replace_blocks(hooked)
     same(logits(hooked), want)
     families.restore_blocks(hooked)
     same(logits(hooked), theirs)
+    assert Counted.calls == 3
 
     quantised = [torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
                  for model in (guest(), same_model(case).eval())]
