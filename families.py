@@ -710,7 +710,8 @@ def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     x_TH = hidden_states.to(fc1.dtype)
     dispatched = moe.Local(x_TH, top_k_weights, plan)
     if router:
-        dispatched = moe.MoELayer.dispatch(router, x_TH, top_k_weights, indices, plan)
+        dispatched = moe.make_dispatch(
+            x_TH, top_k_weights, indices, plan, router.config, router.pg_collection.ep)
     rows, probs, plan = dispatched.wait_for_rows()
     output = moe.kernels.expert_mlp(rows, probs, plan, fc1=fc1, fc2=fc2, **options)
     y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
@@ -930,8 +931,7 @@ def replace_blocks(
 
 
 def restore_blocks(model: nn.Module) -> list[str]:
-    """Gives the blocks of replace_blocks the library's forwards again. Returns the names of their
-    gates.
+    """Gives the blocks of replace_blocks the library's forwards again, and returns their names.
 
     The library's tensors stay as they are; what `changes` had added is gone. ValueError: no block
     is replaced. RuntimeError: the experts are spread over ranks, or a gate has got another forward
@@ -964,7 +964,7 @@ def restore_blocks(model: nn.Module) -> list[str]:
     for gate in gates.values():
         gate.moe_router.load_hook.remove()
         del gate.moe_router
-    return list(gates)
+    return [name.rpartition(".")[0] for name in gates]
 
 
 def _save_pretrained(model, *args, state_dict=None, **kwargs):

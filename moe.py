@@ -323,12 +323,16 @@ class MoELayer(ParallelModule):
         apply_probs_on "input". The experts multiply by probs [T, K], ones with "input".
         indices [T, K] are the router's, index E is unrouted, and the plan is of the indices.
         """
-        group = self.pg_collection.ep
-        if group_size(group) == 1:
-            return Local(x, probs, plan)
-        capacity_factor = self.config.capacity_factor if self.config.pad_to_capacity else None
-        return ExpertParallel(
-            x, probs, indices, plan.counts, group=group, capacity_factor=capacity_factor)
+        return make_dispatch(x, probs, indices, plan, self.config, self.pg_collection.ep)
+
+
+def make_dispatch(x, probs, indices, plan, config, group) -> Dispatch:
+    """See MoELayer.dispatch."""
+    if group_size(group) == 1:
+        return Local(x, probs, plan)
+    capacity_factor = config.capacity_factor if config.pad_to_capacity else None
+    return ExpertParallel(
+        x, probs, indices, plan.counts, group=group, capacity_factor=capacity_factor)
 
 
 def _multiplied(x_TH, probs_T1):
