@@ -704,12 +704,13 @@ def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     """
     router = vars(experts).get("moe_router")                 # of replace_blocks
     options, fc1, fc2 = _weights_of(experts)
-    E = router.config.num_experts if router else len(fc1)
+    E = len(fc1) if router is None else router.config.num_experts
     indices = top_k_index.clamp(max=E)
     plan = moe.kernels.plan_permutation(indices, E)
     x_TH = hidden_states.to(fc1.dtype)
-    dispatched = moe.Local(x_TH, top_k_weights, plan)
-    if router:
+    if router is None:
+        dispatched = moe.Local(x_TH, top_k_weights, plan)
+    else:
         dispatched = moe.make_dispatch(
             x_TH, top_k_weights, indices, plan, router.config, router.pg_collection.ep)
     rows, probs, plan = dispatched.wait_for_rows()
@@ -916,7 +917,7 @@ def replace_blocks(
     for name, router in routers.items():
         router.batch = batch
         _put_router(model, name, row, router)
-    for name, router in routers.items():
+    for name, router in routers.items():                     # last, since blocks share a config
         if router.experts_before:
             model.get_submodule(name).experts.config._experts_implementation = OURS
 
@@ -947,7 +948,7 @@ def restore_blocks(model: nn.Module) -> list[str]:
         if moe.group_size(router.pg_collection.ep) > 1:
             raise RuntimeError(f"the experts beside {name} are spread over ranks; needs a model of "
                                f"one process: load sharded_state_dict(model) there")
-        if not _has_forward(gate, _route, _llama4_route):
+        if not _has_forward(gate, *GATE_FORWARDS):
             raise RuntimeError(f"{name} has another forward than that of replace_blocks; needs "
                                f"that what was put on it since is taken off")
     for hook in router.batch.hooks:
@@ -1050,7 +1051,7 @@ class Guest(moe.TopKRouter):
         """hidden_states [T, H] or [B, S, H] -> (logits [T, E], probs [T, K], indices [T, K])."""
         axes, padding_T, cu_seqlens = self.batch.of(self, hidden_states)
         chosen_TK = None
-        if "hash_table" in self.places:                           # others are the model's input_ids
+        if "hash_table" in self.places:                      # others are the model's input_ids
             chosen_TK = getattr(*self.places["hash_table"])[others[0].flatten()]
         logits, probs_TK, indices_TK = self.route_with_logits(
             hidden_states.reshape(*axes, -1), padding_T, chosen_TK, cu_seqlens=cu_seqlens)
@@ -1096,7 +1097,8 @@ def _dbrx_block(block, hidden_states):
 # Blocks that do not call gate(x) -> (logits, probs, indices), then experts(x, indices, probs).
 # Class of the block -> forward of its gate, and its own.
 BLOCK_FORWARDS = {"Llama4TextMoe": (_llama4_route, _llama4_block), "DbrxFFN": (_route, _dbrx_block)}
-REPLACEMENTS = _route, _library_experts, _llama4_route, _llama4_block, _dbrx_block
+GATE_FORWARDS = _route, _llama4_route
+REPLACEMENTS = *GATE_FORWARDS, _library_experts, _llama4_block, _dbrx_block
 
 
 def _slot(module):
@@ -1165,12 +1167,11 @@ def _put_router(model, name, row, router):
     experts = block.experts
     gate.moe_router = router.train(gate.training)
     vars(experts)["moe_router"] = router
-    _put_forward(gate, _route)
     take = functools.partial(_take_published, model.config, _layer_of(name))
     router.load_hook = block.register_load_state_dict_pre_hook(take)
-    if type(block).__name__ in BLOCK_FORWARDS:
-        of_the_gate, of_the_block = BLOCK_FORWARDS[type(block).__name__]
-        _put_forward(gate, of_the_gate)
+    of_the_gate, of_the_block = BLOCK_FORWARDS.get(type(block).__name__, (_route, None))
+    _put_forward(gate, of_the_gate)
+    if of_the_block:
         _put_forward(block, of_the_block)
     elif hasattr(experts, "has_gate"):                       # it asks for the implementation
         router.experts_before = experts.config._experts_implementation

@@ -129,6 +129,7 @@ class Router(ParallelModule, ABC):
         self.reset_counts()
 
     def reset_counts(self) -> None:
+        """Empties counts and sums."""
         self.counts.reset()
         _loss_scale(self.weight.device)              # made here, not by the first compiled forward
 
@@ -272,9 +273,9 @@ class TopKRouter(Router):
             padding_mask = _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, axes)
-        _, *routing = self.route_with_logits(
+        _, probs_TK, indices_TK = self.route_with_logits(
             input, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
-        return tuple(routing) if dense_output else self._to_map(*routing)
+        return (probs_TK, indices_TK) if dense_output else self._to_map(probs_TK, indices_TK)
 
     def route(
         self, input: Tensor, padding_mask: Tensor | None = None,

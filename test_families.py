@@ -2053,7 +2053,7 @@ def test_live_refusals_change_nothing():
     dense.model.layers = dense.model.layers[:1]
     other.config.model_type = "qwen3"
     odd.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
-    replace = functools.partial(families.replace_blocks)
+    replace = families.replace_blocks
     none = "model has no deepseek_v3 block to replace; "
     check_errors([
         (lambda: replace(model, topk=9), "topk = 9, num_experts = 8: a token cannot have more"),
