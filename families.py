@@ -1823,6 +1823,10 @@ FAMILIES = {
         noaux(2.5) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)}),
     "axk1": deepseek(V3_ROUTER)._replace(
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
+    # A layer clamps its shared expert too, so it can have none.
+    "hy_v4": deepseek(
+        noaux(2.827) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)},
+        {"shared_expert_intermediate_size": field("n_shared_experts", default=1, among={0: None})}),
 }
 
 # The precision of a router that is not fp32 throughout: of product, scores and weights.
@@ -1926,6 +1930,7 @@ EXAMPLES = dict(columns("""
     glm4_moe_lite               GLM-4.7-Flash (transformers 5.23)
     glm5_next_text              GLM-5.3-Flash (transformers 5.23)
     axk1                        A.X-K1 (transformers 5.23)
+    hy_v4                       Hy4-preview (transformers 5.23)
     kimi_k2                     Kimi-K2-Instruct (arXiv 2507.20534)
     kimi_k3                     Kimi-K3 (technical report)
     qwen4_exp_text              Qwen4-Exp (transformers 5.23)
@@ -1945,7 +1950,6 @@ EXAMPLES = dict(columns("""
 # Why the layer cannot express the other models of the library.
 INEXPRESSIBLE = dict(columns("""
     phimoe                     its SparseMixer router masks the first expert, with its own gradient
-    hy_v4                      it clamps gate and up of the routed experts, not of the shared one
     doge                       it finds experts by the sum of two keys; an expert is two vectors
     ernie4_5_vl_moe_text       it has two routers, for text and images, with experts of two sizes
     gemma4_text                its router reads another input than its experts, behind a norm

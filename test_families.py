@@ -390,6 +390,9 @@ PUBLISHED = {
         act=clamped_swiglu, whole=DSA | HYBRID | dict(
             qk_rope_head_dim=0, linear_num_heads=2, linear_head_dim=8)),
     "axk1": Published("AXK1 AXK1MoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
+    "hy_v4": Published(
+        "HYV4 HYV4MoE", V3 | dict(swiglu_limit=0.9, n_shared_experts=0), CORRECTED + EACH,
+        score="sigmoid", act=clamped_swiglu, whole=DSA | dict(n_shared_experts=2)),
 }
 SAME = {
     "flex_olmo": ("olmoe", "FlexOlmo FlexOlmoSparseMoeBlock", {}),
@@ -868,7 +871,8 @@ def test_families_match_the_library(case):
     assert config == families.config_from_hf(fam_fields(case, **limit))
 
     block = library_block(case, theirs)
-    layer = families.from_hf(MoELayer(config), block.state_dict(), family(case))
+    tensors = {name: tensor for name, tensor in block.state_dict().items() if tensor.numel()}
+    layer = families.from_hf(MoELayer(config), tensors, family(case))
     x = torch.randn(2, T7, H6, requires_grad=True)
     want = block(x.clone())
     got = layer(x)
@@ -886,7 +890,7 @@ def test_families_defaults_are_the_librarys(case):
     ends = "_size", "_experts", "_tok", "_token", "_k", "topk", "d_model", "_heads", "_dim"
     counts = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     sizes = {name: value for name, value in fields.items()
-             if name.endswith(ends) and name not in counts}
+             if name.endswith(ends) and (name not in counts or value == 0)}
     for name in sizes.keys() & {"n_routed_experts", "num_experts"}:
         sizes[name] *= 4                              # the default groups divide it
     if case == "dbrx":
@@ -972,6 +976,7 @@ glm_moe_dsa          -                     scaling_factor=2.5 num_groups=None
 glm4_moe_lite        -                     scaling_factor=1.8 num_groups=None
 glm5_next_text       -                     scaling_factor=2.5 activation_clamp_value=10.0
 axk1                 -                     num_groups=8 group_topk=4 scaling_factor=2.5
+hy_v4                n_shared_experts=0    activation_clamp_value=10.0 scaling_factor=2.827
 """
 
 
@@ -1170,6 +1175,7 @@ step3p5              swiglu_limits         7.0           0 or None
 step3p5              swiglu_limits_shared  16.0          0 or None
 step3p5              moe_router_activation 'softmax'     'sigmoid' or None
 step3p5              norm_expert_weight    False         True or None
+hy_v4                n_shared_experts      1             0
 glm5_next_text       hidden_act            'gelu_pytorch_tanh'  'silu' or 'swish' or None
 """
 
@@ -1197,7 +1203,6 @@ def test_families_refused_configs():
         ({"model_type": "gpt2"}, f"model_type is 'gpt2'; known: {', '.join(families.FAMILIES)}"),
         ({}, "model_type is None; known: mixtral, "),
         ({"model_type": "phimoe"}, "'phimoe': its SparseMixer router masks the first expert"),
-        ({"model_type": "hy_v4"}, "'hy_v4': it clamps gate and up of the routed experts, not of"),
         ({"model_type": "mixtral"}, f"this mixtral config cannot be expressed: {missing}"),
         (fam_fields("kimi_k3", hidden_act="silu"), "situ_beta = 0.8"),
         ({"model_type": "kimi_k3", "text_config": {"quantization_config": {"bits": 4}}}, quantised),
