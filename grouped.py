@@ -1,10 +1,10 @@
 """The grouped matrix product: row block e times matrix e, forward and backward, on every kind of
 device.
 
-On some cards torch's own product reads the offsets where they are: on an H100 in bf16 only, delete
-this file and call F.grouped_mm. Elsewhere a product is a custom op, which reads a copy of the
-offsets on the host. On a CPU it multiplies one expert after the other. On a card that would be
-bound by its launches, so experts of similar size are one batch.
+In bf16 torch's own product reads the offsets where they are, on some cards and on a CPU that
+multiplies in bf16: there alone, delete this file and call F.grouped_mm. Elsewhere a product is a
+custom op, which reads a copy of the offsets on the host. On a CPU it multiplies one expert after
+the other. On a card that would be bound by its launches, so experts of similar size are one batch.
 """
 import functools
 import math
@@ -32,12 +32,12 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     come out as zeros and get zero gradients. An expert without rows gets a zero weight
     gradient.
 
-    On H100, H200, B200 and B300, in bf16, with H and F multiples of 8 and E below 1024, this
-    is torch.nn.functional.grouped_mm without a sync. It needs data pointers that are
-    multiples of 16 bytes; compiled code does not check that. On other devices than the CPU
-    the forward otherwise copies the offsets to the host, the one sync of forward and
-    backward, and multiplies experts of similar size as one batch. That the offsets ascend and
-    end within N is not checked: checking would sync too.
+    On H100, H200, B200 and B300, and on a CPU with matrix instructions for bf16, this is in
+    bf16 torch.nn.functional.grouped_mm, without a sync, if H and F are multiples of 8 and E is
+    below 1024. It needs data pointers that are multiples of 16 bytes; compiled code does not
+    check that. On other devices than the CPU the forward otherwise copies the offsets to the
+    host, the one sync of forward and backward, and multiplies experts of similar size as one
+    batch. That the offsets ascend and end within N is not checked: checking would sync too.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
@@ -90,8 +90,8 @@ def _zeroed_product(rows, weights, read):
 # ---- Which way: each product is native, or an op ----
 
 class Read(NamedTuple):
-    """The offsets where the products read them: native on a card, else on the host. With an index
-    (see _read_in_batches) the products are batches of experts.
+    """The offsets where the products read them: native on their device, else on the host. With an
+    index (see _read_in_batches) the products are batches of experts.
     """
     offsets: Tensor
     index: Tensor | None = None
@@ -103,10 +103,10 @@ def where_read(offsets, num_rows, *operands):
 
     One copy and one index serve forward and backward of a layer. The copy is their one sync.
     """
-    if offsets.is_cpu:
-        return Read(offsets)
     if _native(*operands):
         return Read(offsets, native=True)
+    if offsets.is_cpu:
+        return Read(offsets)
     return Read(*_read_in_batches(offsets, num_rows))
 
 
@@ -148,7 +148,7 @@ def _rows(x, token_N, block=slice(None)):
     return x[block] if token_N is None else x.index_select(0, token_N[block])
 
 
-# ---- Native: torch's product, where it reads the offsets on the card ----
+# ---- Native: torch's product, where it reads the offsets on their device ----
 
 @torch.compiler.assume_constant_result
 def _cuda_generation(device):
@@ -156,6 +156,14 @@ def _cuda_generation(device):
     if device.type != "cuda" or torch.version.hip:
         return 0
     return torch.cuda.get_device_capability(device)[0]
+
+
+@torch.compiler.assume_constant_result
+def _has_native_product(device):
+    """Whether torch's grouped product in bf16 is quick there and does not wait for the device."""
+    if device.type == "cpu":
+        return not _slow_on_cpu(torch.bfloat16)
+    return _cuda_generation(device) in (9, 10)
 
 
 def _aligned(*operands):
@@ -175,18 +183,19 @@ def _begins_aligned(x):
 
 def _native(*operands):
     """Whether torch's grouped product takes the operands, rows or matrices [E, ..], as they
-    are, and reads the offsets on the card.
+    are, and reads the offsets on their device.
 
-    It does in bf16 on CUDA, not on ROCm, on compute capability 9.x and 10.x (H100, H200,
-    B200, B300), with fewer than 1,024 matrices, if widths, strides and data pointers are
-    multiples of 16 bytes. A graph cannot see data pointers: there they are assumed aligned.
+    It does in bf16, with fewer than 1,024 matrices, if widths, strides and data pointers are
+    multiples of 16 bytes: on CUDA, not on ROCm, on compute capability 9.x and 10.x (H100, H200,
+    B200, B300), and on a CPU with matrix instructions for bf16. A graph cannot see data
+    pointers: there they are assumed aligned.
     """
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
             return False
         if not _begins_aligned(x):
             return False
-    return _aligned(*operands) and _cuda_generation(operands[0].device) in (9, 10)
+    return _aligned(*operands) and _has_native_product(operands[0].device)
 
 
 def expert_of(row_TK, offsets):

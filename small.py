@@ -75,13 +75,14 @@ def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Ten
     return [order_N, inverse_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
 
 
-# In bf16 H100 and B200 read the offsets themselves (`native`). Elsewhere the host reads them: for a
-# card sort_by_expert copies them there, once for the six products of forward and backward.
+# In bf16 torch's own product (`native`) reads the offsets on a CPU, an H100 and a B200. Elsewhere
+# the host reads them: for a card sort_by_expert copies them there, once for all six products.
 @torch.compiler.assume_constant_result
 def capability(device) -> int:
-    """9 for H100 and H200, 10 for B200 and B300; 0 for what is no card of NVIDIA."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device)[0] if is_nvidia else 0
+    """9 for H100 and H200, 10 for B200 and B300; 0 for a CPU, -1 for what is no card of NVIDIA."""
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device)[0]
+    return 0 if device.type == "cpu" else -1
 
 
 def empty_product(a, b, offsets):
@@ -281,7 +282,7 @@ class MoE(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
         # F.grouped_mm also needs weights that begin at multiples of 16 bytes: not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024
-        native = fits and capability(x.device) in (9, 10)
+        native = fits and capability(x.device) in (0, 9, 10)
         order, inverse, counts, offsets = sort_by_expert(indices, E, not native)
         if self.training and torch.is_grad_enabled():
             self.counts.add_(counts)

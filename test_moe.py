@@ -1627,9 +1627,15 @@ def on_a_card_without_products(monkeypatch) -> None:
         *grouped._read_in_batches(offsets, num_rows)))
 
 
+def on_a_cpu_without_products(monkeypatch) -> None:
+    """From now on one expert is multiplied after the other."""
+    monkeypatch.setattr(grouped, "where_read", lambda offsets, *_: grouped.Read(offsets.cpu()))
+
+
 # Who multiplies, and what makes it so.
 PRODUCTS = {
     "this device": lambda monkeypatch: None,
+    "a loop": on_a_cpu_without_products,
     "batches": on_a_card_without_products,
     "native": with_native_products,
 }
@@ -1637,7 +1643,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("who, dtype, tol", [
     ("this device", torch.float64, 1e-9),
-    *[(who, *case) for who in ("this device", "batches") for case in [
+    *[(who, *case) for who in ("this device", "a loop", "batches") for case in [
         (torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)]],
     pytest.param("native", torch.float32, 1e-5, marks=about_the_cpu("it stands in for a card"))])
 def test_experts_grouped_mm_matches_loop(monkeypatch, who, dtype, tol):
@@ -1755,8 +1761,9 @@ class OnCuda(torch.Tensor):
 
 @about_the_cpu("it stands in for a card")
 def test_experts_native_product_where_it_fits(monkeypatch):
-    """torch's grouped product on CUDA: in bf16, on two generations of cards, never on ROCm, with
-    fewer than 1,024 experts, in multiples of 16 bytes. What reads the card runs inside a graph."""
+    """torch's grouped product: in bf16, on two generations of cards, never on ROCm, on a CPU that
+    multiplies in bf16, with fewer than 1,024 experts, in multiples of 16 bytes. What reads the
+    device runs inside a graph."""
     card = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -1767,7 +1774,9 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     weights = torch.empty(4, 16, 24).bfloat16()
     pair = torch.empty(4 * 16 * 24 + 8).bfloat16()
     many = torch.empty(1024, 8, 8).bfloat16()
-    assert not grouped._native(rows, weights)                # on a CPU
+    for slow in (True, False):
+        monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: slow)
+        assert grouped._native(rows, weights) is not slow                   # on a CPU
     for operand in (weights, weights.transpose(1, 2), pair[8:].view(4, 16, 24), many[1:]):
         assert native(operand), (operand.shape, operand.stride())
     for operand in (
@@ -1786,8 +1795,8 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     card = (9, 0)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not native(weights)
-    function = compiled(lambda x: x + grouped._cuda_generation(x.device))
-    same(function(torch.zeros(2)), torch.zeros(2))
+    function = compiled(lambda x: x + grouped._has_native_product(x.device))
+    same(function(torch.zeros(2)), torch.ones(2))
 
 
 @pytest.mark.parametrize("reads, options", [
