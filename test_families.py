@@ -42,7 +42,7 @@ from moe import (
     MoEConfig, MoELayer, ProcessGroups, TopKRouter, finish_step, load_balancing_metrics,
     record_routing, reduce_gradients, replay_routing, update_expert_bias)
 from test_moe import (
-    best, close, compiled, error, filled, fresh_start, full, grads, mesh_of, over_ranks,
+    about, best, close, compiled, error, filled, fresh_start, full, grads, mesh_of, over_ranks,
     own_part, same, saved_bytes, score_loop, slow)
 from test_scripts import HERE, check_examples, example, run
 
@@ -1891,6 +1891,41 @@ def test_live_models_sharded_by_fsdp():
     """Before or after fully_shard: the gradients of the library's model in one process."""
     pytest.importorskip("transformers", reason="shards a model of transformers")
     sharded_by_fsdp()
+
+
+@over_ranks(2)
+def sharded_by_the_library(rank, ranks, folder):
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    plans = {
+        "tensor parallel": dict(tp_plan="auto"),
+        "expert parallel": dict(distributed_config=DistributedConfig(
+            enable_expert_parallel=True, tp_plan="auto"))}
+    for case in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
+        whole = same_model(case)
+        ids = random_ids()
+        if rank == 0:
+            whole.save_pretrained(folder / case)
+        torch.distributed.barrier()
+        want = whole_logits(whole, ids)
+        want.square().sum().backward()
+        for name, plan in plans.items():
+            with about(case, name):
+                model = AutoModelForCausalLM.from_pretrained(folder / case, **plan).train()
+                families.replace_blocks(model)
+                got = whole_logits(model, ids)
+                close(got, want, 1e-5)
+                counts = load_balancing_metrics(model)["tokens_per_expert"]
+                assert (counts.sum(1) == 2 * T7 * 3).all()
+                got.square().sum().backward()
+                for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+                    close(full(mine.grad), other.grad, 1e-4)
+
+
+def test_live_models_sharded_by_the_library(tmp_path):
+    """Its tensor parallelism and its expert parallelism: logits and gradients of one process."""
+    pytest.importorskip("transformers", reason="shards a model of transformers")
+    sharded_by_the_library(folder=tmp_path)
 
 
 @over_ranks(4)
