@@ -1774,9 +1774,10 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     weights = torch.empty(4, 16, 24).bfloat16()
     pair = torch.empty(4 * 16 * 24 + 8).bfloat16()
     many = torch.empty(1024, 8, 8).bfloat16()
-    for slow in (True, False):
+    offsets = torch.tensor([2, 5, 5, 9], dtype=torch.int32)
+    for slow in (True, False):                               # on a CPU
         monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: slow)
-        assert grouped._native(rows, weights) is not slow                   # on a CPU
+        assert grouped.where_read(offsets, 10, rows, weights).native is not slow
     for operand in (weights, weights.transpose(1, 2), pair[8:].view(4, 16, 24), many[1:]):
         assert native(operand), (operand.shape, operand.stride())
     for operand in (
