@@ -9,7 +9,7 @@ import threading
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch.fx.experimental.symbolic_shapes import guard_scalar, statically_known_true
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
@@ -188,6 +188,13 @@ def as_number(x: float) -> float:
     function cannot take those.
     """
     return guard_scalar(x)
+
+
+def always_holds(condition: bool) -> bool:
+    """Whether it holds in every run of this graph. No guard is added. In eager mode: whether it
+    holds.
+    """
+    return statically_known_true(condition)
 
 
 # A context for the body of an op, on any device. Dynamo cannot trace it: see without_autocast.

@@ -16,10 +16,12 @@ from torch import Tensor
 
 if __package__:
     from .compat import (
-        check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, once_differentiable, op)
+        always_holds, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32,
+        once_differentiable, op)
 else:
     from compat import (
-        check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, once_differentiable, op)
+        always_holds, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32,
+        once_differentiable, op)
 
 
 # ---- The product ----
@@ -103,7 +105,8 @@ def where_read(offsets, num_rows, *operands):
 
     One copy and one index serve forward and backward of a layer. The copy is their one sync.
     """
-    if _native(*operands):
+    # Inductor gives the transpose of no rows strides that torch's product refuses.
+    if _native(*operands) and not always_holds(num_rows == 0):
         return Read(offsets, native=True)
     if offsets.is_cpu:
         return Read(offsets)

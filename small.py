@@ -281,7 +281,7 @@ class MoE(nn.Module):
         if autocast:
             dtype = torch.get_autocast_dtype(x.device.type)
         # F.grouped_mm also needs weights that begin at multiples of 16 bytes: not checked.
-        fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024
+        fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and capability(x.device) in (0, 9, 10)
         order, inverse, counts, offsets = sort_by_expert(indices, E, not native)
         if self.training and torch.is_grad_enabled():

@@ -4574,6 +4574,16 @@ def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
         assert least <= kept <= 1.01 * least + small
 
 
+def test_compile_no_tokens_in_bf16():
+    """Where the product is torch's own: Inductor gives the transpose of no rows strides that it
+    refuses (found on an H100's path, which a CPU now takes)."""
+    layer = MoELayer(MoEConfig(32, 16, 8, topk=2, params_dtype=torch.bfloat16))
+    function = compiled(layer, "inductor")
+    for T in (0, 5):
+        x = leaf(T, 32, dtype=torch.bfloat16)
+        close(outcome(function, x), outcome(layer, x), 5e-2)
+
+
 def test_compile_fp8_store_halves_what_bf16_keeps():
     check_keeps_little(None, fp8=True)
     plain = MoELayer(MoEConfig(64, 32, 16, topk=8, params_dtype=torch.bfloat16))

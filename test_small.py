@@ -146,6 +146,14 @@ def test_small_any_number_of_tokens(shape):
         assert all(slope.isfinite().all() for slope in slopes)
 
 
+def test_small_no_tokens_in_bf16():
+    """Inductor gives the transpose of no rows strides that torch's product refuses."""
+    layer, _ = pair("plain", torch.bfloat16, sizes=(16, 8, 32, 2))
+    x = torch.randn(0, 16, dtype=torch.bfloat16, requires_grad=True)
+    for result in step(layer, x, function=compiled(layer, "inductor")):
+        assert not result.any()
+
+
 def test_small_padding_reaches_nothing():
     """All padding, and memory that nobody writes holds NaN."""
     layer, _ = pair("bias")
