@@ -191,8 +191,8 @@ def as_number(x: float) -> float:
 
 
 def always_holds(condition: bool) -> bool:
-    """Whether it holds in every run of this graph. No guard is added. In eager mode: whether it
-    holds.
+    """Whether a condition on sizes holds in every run of this graph. In eager mode it is the
+    condition itself. No guard is added: a size that is known only at run time cannot have one.
     """
     return statically_known_true(condition)
 

@@ -1499,6 +1499,7 @@ SIGMOID = {"score_function": "sigmoid"}
 ALWAYS_NORMED = {"norm_topk_prob": True}
 NEVER_NORMED = {"norm_topk_prob": False}
 SWIGLU = {"activation": "swiglu"}                            # another hidden_act is refused
+CLAMPED = {"activation_clamp_value": field("swiglu_limit", default=10.0)}
 COHERE = {
     "norm_topk_prob": lambda read: (
         flag("norm_topk_prob", default=True)(read)           # read in any case
@@ -1747,10 +1748,9 @@ FAMILIES = {
         },
         layouts(CORRECTED + SHARED + LATENT, w132(EACH))),
     "deepseek_v4": Family(
-        sizes() | ALWAYS_NORMED | scaled(1.5) | shared("moe_intermediate_size") | {
+        sizes() | ALWAYS_NORMED | scaled(1.5) | shared("moe_intermediate_size") | CLAMPED | {
             "score_function": field("scoring_func", default="sqrtsoftplus",
                                     among={"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}),
-            "activation_clamp_value": field("swiglu_limit", default=10.0),
             "enable_expert_bias": chosen_by_score,
         },
         layouts(GATE + expert_bias("gate.bias") + w132(SHARED) + TABLE, w132(EACH),
@@ -1819,13 +1819,12 @@ FAMILIES = {
     "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
     "glm_moe_dsa": deepseek(noaux(2.5)),
     "glm4_moe_lite": deepseek(noaux(1.8)),
-    "glm5_next_text": deepseek(
-        noaux(2.5) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)}),
+    "glm5_next_text": deepseek(noaux(2.5) | SWIGLU | CLAMPED),
     "axk1": deepseek(V3_ROUTER)._replace(
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
     # A layer clamps its shared expert too, so it can have none.
     "hy_v4": deepseek(
-        noaux(2.827) | SWIGLU | {"activation_clamp_value": field("swiglu_limit", default=10.0)},
+        noaux(2.827) | SWIGLU | CLAMPED,
         {"shared_expert_intermediate_size": field("n_shared_experts", default=1, among={0: None})}),
 }
 

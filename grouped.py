@@ -2,9 +2,10 @@
 device.
 
 In bf16 torch's own product reads the offsets where they are, on some cards and on a CPU that
-multiplies in bf16: there alone, delete this file and call F.grouped_mm. Elsewhere a product is a
-custom op, which reads a copy of the offsets on the host. On a CPU it multiplies one expert after
-the other. On a card that would be bound by its launches, so experts of similar size are one batch.
+multiplies in bf16. If you need no other device and dtype, call F.grouped_mm in place of this file.
+Elsewhere a product is a custom op, which reads a copy of the offsets on the host. On a CPU it
+multiplies one expert after the other. On a card that would be bound by its launches, so experts of
+similar size are one batch.
 """
 import functools
 import math
@@ -105,7 +106,7 @@ def where_read(offsets, num_rows, *operands):
 
     One copy and one index serve forward and backward of a layer. The copy is their one sync.
     """
-    # Inductor gives the transpose of no rows strides that torch's product refuses.
+    # For an empty [0, H], Inductor computes strides of the transpose that torch's product refuses.
     if _native(*operands) and not always_holds(num_rows == 0):
         return Read(offsets, native=True)
     if offsets.is_cpu:

@@ -4576,8 +4576,8 @@ def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
 
 
 def test_compile_no_tokens_in_bf16():
-    """Where the product is torch's own: Inductor gives the transpose of no rows strides that it
-    refuses (found on an H100's path, which a CPU now takes)."""
+    """Where the product is torch's own, as on an H100: for an empty [0, H], Inductor computes
+    strides of the transpose that the product refuses."""
     layer = MoELayer(MoEConfig(32, 16, 8, topk=2, params_dtype=torch.bfloat16))
     function = compiled(layer, "inductor")
     for T in (0, 5):

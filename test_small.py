@@ -147,7 +147,8 @@ def test_small_any_number_of_tokens(shape):
 
 
 def test_small_no_tokens_in_bf16():
-    """Inductor gives the transpose of no rows strides that torch's product refuses."""
+    """For an empty [0, H], Inductor computes strides of the transpose that torch's product
+    refuses."""
     layer, _ = pair("plain", torch.bfloat16, sizes=(16, 8, 32, 2))
     x = torch.randn(0, 16, dtype=torch.bfloat16, requires_grad=True)
     for result in step(layer, x, function=compiled(layer, "inductor")):
