@@ -1,27 +1,30 @@
-"""The published routers in words: the rows of families.FAMILIES as formulas.
+"""Published routers as formulas, with the numbers that their models publish.
 
-    python families.py                        # the table of docs/routers.md
-    python families.py TYPE [config.json]     # one router, with the numbers of a config
+    python atlas.py                                # the table of docs/routers.md
+    python atlas.py TYPE [config.json]             # one router: of the named model, or of a config
+    python atlas.py TYPE TYPE .. [config.json ..]  # in what several differ
 
-Nothing here is written for a family. The text is made of the knobs of its row, so a formula says
-what config_from_hf builds. It is Python, but for its functions:
+Nothing here is written for a family. The text is made of the knobs of its row in families.py, and
+of a config from published.py or from a file. So a formula says what config_from_hf builds. It is
+Python, but for its functions:
 
     best_groups(rank, G, k, n)   rank, with -inf outside of the k best of G groups of experts; a
                                  group is as good as the sum of its n best
     top(rank, K)                 the places of the K largest
     experts(chosen, x)           the outputs of the chosen experts
 """
-import dataclasses
 import json
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 if __package__:
-    from . import families, moe
+    from . import families, moe, published
 else:
     import families
     import moe
+    import published
 
 
 # Three columns: when, the column of the table, the formula. "when" is a field of MoEConfig or one
@@ -34,12 +37,12 @@ FORMULAS = """
     not by_score       | choice  | rank = logits
     by_score           | choice  | rank = scores
     enable_expert_bias | choice  | rank = rank + expert_bias
-    num_groups         | choice  | rank = best_groups(rank, {num_groups}, {kept}, {summed})
+    num_groups         | choice  | rank = best_groups(rank, {num_groups}, {group_topk}, {best})
     always             | choice  | chosen = top(rank, {topk})
     has_table          | choice  | in hash layers: chosen = table[token]
     over_chosen        | probs   | probs = softmax(logits[chosen])
     not over_chosen    | probs   | probs = scores[chosen]
-    normed             | probs   | probs = probs / (sum(probs) + {norm_eps})
+    normed             | probs   | probs = probs / (sum(probs) + {norm_eps}){if_named}
     may_be_normed      | probs   | not divided by their sum
     scaling_factor     | probs   | probs = probs * {scaling_factor}
     always             | experts | {num_experts} experts, {activation}, {ffn_hidden_size} wide
@@ -50,168 +53,265 @@ FORMULAS = """
     on_input           | special | y = sum(experts(chosen, probs * {z}))
     latent_norm        | special | y = rms_norm(y)
     latent_size        | special | y = latent_up(y)
-    shared             | shared  | y = y + shared_expert(x), {shared_size} wide
-    gated_shared       | shared  | y = y + sigmoid(x @ g) * shared_expert(x), {shared_size} wide
-    after              | special | behind the layer: y = {after}(y)
+    shared             | shared  | y = y + shared_expert(x), {shared} wide
+    gated_shared       | shared  | y = y + sigmoid(x @ g) * shared_expert(x), {gated_shared} wide
+    after              | special | behind the layer: y = {after}
+    always             | -       | product in {product}, scores in {scores}, weights in {weights}
 """
 FORMULAS = [re.split(r" *\| *", line.strip()) for line in FORMULAS.strip().splitlines()]
 COLUMNS = ("scores", "choice", "probs", "experts", "shared", "special")
 
-# What stands for a size in the table.
-LETTERS = {"num_experts": "E", "topk": "K", "ffn_hidden_size": "F"}
+# What stands for a number in the table.
+LETTERS = {"hidden_size": "H", "num_experts": "E", "topk": "K", "ffn_hidden_size": "F",
+           "shared_expert_intermediate_size": "S"}
 
 
-def _facts(row: families.Family, values: dict) -> dict:
+def _facts(reading: families.Reading) -> dict:
     """What the formulas name: all fields of MoEConfig, and what follows from them."""
-    facts = families.meaning(values)
+    fields = reading.fields
+    facts = families.meaning(fields)
     over_chosen = (facts["score_function"] == "softmax" and not facts["pre_softmax"]
-                   and values.get("norm_topk_prob") is None)
+                   and fields.get("norm_topk_prob") is None)
+    norm = facts["norm_topk_prob"]
     size, gate = facts["shared_expert_intermediate_size"], facts["shared_expert_gate"]
-    known = moe.kernels.constants_of(facts["activation"])
-    constants = [f"{constant} = {values[field]}" for field, constant in moe._CONSTANTS.items()
-                 if constant in known and values.get(field) is not None]
-    narrow = row.precision.split()[1] == "model"
+    constants = [f"{constant} = {fields[field]}" for field, constant in moe._CONSTANTS.items()
+                 if fields.get(field) is not None and hasattr(
+                     moe.kernels.ACTIVATIONS.get(facts["activation"]), constant)]
+    product, scores, weights = [word.replace("model", "the model's dtype")
+                                for word in reading.precision]
     return facts | {
         "always": True,
+        "product": product,
+        "scores": scores,
+        "weights": weights,
         "over_chosen": over_chosen,
-        "by_score": facts["enable_expert_bias"] or facts["num_groups"] or narrow,
-        "kept": facts["group_topk"],
-        "summed": facts["group_score_topk"],
-        "has_table": families.HASH_TABLE in row.layouts[-1],
-        "normed": facts["norm_topk_prob"] and not over_chosen,
-        "may_be_normed": not facts["norm_topk_prob"] and callable(row.knobs.get("norm_topk_prob")),
+        "by_score": facts["enable_expert_bias"] or facts["num_groups"] or scores != "fp32",
+        "best": facts["group_score_topk"],
+        "has_table": families.HASH_TABLE in reading.row.layouts[-1],
+        "normed": norm and not over_chosen,
+        "if_named": f", if {norm}" if isinstance(norm, families.Missing) else "",
+        "may_be_normed": not norm and callable(reading.row.knobs.get("norm_topk_prob")),
         "on_input": facts["apply_probs_on"] == "input",
         "constants": ", ".join(constants),
         "z": "z" if facts["latent_size"] else "x",
-        "shared_size": size,
-        "shared": size and not gate,
-        "gated_shared": size and gate,
-        "after": row.after,
+        "shared": None if gate else size,
+        "gated_shared": size if gate else None,
+        "after": reading.after,
     }
 
 
 # Fact -> the fields of MoEConfig that decide it.
 DECIDED_BY = {
-    "kept": ["group_topk"],
     "normed": ["norm_topk_prob"],
     "may_be_normed": ["norm_topk_prob"],
     "constants": [*moe._CONSTANTS],
-    "shared_size": ["shared_expert_intermediate_size"],
+    "shared": ["shared_expert_intermediate_size"],
+    "gated_shared": ["shared_expert_intermediate_size"],
 }
 
 
-def formulas_of(row: families.Family, values: dict, sources: dict) -> list[tuple[str, str, str]]:
-    """(column of the table, formula, the fields of the published config that it is from), in order.
+class Line(NamedTuple):
+    """A line of a router.
 
-    values, sources: of families.values_of.
+    column: of the table. template: the formula, with {..} for its values. values: of these.
+    origin: the fields of the published config that it is from.
     """
-    facts = _facts(row, values)
+    column: str
+    template: str
+    values: dict
+    origin: str
+
+    def __str__(self):
+        return self.template.format_map(self.values)
+
+
+def lines_of(reading: families.Reading) -> list[Line]:
+    facts = _facts(reading)
     lines = []
-    for when, column, text in FORMULAS:
+    for when, column, template in FORMULAS:
         *negated, fact = when.split()
         if bool(facts[fact]) == bool(negated):
             continue
+        used = re.findall(r"{(\w+)}", template)
         names = []
-        for used in (fact, *re.findall(r"{(\w+)}", text)):
-            for field in DECIDED_BY.get(used, [used]):
-                names += sources.get(field, [])
+        for each in (fact, *used):
+            for field in DECIDED_BY.get(each, [each]):
+                names += reading.sources.get(field, [])
         origin = f"[{', '.join(dict.fromkeys(names))}]" if names else ""
-        lines.append((column, text.format_map(facts), origin))
+        lines.append(Line(column, template, {name: facts[name] for name in used}, origin))
     return lines
 
 
-def table() -> str:
-    """The table of docs/routers.md: a line per family, with the defaults of its knobs, then a line
-    per refused type."""
-    head = ["model_type", "example (source)", *COLUMNS, "product, scores, weights"]
-    lines = [head, ["---"] * len(head)]
-    first = {}                                               # cells -> the first family with them
-    for name, row in families.FAMILIES.items():
-        read = families.Reader({}, layer_idx=99)             # behind the layers with a hash table
-        values, sources = families.values_of(row, read)
-        sources = {field: names for field, names in sources.items() if field not in LETTERS}
-        formulas = formulas_of(row, values | LETTERS, sources)
-        cells = []
-        for column in COLUMNS:
-            cells.append("; ".join(
-                f"`{text}` {origin}".rstrip() for at, text, origin in formulas if at == column))
-        cells.append(row.precision)
-        same = first.setdefault(tuple(cells), name)
-        if same != name:
-            cells = [f"as `{same}`", *[""] * len(COLUMNS)]
-        lines.append([f"`{name}`", families.EXAMPLES[name], *cells])
-    for name, why in families.INEXPRESSIBLE.items():
-        lines.append([f"`{name}`", "", f"refused: {why}", *[""] * len(COLUMNS)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+# ---- Configs ----
 
+# A type, under any of its names -> its name in published.py.
+NAMES = families.with_outer_names({name: name for name in families.FAMILIES})
+
+
+def published_config(model_type: str) -> tuple[str, dict]:
+    """(the model and where its numbers are from, its config). Without a published config each field
+    has its own name for a value.
+    """
+    families.family(model_type)                              # refuses an unknown one
+    name = NAMES[model_type]
+    if name in published.FIELDS:
+        fields = {field: families.Missing(field) for field in published.FIELDS[name].split()}
+        return "no published config", {**fields, "model_type": name}
+    known = published.MODELS[name]
+    found = {"file": "", "quoted": ", numbers quoted", "memory": ", numbers from memory"}
+    return f"{known.model}{found[known.found]} ({known.source})", known.config
+
+
+def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
+    """(layers, what they are) of each kind of layer, the most frequent last. ("", what all are) if
+    they do not differ.
+
+    ValueError: an unknown type, or a router that cannot be expressed.
+    """
+    whole = families.read_config(hf_config)
+    kinds = {}
+    if whole.by_layer:
+        config = families.type_of(hf_config)[1][0]
+        first, end = config.get("first_k_dense_replace"), config.get("num_hidden_layers")
+        for layer in range(first or 0, end or 0):
+            reading = families.read_config(hf_config, layer)
+            kinds.setdefault(str(reading), (reading, []))[1].append(layer)
+    readings = [(families.layers(numbers), reading)
+                for reading, numbers in sorted(kinds.values(), key=lambda kind: len(kind[1]))]
+    readings = readings or [("", whole)]
+    for _, reading in readings:
+        reading.refuse(reading.problems)
+    return readings
+
+
+def _config_text(reading):
+    """The MoEConfig as Python, or why there is none."""
+    if reading.of_the_block:
+        return f"no MoEConfig: {'; '.join(dict.fromkeys(reading.of_the_block))}"
+    given = [f"{name}={value!r}" for name, value in reading.fields.items()
+             if value != getattr(moe.MoEConfig, name, None)]             # the default
+    return f"MoEConfig({', '.join(given)})"
+
+
+# ---- What is printed ----
 
 def router(model_type: str, hf_config=None) -> str:
-    """One router in formulas. The last line is the MoEConfig that computes it.
+    """One router in formulas. The last line is the MoEConfig that computes it, or why none does.
 
-    hf_config: config.json as a dict, or the library's object; None: the library's defaults. Where
-      the library is missing or does not have the type, a size is the name of its field.
-    If the layers of the config differ it is the last one. ValueError: an unknown type, or a config
-    that cannot be expressed.
+    hf_config: config.json as a dict, or the library's object; None: of the named model. The experts
+      may be quantised.
+    The formulas are those of most layers, if layers differ. ValueError: an unknown type, or a
+    router that cannot be expressed.
     """
     if model_type in families.REFUSED:
         return f"{model_type} is refused: {families.REFUSED[model_type]}"
-    row = families.family(model_type)
+    title = model_type
     if hf_config is None:
-        hf_config = _library_config(model_type)
+        model, hf_config = published_config(model_type)
+        title += f": {model}"
     elif isinstance(hf_config, dict):
         hf_config = {**hf_config, "model_type": model_type}
-    inner = families.type_of(hf_config)[1][0].config
-    layer_idx = _layer_of(hf_config)
-    values, sources = families.values_of(row, families.Reader(inner, layer_idx))
-    fields = {**values, "batch_first": True}
-    if hf_config:
-        config = families.config_from_hf(hf_config, layer_idx)
-        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-
-    product, scores, weights = row.precision.split()
-    lines = [f"{model_type}: {families.EXAMPLES.get(model_type, '')}".rstrip(": ")]
-    for _, text, origin in formulas_of(row, values, sources):
-        lines.append(f"{text:59} {origin}".rstrip())
-    lines.append(f"product in {product}, scores in {scores}, weights in {weights}"
-                 .replace("model", "the model's dtype"))
-    given = [f"{name}={value if isinstance(value, families.Missing) else repr(value)}"
-             for name, value in fields.items()
-             if value != getattr(moe.MoEConfig, name, None)]             # the default
-    return "\n".join([*lines, f"MoEConfig({', '.join(given)})"])
+    readings = readings_of(hf_config)
+    _, usual = readings[-1]
+    text = [title, *(f"{str(line):59} {line.origin}".rstrip() for line in lines_of(usual))]
+    if usual.quantized:
+        text.append("quantised experts: config_from_hf needs dequantised weights, and a config "
+                    "without quantization_config")
+    for layers, reading in readings:
+        text += [f"in {layers}:"] * bool(layers) + [_config_text(reading)]
+    return "\n".join(text)
 
 
-def _layer_of(hf_config):
-    """None, or the number of the last layer if the config needs one."""
-    try:
-        families.config_from_hf(hf_config)
-    except ValueError:
-        inner = families.type_of(hf_config)[1][0]
-        return (inner.get("num_hidden_layers") or 100) - 1
+def compare(models: list[tuple[str, str, dict]]) -> str:
+    """A row for each line of the formulas in which routers differ, then the lines that all have.
+
+    models: (type, name, config), two or more. If the layers of one differ, most of them count.
+    """
+    routers = []
+    for _, _, config in models:
+        _, usual = readings_of(config)[-1]
+        routers.append({line.template: line for line in lines_of(usual)})
+    types, names, _ = zip(*models)
+    rows = [["", *types], ["", *(name.split(" (")[0] for name in names)]]
+    same = []
+    for _, _, template in FORMULAS:
+        lines = [lines.get(template) for lines in routers]
+        texts = {str(line) for line in lines}
+        if len(texts) > 1:
+            rows.append([re.sub(r"{\w+}", "_", template), *map(_cell, lines)])
+        elif lines[0]:
+            same += texts
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    text = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*text, "", "In all of them:", *same])
 
 
-def _library_config(model_type):
-    """The library's config of the type with its defaults; {} if it has none with all sizes."""
-    try:
-        from transformers import AutoConfig
-        hf_config = AutoConfig.for_model(model_type)
-        families.config_from_hf(hf_config, _layer_of(hf_config))
-    except (ImportError, ValueError):
-        return {}
-    return hf_config
+def _cell(line):
+    """What stands in the place of each _, or whether the line is there."""
+    if line is None:
+        return "-"
+    return ", ".join(str(value) for value in line.values.values() if value != "") or "yes"
+
+
+def table() -> str:
+    """The table of docs/routers.md: a line per family, with its published model, then a line per
+    refused type."""
+    head = ["model_type", "model (source of the formulas)", "H, E, K, F, S", *COLUMNS,
+            "product, scores, weights"]
+    rows = [head, ["---"] * len(head)]
+    first = {}                                               # cells -> the first family with them
+    for name in families.FAMILIES:
+        model, config = published_config(name)
+        readings = readings_of(config)
+        _, usual = readings[-1]
+        sizes = {field: usual.fields.get(field) for field in LETTERS}
+        letters = {field: LETTERS[field] for field, size in sizes.items() if size}
+        sources = {field: of for field, of in usual.sources.items() if field not in LETTERS}
+        lines = lines_of(usual._replace(fields=usual.fields | letters, sources=sources))
+        cells = [[f"`{line}` {line.origin}".rstrip() for line in lines if line.column == column]
+                 for column in COLUMNS]
+        for layers, reading in readings:
+            if reading.of_the_block:
+                cells[-1].append(f"{layers} {_config_text(reading)}".strip())
+        cells = [*map("; ".join, cells), ", ".join(usual.precision)]
+        same = first.setdefault(tuple(cells), name)
+        if same != name:
+            cells = [f"as `{same}`", *[""] * (len(cells) - 1)]
+        numbers = "" if NAMES[name] in published.FIELDS else ", ".join(
+            str(size or "-") for size in sizes.values())
+        rows.append([f"`{name}`", model, numbers, *cells])
+    for name, why in families.INEXPRESSIBLE.items():
+        rows.append([f"`{name}`", "", "", f"refused: {why}", *[""] * len(COLUMNS)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:
-    """Prints the table, or one router. Exit status 2, and one line, for a type that is unknown, and
-    for a config that cannot be read or expressed."""
-    if len(sys.argv) == 1:
-        print(table())
-        return
-    model_type, *files = sys.argv[1:]
+    """Prints the table, one router, or in what several differ. Exit status 2, and one line, for a
+    type that is unknown, and for a config that cannot be read or expressed.
+    """
+    models = []                                              # (type, name, config or None)
     try:
-        hf_config = None
-        if files:
-            hf_config = dict(json.loads(Path(files[0]).read_text()))
-        print(router(model_type, hf_config))
+        for word in sys.argv[1:]:
+            if not word.endswith(".json"):
+                models.append((word, "", None))
+                continue
+            config = dict(json.loads(Path(word).read_text()))
+            model_type, _ = families.type_of(config)
+            if models and models[-1][2] is None:             # the config of the type before it
+                model_type = models.pop()[0]
+            models.append((model_type, word, {**config, "model_type": model_type}))
+        if not models:
+            print(table())
+        elif len(models) == 1:
+            print(router(models[0][0], models[0][2]))
+        else:
+            print(compare([(model_type, name, config) if config else
+                           (model_type, *published_config(model_type))
+                           for model_type, name, config in models]))
     except (OSError, ValueError, TypeError) as refused:      # TypeError: the file is no dict
         print(f"{' '.join(sys.argv[1:])}: {' '.join(str(refused).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

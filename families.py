@@ -12,10 +12,8 @@ needed. There are two ways into a live model of the Hugging Face library:
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # router and experts
     model.set_experts_implementation(register_experts())                       # the experts alone
 
-The table FAMILIES is at the end of the file. `python families.py` prints it as docs/routers.md has
-it, and `python families.py TYPE [config.json]` one router in formulas: see atlas.py. The table sets
-no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
-replace_blocks. The letters are those of kernels.py.
+The table FAMILIES is at the end of the file. It sets no balance loss: set load_balancing_type with
+dataclasses.replace, or as a change of replace_blocks. The letters are those of kernels.py.
 """
 import copy
 import dataclasses
@@ -51,50 +49,89 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     batch_first is True: the library's hidden states are [B, S, H]. params_dtype is the config's
     dtype or torch_dtype. The inner config comes before the outer one. Without a dtype it is
     float32. In bf16 and fp16 router_dtype and probs_dtype are those of the library's gate. A size
-    must be in the config. Every other field has the default that its model publishes. ValueError:
-    lists all that the layer cannot express.
+    must be in the config. Another field that is not in it has the default of the library's config.
+    ValueError: lists all that the layer cannot express.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
     >>> config_from_hf(hf_config).ffn_hidden_size
     16
     """
-    return _published(hf_config, layer_idx)
+    reading = read_config(hf_config, layer_idx)
+    problems = reading.problems + reading.of_the_block
+    if reading.quantized:
+        problems.append("quantization_config is given; "
+                        "needs dequantised weights and a config without it")
+    reading.refuse(problems)
+    return moe.MoEConfig(**reading.fields)
 
 
-def _published(hf_config, layer_idx, of_the_router=False):
-    """config_from_hf. of_the_router: only what a live model's router needs is read and checked."""
+class Reading(NamedTuple):
+    """What a row of the table makes of a published config.
+
+    fields: of MoEConfig -> value. sources: the same names -> fields of the published config.
+    problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
+    after: what the library's block, or its layer, makes of the output y; None: nothing.
+    by_layer: whether the layers differ, and layer_idx was not given.
+    """
+    model_type: str
+    row: "Family"
+    fields: dict
+    sources: dict
+    precision: list[str]
+    problems: list[str]
+    of_the_block: list[str]
+    after: str | None
+    quantized: bool
+    by_layer: bool
+
+    def refuse(self, problems: list[str]) -> None:
+        if problems:
+            problems = _listed(list(dict.fromkeys(problems)), "; ")
+            raise ValueError(f"this {self.model_type} config cannot be expressed: {problems}")
+
+
+def read_config(hf_config, layer_idx: int | None = None) -> Reading:
+    """The arguments are those of config_from_hf. Nothing is refused but an unknown type."""
     model_type, reads = type_of(hf_config, layer_idx)
     row = family(model_type)
-    read = reads[0]
-    values = values_of(row, read, OF_THE_BLOCK if of_the_router else ())[0]
+    router, block = reads[0], Reader(reads[0].config, layer_idx)
+    fields, sources = {}, {}
+    for name, knob in (row.knobs | {"after": row.after}).items():
+        fields[name] = knob
+        if callable(knob):
+            read = block if name in (*OF_THE_BLOCK, "after") else router
+            read.log = []
+            fields[name] = knob(read)
+            sources[name] = list(dict.fromkeys(read.log))
+    after = fields.pop("after")
+
     dtype = _dtype_of(reads)
     if dtype not in DTYPES:
-        read.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
-    needs = _usual_needs(values)
-    if layer_idx is not None and not of_the_router:
-        _check_layer_idx(read)
-        needs["mlp_layer_types"] = "sparse", "moe", None
-    needs |= row.needs
-    if of_the_router:
-        values["ffn_hidden_size"] = 1                        # nobody reads it
-        needs = {name: fine for name, fine in needs.items() if name not in NOT_OF_THE_ROUTER}
-    for name, fine in needs.items():
-        if not isinstance(fine, tuple):
-            fine = fine, None
-        if name not in read.names:
-            read(name, default=fine[0], among=dict.fromkeys(fine))
-    quantized = any(each.get("quantization_config") is not None for each in reads)
-    if quantized and not of_the_router:
-        read.problems.append("quantization_config is given; "
-                             "needs dequantised weights and a config without it")
+        router.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
+        dtype = "float32"
+    precision = row.precision.split()
+    if router("need_fp32_gate", default=False):
+        precision[0] = "fp32"
 
-    if read.problems:
-        problems = _listed(list(dict.fromkeys(read.problems)), "; ")
-        raise ValueError(f"this {model_type} config cannot be expressed: {problems}")
+    needs = _usual_needs(fields)
+    if layer_idx is not None:
+        _check_layer_idx(block)
+        needs["mlp_layer_types"] = "sparse", "moe", None
+    for name, fine in (needs | row.needs).items():
+        if name not in router.names | block.names:
+            fine = fine if isinstance(fine, tuple) else (fine, None)
+            read = block if name in NOT_OF_THE_ROUTER else router
+            read(name, default=fine[0], among=dict.fromkeys(fine))
+
     params_dtype = getattr(torch, dtype)
-    return moe.MoEConfig(**values, **_router_dtypes(row, params_dtype, gate_dtype=params_dtype),
-                         params_dtype=params_dtype, batch_first=True)
+    fields |= _router_dtypes(precision, params_dtype, gate_dtype=params_dtype)
+    fields |= {"params_dtype": params_dtype, "batch_first": True}
+    return Reading(
+        model_type, row, fields, sources, precision, problems=router.problems,
+        of_the_block=block.problems, after=after,
+        quantized=any(each.get("quantization_config") is not None for each in reads),
+        by_layer=router.by_layer or block.by_layer)
 
 
 class Slot(NamedTuple):
@@ -122,8 +159,8 @@ class Family(NamedTuple):
       transformers 5.23.
     others: a pattern for the names behind the prefix that do not belong to the layer. They are
       neither read nor written.
-    after: a module in the library's block that its output goes through last. In published files it
-      lies outside of the block. A live model keeps it; it is not part of the layer.
+    after: what becomes of the output y in the library's block, or behind it: an expression, or a
+      knob that gives one. It is not part of the layer. A live model keeps it.
     block_scales: the library's block multiplies by scaling_factor, its gate does not.
     """
     knobs: dict[str, object]
@@ -131,7 +168,7 @@ class Family(NamedTuple):
     needs: dict[str, object] = {}
     precision: str = "fp32 fp32 fp32"
     others: str = ""
-    after: str = ""
+    after: str | Callable = ""
     block_scales: bool = False
 
 
@@ -141,17 +178,24 @@ _ABSENT = object()
 
 
 class Missing(str):
-    """The name of a size that a config lacks, in its place."""
+    """The name of a number that a config lacks, in its place."""
 
-    def __rmul__(self, count):
-        return count and Missing(f"{count} * {self}")
+    def __repr__(self):
+        return str(self)
+
+    def __mul__(self, other):
+        return Missing(f"{self} * {other}")
+
+    def __rmul__(self, other):
+        return Missing(f"{other} * {self}")
 
 
 class Reader:
     """Reads fields of a published config.
 
-    names: the fields that were read. log: those that had a value, or the first name where none
-      had. problems: what cannot be expressed.
+    names: the fields that were read. log: of these, those that had a value, or the first name in
+      parentheses where none had.
+    problems: what cannot be expressed. by_layer: whether it is that layers differ.
     """
 
     def __init__(self, config, layer_idx: int | None = None):
@@ -160,6 +204,12 @@ class Reader:
         self.names = set()
         self.log = []
         self.problems = []
+        self.by_layer = False
+
+    def differ(self, how: str) -> None:
+        """The layers differ, and layer_idx is not given."""
+        self.problems.append(f"{how}; needs layer_idx")
+        self.by_layer = True
 
     def get(self, name: str, default=None):
         """The value of a field, or the default. "ffn_config.moe_top_k" is a field of a field.
@@ -182,8 +232,11 @@ class Reader:
             self.problems.append(f"{name} has {len(value)} values; layer_idx is {self.layer_idx}")
             return None
         if self.layer_idx is None and any(other != value[0] for other in value):
-            several = _or(map(repr, value))
-            self.problems.append(f"{name} is {several}, by layer; needs layer_idx")
+            kinds = {repr(each): [] for each in value}
+            for layer, each in enumerate(value):
+                kinds[repr(each)].append(layer)
+            several = _or(f"{each} in {layers(where)}" for each, where in kinds.items())
+            self.differ(f"{name} is {several}")
         return value[index]
 
     def __call__(self, *names: str, default=_ABSENT, among: dict | None = None):
@@ -195,7 +248,7 @@ class Reader:
         found = {name: self.get(name, default=_ABSENT) for name in names}
         found = {name: value for name, value in found.items() if value is not _ABSENT}
         value, *others = found.values() or [default]
-        self.log += [*found, names[0]][:1]
+        self.log += [*found, f"({names[0]})"][:1]
         if any(other != value for other in others):
             got = " and ".join(f"{name} = {each!r}" for name, each in found.items())
             self.problems.append(f"{got} contradict each other")
@@ -207,8 +260,20 @@ class Reader:
         if value not in list(among):                         # a value may not be hashable
             name = next(iter(found), names[0])
             self.problems.append(f"{name} is {value!r}; needs {_or(map(repr, among))}")
-            return None
+            return Missing(name)
         return among[value]
+
+
+def layers(numbers: list[int]) -> str:
+    """ "layer 4", or "layers 0 to 2, 5"."""
+    runs = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [" to ".join(map(str, dict.fromkeys(run))) for run in runs]
+    return f"layer{'s' * (len(numbers) > 1)} {', '.join(texts)}"
 
 
 def _or(items):
@@ -244,22 +309,6 @@ def family(model_type):
     return TYPES[model_type]
 
 
-def values_of(row, read, but=()):
-    """(field of MoEConfig -> value, field -> those of the published config that it is from). The
-    fields in `but` are left out.
-    """
-    values, sources = {}, {}
-    for name, knob in row.knobs.items():
-        if name in but:
-            continue
-        values[name] = knob
-        if callable(knob):
-            read.log = []
-            values[name] = knob(read)
-            sources[name] = list(dict.fromkeys(read.log))
-    return values, sources
-
-
 def _dtype_of(reads):
     for read in reads:
         dtype = read.get("dtype", default=_ABSENT)
@@ -270,13 +319,13 @@ def _dtype_of(reads):
     return "float32"
 
 
-def _router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
-    """Fields of MoEConfig: the precision of the family's router in a model of this dtype.
+def _router_dtypes(words: list[str], dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
+    """Fields of MoEConfig: a router of this precision in a model of this dtype.
 
-    gate_dtype: that of the router's weight, and so of a product in the model's dtype.
+    words: of Family.precision. gate_dtype: that of the router's weight, and so of a product in the
+      model's dtype.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    words = row.precision.split()
     product, scores, weights = [{"model": dtype, "fp32": wide}[word] for word in words]
     fields = {"router_dtype": gate_dtype if words[0] == "model" else wide}
     if weights != product or scores != wide:
@@ -286,20 +335,25 @@ def _router_dtypes(row, dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
 
 def _usual_needs(values):
     """The needs of every family, but for the fields that its knobs read."""
+    has_bias = values.get("enable_expert_bias", False)
+    score_function = values.get("score_function", "softmax")
     return {
         "router_jitter_noise": 0.0,
         "mlp_bias": False,
         "moe_latent_size": None,
         "hidden_act": ("silu", "swish", None),
-        "topk_method": "noaux_tc" if values.get("enable_expert_bias") else "greedy",
-        **dict.fromkeys(SCORINGS, values.get("score_function", "softmax")),
-        "n_group": (1, 0, None),
+        "topk_method": "noaux_tc" if has_bias else "greedy",
+        **dict.fromkeys(BIASES, has_bias),
+        **dict.fromkeys(SCORINGS, score_function),
+        "moe_router_use_sigmoid": score_function == "sigmoid",
+        "scale_router_input": False,
+        **dict.fromkeys(GROUPS, (1, 0, None)),
         **dict.fromkeys(NORMS, meaning(values)["norm_topk_prob"]),
         "routed_scaling_factor": (1.0, 0, None),
+        **dict.fromkeys(SHARED_SIZES, 0),
         "n_shared_experts": 0,
         "swiglu_limit": None,
-        "swiglu_limits": 0,
-        "swiglu_limits_shared": 0,
+        **dict.fromkeys(LIMITS, 0),
         "moe_router_logit_softcapping": 0,
         "moe_apply_router_weight_on_input": False,
     }
@@ -308,7 +362,12 @@ def _usual_needs(values):
 # Other names of one field.
 SCORINGS = ("scoring_func", "score_func", "score_function", "moe_router_activation",
             "moe_router_activation_func")
+BIASES = "use_routing_bias", "moe_router_enable_expert_bias", "use_moe_router_bias"
+GROUPS = "n_group", "num_expert_groups", "num_limited_groups"
 NORMS = "norm_topk_prob", "route_norm", "norm_expert_weight"
+SHARED_SIZES = "shared_expert_intermediate_size", "shared_intermediate_size"
+LIMITS = ("swiglu_limits", "swiglu_limits_shared",           # by layer
+          "expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
            "moe_router_scaling_factor", "moe_routed_scaling_factor")
 
@@ -851,9 +910,9 @@ OF_THE_BLOCK = """
 
 # Fields of published configs that say nothing of the router.
 NOT_OF_THE_ROUTER = """
-    mlp_bias moe_latent_size hidden_act n_shared_experts swiglu_limit swiglu_limits_shared
-    shared_intermediate_size num_shared_expert use_mixed_mlp_moe use_bias quantization_config
-""".split()
+    mlp_bias moe_latent_size hidden_act n_shared_experts swiglu_limit num_shared_expert
+    use_mixed_mlp_moe use_bias mlp_layer_types
+""".split() + [*SHARED_SIZES, *LIMITS]
 
 
 def replace_blocks(
@@ -1133,9 +1192,13 @@ def _router_for(model, name, row, changes, groups):
     if row.block_scales:
         fields["scaling_factor"] = None
     if "router_dtype" not in changes:
-        fields |= _router_dtypes(row, model.dtype, weight.dtype)
-    published = _published(model.config, _layer_of(name), of_the_router=True)
-    config = dataclasses.replace(published, **{**fields, **changes})
+        fields |= _router_dtypes(row.precision.split(), model.dtype, weight.dtype)
+    reading = read_config(model.config, _layer_of(name))
+    reading.refuse(reading.problems)
+    published = {field: value for field, value in reading.fields.items()
+                 if field not in OF_THE_BLOCK}
+    config = moe.MoEConfig(
+        **{**published, "ffn_hidden_size": 1, "batch_first": True, **fields, **changes})
 
     shape = [config.num_experts, config.hidden_size]
     ranks = moe.group_size(groups.ep)
@@ -1376,16 +1439,21 @@ def field(*names: str, default=_ABSENT, among: dict | None = None) -> Callable:
 
 def flag(*names: str, default: bool) -> Callable:
     """A knob that is True or False. A published None is False."""
-    return lambda read: bool(read(*names, default=default))
+    def knob(read):
+        value = read(*names, default=default)
+        return value if isinstance(value, Missing) else bool(value)
+    return knob
 
 
-def sizes(F: str = "moe_intermediate_size") -> dict:
-    """Knobs of H, F, E, K and the activation. F is the name of its field; E and K have several."""
+def sizes(*F: str) -> dict:
+    """Knobs of H, F, E, K and the activation. F: the names of its field, "moe_intermediate_size" if
+    there are none.
+    """
     return {
         "hidden_size": field("hidden_size"),
-        "ffn_hidden_size": field(F),
-        "topk": field(
-            "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
+        "ffn_hidden_size": field(*F or ["moe_intermediate_size"]),
+        "topk": field("num_experts_per_tok", "num_experts_per_token", "experts_per_token",
+                      "moe_k", "moe_topk", "moe_top_k"),
         "num_experts": field(
             "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
         "activation": field("hidden_act", default="silu", among=GATED),
@@ -1407,18 +1475,19 @@ def shared(*sizes: str) -> dict:
     return {"shared_expert_intermediate_size": field(*sizes)}
 
 
-def shared_times(*sizes: str, default: int | None = 1) -> dict:
+def shared_times(*sizes: str, default: int | None = 1, size: object = _ABSENT) -> dict:
     """Knob of several shared experts. Side by side they are one large expert.
 
     sizes: the names of the field with the size of each; without one it is F.
-    default: of their number.
+    default, size: of their number, and of the field with their size.
     """
     names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
-    size = field(*sizes or ["moe_intermediate_size"])
+    each = field(*sizes or ["moe_intermediate_size"], default=size)
 
     def total(read):
         count = read(*names, default=default) or 0
-        return count * (size(read) or 0) or None
+        width = each(read) or 0
+        return count and width and count * width or None
     return {"shared_expert_intermediate_size": total}
 
 
@@ -1464,11 +1533,26 @@ def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> 
     return biased(scaling, norm) | grouped(groups, kept)
 
 
-def summed(read: Reader) -> int | None:
-    """The size of shared experts whose sum is added to the routed output, not averaged with it."""
-    size = shared_times("intermediate_size", default=0)["shared_expert_intermediate_size"](read)
+def averaged(read: Reader) -> str | None:
+    """Behind Cohere's sum of routed and shared output: its half, unless the config says "sum"."""
+    if read("num_shared_experts", default=0):
+        strategy = read(
+            "shared_expert_combination_strategy", default="average", among={"sum": None})
+        return strategy and "y / 2"
+
+
+def beside(read: Reader) -> str | None:
+    """Behind Granite's block: the dense FFN that its layer adds."""
+    size = read("shared_intermediate_size", default=0)
+    return size and f"y + shared_mlp(x), {size} wide"
+
+
+def unclamped(read: Reader) -> int | None:
+    """The size of shared experts that are not clamped, where the routed ones are."""
+    size = shared_times()["shared_expert_intermediate_size"](read)
     if size:
-        read("shared_expert_combination_strategy", default="average", among={"sum": None})
+        read.problems.append(f"n_shared_experts is {read.get('n_shared_experts', 1)}; needs 0, "
+                             f"since a layer would clamp its shared expert too")
     return size
 
 
@@ -1488,7 +1572,7 @@ def chosen_by_score(read: Reader) -> bool:
     if by_score is not None:
         return by_score
     if hashed and read.layer_idx is None:
-        read.problems.append(f"the first {hashed} layers are hash layers; needs layer_idx")
+        read.differ(f"the first {hashed} layers are hash layers")
     return (read.layer_idx or 0) >= hashed
 
 
@@ -1506,7 +1590,7 @@ COHERE = {
         or read("expert_selection_fn", default="softmax") == "softmax"),
     "score_function": field("expert_selection_fn", default="softmax",
                             among={"softmax": "softmax", "sigmoid": "sigmoid"}),
-    "shared_expert_intermediate_size": summed,
+    **shared_times("intermediate_size", default=0),
 }
 EXPERT_BIAS = {"enable_expert_bias": True}
 V3_ROUTER = noaux(2.5, groups=8, kept=4)
@@ -1705,13 +1789,13 @@ FAMILIES = {
     "minimax_m2": Family(
         sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(BESIDE, w132(EACH)),
-        needs={"use_routing_bias": (True,), "shared_intermediate_size": 0}),
+        needs={"use_routing_bias": (True,)}),
     "hunyuan_v1_moe": Family(
         sizes("intermediate_size")
         | shared("intermediate_size", "moe_intermediate_size"),
         layouts("gate.wg.weight    router.weight    e h" + shared_expert("shared_mlp")),
         needs={"num_shared_expert": (1,), "use_mixed_mlp_moe": (True,),
-               "group_limited_greedy": False}),
+               "group_limited_greedy": False, "moe_drop_tokens": False}),
     "lfm2_moe": Family(
         sizes() | SIGMOID | normed(default=True) | scaled(1.0) | SWIGLU | {
             "norm_eps": 1e-6,
@@ -1774,40 +1858,42 @@ FAMILIES = {
         (layout(GATE + w132(SHARED + EACH)), *layouts(GATE + SHARED, w132(EACH))),
         others=AROUND),
     "minimax_m3_vl_text": Family(
-        sizes("intermediate_size") | biased(2.0) | ALWAYS_NORMED | QUICK_GEGLU
-        | shared("shared_intermediate_size"),
+        sizes("intermediate_size", "moe_intermediate_size") | biased(2.0) | ALWAYS_NORMED
+        | QUICK_GEGLU | shared("shared_intermediate_size"),
         layouts(BESIDE + SHARED, w132(EACH),
                 held=CORRECTED + MINIMAX_M3),
-        needs={"hidden_act": ("swigluoai", "silu", None), "use_routing_bias": True,
-               "n_shared_experts": 1}),
+        needs={"hidden_act": ("swigluoai", "silu", None), "n_shared_experts": 1}),
     "bailing_hybrid": Family(
-        sizes() | V3_ROUTER | shared_times(),
+        sizes() | V3_ROUTER
+        | shared_times("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
-        needs={"moe_router_enable_expert_bias": True}),
+        needs={"router_dtype": "fp32"}),
     "axk2": deepseek(biased(2.5)),
     "dots3_note_text": deepseek(
         noaux(1.0),
-        shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
+        shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size",
+                     size=1536)),
     "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
     "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
         (layout(GATE + TRANSPOSED), layout(GATE + FUSED))),
     "qwen3_5_moe_text": qwen2_moe(ALWAYS_NORMED),
-    "granitemoe_swa": Family(sizes("intermediate_size"), (layout(ROUTER + FUSED),)),
+    "granitemoe_swa": Family(
+        sizes("intermediate_size"), (layout(ROUTER + FUSED),), after=beside),
     "aria_text": Family(
         sizes("intermediate_size") | shared_times("intermediate_size", default=2) | SWIGLU,
         (layout(ARIA), layout(ROUTER + SHARED + TRANSPOSED))),
     "cohere2_moe": Family(
-        sizes("intermediate_size") | COHERE, layouts(GATE + SHARED)),
+        sizes("intermediate_size") | COHERE, layouts(GATE + SHARED), after=averaged),
     "mistral4": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
         | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
     "afmoe": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED)),
     "hy_v3": Family(
-        sizes() | biased(2.826) | ALWAYS_NORMED | shared_times(),
-        layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
+        sizes("moe_intermediate_size", "expert_hidden_dim") | biased(2.826) | ALWAYS_NORMED
+        | shared_times(), layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
     "laguna": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("shared_expert_intermediate_size"),
         layouts(LAGUNA, held=CORRECTED + SHARED)),
@@ -1819,13 +1905,12 @@ FAMILIES = {
     "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
     "glm_moe_dsa": deepseek(noaux(2.5)),
     "glm4_moe_lite": deepseek(noaux(1.8)),
-    "glm5_next_text": deepseek(noaux(2.5) | SWIGLU | CLAMPED),
+    "glm5_next_text": deepseek(noaux(2.5) | SWIGLU | CLAMPED)._replace(
+        needs={"moe_router_dtype": "float32"}),
     "axk1": deepseek(V3_ROUTER)._replace(
-        others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm"),
-    # A layer clamps its shared expert too, so it can have none.
+        others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm(y)"),
     "hy_v4": deepseek(
-        noaux(2.827) | SWIGLU | CLAMPED,
-        {"shared_expert_intermediate_size": field("n_shared_experts", default=1, among={0: None})}),
+        noaux(2.827) | SWIGLU | CLAMPED, {"shared_expert_intermediate_size": unclamped}),
 }
 
 # The precision of a router that is not fp32 throughout: of product, scores and weights.
@@ -1880,71 +1965,8 @@ SAME = dict(columns("""
     qwen3_omni_moe_talker_text  qwen2_moe
 """, 2))
 FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
-
-# A published model of each family, and in brackets the source of its formulas.
-EXAMPLES = dict(columns("""
-    mixtral                     Mixtral-8x7B-v0.1 (arXiv 2401.04088)
-    granitemoe                  granite-3.0-1b-a400m-base (model card)
-    jamba                       Jamba-v0.1 (arXiv 2403.19887)
-    olmoe                       OLMoE-1B-7B-0924 (arXiv 2409.02060)
-    qwen3_moe                   Qwen3-30B-A3B (arXiv 2505.09388)
-    qwen2_moe                   Qwen1.5-MoE-A2.7B (arXiv 2407.10671)
-    qwen3_next                  Qwen3-Next-80B-A3B-Instruct (model card)
-    deepseek_v2                 DeepSeek-V2 (arXiv 2405.04434)
-    deepseek_v3                 DeepSeek-V3 (arXiv 2412.19437)
-    glm4_moe                    GLM-4.5-Air (arXiv 2508.06471)
-    dots1                       dots.llm1.base (arXiv 2506.05767)
-    llama4_text                 Llama-4-Scout-17B-16E (model card)
-    gpt_oss                     gpt-oss-20b (arXiv 2508.10925)
-    ernie4_5_moe                ERNIE-4.5-21B-A3B-PT (technical report)
-    minimax_m2                  MiniMax-M2 (model card)
-    hunyuan_v1_moe              Hunyuan-A13B-Instruct (technical report)
-    lfm2_moe                    LFM2-8B-A1B (arXiv 2511.23404)
-    nemotron_h                  NVIDIA-Nemotron-3-Nano-30B-A3B (arXiv 2512.20848)
-    dbrx                        dbrx-base (model card)
-    kimi_linear                 Kimi-Linear-48B-A3B-Instruct (arXiv 2510.26692)
-    deepseek_v4                 DeepSeek-V4-Flash (technical report)
-    inkling2_text               Inkling-2-Small (transformers 5.23)
-    flint                       flint (transformers 5.23)
-    mistral_large4_text         Mistral-Large-4 (transformers 5.23)
-    minimax_m3_vl_text          MiniMax-M3 (transformers 5.23)
-    bailing_hybrid              Ling-3.0-Flash (transformers 5.23)
-    axk2                        A.X-K2-Light (transformers 5.23)
-    dots3_note_text             dots3-note-prev (transformers 5.23)
-    beam                        Beam-1.0-501B-A23B (transformers 5.23)
-    mellum                      Mellum2-12B-A2.5B (transformers 5.23)
-    qwen3_vl_moe_text           Qwen3-VL-30B-A3B (arXiv 2511.21631)
-    qwen3_5_moe_text            Qwen3.5-35B-A3B (transformers 5.23)
-    granitemoe_swa              granite-swash-3b-a600m (transformers 5.23)
-    aria_text                   Aria (arXiv 2410.05993)
-    cohere2_moe                 command-a-plus-05-2026 (transformers 5.23)
-    mistral4                    Mistral-Small-4-119B (transformers 5.23)
-    afmoe                       Trinity-Mini (transformers 5.23)
-    hy_v3                       Hy3-preview (transformers 5.23)
-    laguna                      Laguna-XS.2 (transformers 5.23)
-    step3p5                     Step-3.7-Flash (transformers 5.23)
-    exaone_moe                  K-EXAONE-236B-A23B (transformers 5.23)
-    mimo_v2_flash               MiMo-V2-Flash (transformers 5.23)
-    glm_moe_dsa                 GLM-5 (transformers 5.23)
-    glm4_moe_lite               GLM-4.7-Flash (transformers 5.23)
-    glm5_next_text              GLM-5.3-Flash (transformers 5.23)
-    axk1                        A.X-K1 (transformers 5.23)
-    hy_v4                       Hy4-preview (transformers 5.23)
-    kimi_k2                     Kimi-K2-Instruct (arXiv 2507.20534)
-    kimi_k3                     Kimi-K3 (technical report)
-    qwen4_exp_text              Qwen4-Exp (transformers 5.23)
-    flex_olmo                   FlexOlmo-7x7B-1T (arXiv 2507.07024)
-    minimax                     MiniMax-Text-01 (arXiv 2501.08313)
-    granitemoeshared            granite with a dense FFN beside (transformers 5.23)
-    granitemoehybrid            granite-4.0-h-small (transformers 5.23)
-    deepseek_v32                DeepSeek-V3.2-Exp (transformers 5.23)
-    glm4v_moe_text              GLM-4.5V (arXiv 2507.01006)
-    solar_open                  Solar-Open-100B (transformers 5.23)
-    deepseek_ocr2_text          DeepSeek-OCR-2 (transformers 5.23)
-    unlimited_ocr_text          Unlimited-OCR (transformers 5.23)
-    qwen3_omni_moe_text         Qwen3-Omni-30B-A3B, thinker (arXiv 2509.17765)
-    qwen3_omni_moe_talker_text  Qwen3-Omni-30B-A3B, talker (arXiv 2509.17765)
-""", 2))
+for name in ("granitemoeshared", "granitemoehybrid"):
+    FAMILIES[name] = FAMILIES[name]._replace(after=beside)
 
 # Why the layer cannot express the other models of the library.
 INEXPRESSIBLE = dict(columns("""
@@ -1968,9 +1990,11 @@ INEXPRESSIBLE = dict(columns("""
 """, 2))
 
 
+# More names: of outer configs, and in published files.
 OUTER = {
     "step3p7": "step3p5", "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
-    "inkling_mm_model": "inkling_text"}
+    "inkling_mm_model": "inkling_text", "hunyuan": "hunyuan_v1_moe",
+    "minimax_text_01": "minimax", "minimax_m3": "minimax_m3_vl_text"}
 
 
 def with_outer_names(rows: dict) -> dict:
@@ -1981,11 +2005,3 @@ def with_outer_names(rows: dict) -> dict:
 
 TYPES = with_outer_names(FAMILIES)
 REFUSED = with_outer_names(INEXPRESSIBLE)
-
-
-if __name__ == "__main__":
-    if __package__:
-        from . import atlas
-    else:
-        import atlas
-    atlas.main()

@@ -36,6 +36,7 @@ import atlas
 import families
 import moe
 import parallel
+import published
 import router as router_file
 from kernels import expert_mlp, plan_permutation, topk_routing
 from moe import (
@@ -608,7 +609,8 @@ def as_held(case: str, t: dict) -> dict:
 
 
 def test_families_are_those_listed_here():
-    assert set(families.FAMILIES) == set(families.EXAMPLES) == set(FAMILIES)
+    assert set(families.FAMILIES) == set(FAMILIES)
+    assert sorted(families.FAMILIES) == sorted([*published.MODELS, *published.FIELDS])
     assert set(FAMILIES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
 
 
@@ -653,36 +655,34 @@ def test_families_know_every_type_of_the_library():
 
 
 def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:
-    """(stdout, stderr, exit status) of `python families.py` with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["families.py", *map(str, arguments)])
+    """(stdout, stderr, exit status) of `python atlas.py` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["atlas.py", *map(str, arguments)])
     status = 0
     try:
-        runpy.run_path(families.__file__, run_name="__main__")
+        runpy.run_path(atlas.__file__, run_name="__main__")
     except SystemExit as stopped:
         status = stopped.code
     return (*capsys.readouterr(), status)
 
 
-def test_families_table_in_the_docs(capsys, monkeypatch, tmp_path):
-    """docs/routers.md has what `python families.py` prints, a line per family, refused or not, and
-    what it prints of one router."""
+def test_atlas_in_the_docs(capsys, monkeypatch):
+    """docs/routers.md has what `python atlas.py` prints: of one router, of three side by side, and
+    the table, a line per family, refused or not."""
     page = (HERE / "docs/routers.md").read_text()
+    blocks = re.findall(r"^```\n\$ python atlas.py(.*)\n((?:.*\n)*?)```$", page, re.M)
+    assert len(blocks) == 2
+    for arguments, want in blocks:
+        assert printed(capsys, monkeypatch, *arguments.split()) == (want, "", 0)
     out, err, status = printed(capsys, monkeypatch)
     assert (err, status) == ("", 0)
     _, after = page.split("<!-- families table -->\n")
     assert after.split("<!-- end of the table -->")[0] == out
     _, _, *lines = out.splitlines()
-    named = [line.split("`")[1] for line in lines]
-    assert named == [*families.FAMILIES, *families.INEXPRESSIBLE]
+    assert [line.split("`")[1] for line in lines] == [*families.FAMILIES, *families.INEXPRESSIBLE]
     assert len({line.count(" | ") for line in out.splitlines()}) == 1
 
-    _, config, _, want, *_ = re.split(r"```\w*\n", page.split("<!-- router example -->")[1])
-    file = tmp_path / "config.json"
-    file.write_text(config)
-    assert printed(capsys, monkeypatch, "deepseek_v3", file) == (want, "", 0)
 
-
-def test_families_print_refuses(capsys, monkeypatch, tmp_path):
+def test_atlas_refuses(capsys, monkeypatch, tmp_path):
     """One line and exit status 2, but for a type that is refused: its reason is the answer."""
     why = families.INEXPRESSIBLE["phimoe"]
     out, err, status = printed(capsys, monkeypatch, "phimoe")
@@ -696,15 +696,15 @@ def test_families_print_refuses(capsys, monkeypatch, tmp_path):
             file.write_text(content)
         out, err, status = printed(capsys, monkeypatch, "mixtral", file)
         assert (out, err.count("\n"), status) == ("", 1, 2) and phrase in err, err
-    out, err, status = printed(capsys, monkeypatch, "mixtrall")
-    assert (out, err.count("\n"), status) == ("", 1, 2)
-    assert "'mixtrall'" in err and ", ".join(families.FAMILIES) in err
+    for arguments in (["mixtrall"], ["mixtral", "mixtrall"]):
+        out, err, status = printed(capsys, monkeypatch, *arguments)
+        assert (out, err.count("\n"), status) == ("", 1, 2)
+        assert "'mixtrall'" in err and ", ".join(families.FAMILIES) in err
 
 
 @pytest.mark.parametrize("case", OWN)
-def test_families_print_the_config(case):
-    """The last line is the config, from any config; without sizes it has the names of the fields.
-    A family without a knob for it has no line for it."""
+def test_atlas_ends_with_the_config(case):
+    """From any config of the type. A family without a knob for it has no line for it."""
     fields = fam_fields(case)
     text = atlas.router(family(case), fields)
     assert eval(text.splitlines()[-1]) == families.config_from_hf(fields)
@@ -712,6 +712,82 @@ def test_families_print_the_config(case):
     row = families.TYPES[family(case)]
     assert ("expert_bias" in text) == ("enable_expert_bias" in row.knobs)
     assert ("latent_down" in text) == (case in ("nemotron_h-latent", "kimi_k3"))
+
+
+# Fields of published configs whose names speak of experts or routers, and that change nothing here.
+CHANGES_NOTHING = {
+    "the loss": "router_aux_loss_coef aux_loss_alpha seq_aux moe_loss_weight",
+    "which layers have experts":
+        "expert_layer_offset expert_layer_period moe_layer_freq interleave_moe_layer_step "
+        "moe_layer_start_index moe_layer_end_index moe_layer_interval",
+    "how many groups are kept, where there is one or none": "topk_group",
+    "one group, or none": "use_grouped_topk",
+    "the file's dtype, of weights that are to be dequantised": "expert_dtype",
+    "a sum that the layer takes in fp32 in any case": "enable_moe_fp32_combine",
+}
+SPEAKS = re.compile(
+    "expert|moe|rout|gate|limit|shared?_|topk|top_k|group|norm|scor|swiglu|situ|latent|_act|aux")
+
+
+@pytest.mark.parametrize("name", published.MODELS)
+def test_atlas_reads_what_a_published_config_says(name, monkeypatch):
+    """Every field that may change the router or the experts is read or needed."""
+    seen = set()
+    get = families.Reader.get
+    monkeypatch.setattr(families.Reader, "get",
+                        lambda read, name, *rest, **more: seen.add(name) or get(read, name, *rest,
+                                                                                 **more))
+    config = published.MODELS[name].config
+    atlas.readings_of(config)
+    nested = {f"{field}.{inner}" for field in config if isinstance(config[field], dict)
+              for inner in config[field]} - {"quantization_config.quant_method"}
+    fields = {*config, *nested} - seen - {"ffn_config"}
+    known = {field for line in CHANGES_NOTHING.values() for field in line.split()}
+    unread = {field for field in fields if SPEAKS.search(field)}
+    assert {field.split(".")[-1] for field in unread} <= known
+    assert families.type_of(config)[0] in families.TYPES
+
+
+def test_atlas_of_a_named_model_has_its_numbers():
+    """Each field in brackets is in the config, and its number is in the line: what stands beside a
+    model's name is that model's. A field in parentheses is not in the config."""
+    for name, model in published.MODELS.items():
+        title, *lines = atlas.router(name).splitlines()
+        assert title.startswith(f"{name}: {model.model}") and title.endswith(f"({model.source})")
+        assert ("from memory" in title) == (model.found == "memory")
+        numbers = 0
+        for line in lines:
+            text, _, origin = line.rstrip("]").partition(" [")
+            values = []
+            for field in filter(None, origin.split(", ")):
+                value = model.config
+                for part in field.strip("()").split("."):
+                    value = (value or {}).get(part)
+                assert (value is None) == field.startswith("("), (name, line)
+                if isinstance(value, list):
+                    value = value[3]
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    values.append(value)
+                if field == "activation_situ_beta" and "beta =" not in text:
+                    values.pop()                             # it says which activation
+            if "shared_expert(x)" in text and "(" not in origin:
+                values = [math.prod(values)]
+            if not re.search(r"expert_bias|rms_norm|latent_up|y / 2|shared_expert.*\(shared", line):
+                printed = [float(number) for number in re.findall(r"(?<![\w.])[\d.]+", text)]
+                assert set(values) <= set(printed), (name, line)
+                numbers += len(values)
+        assert numbers >= 4, name
+
+
+def test_atlas_without_a_published_config():
+    """Letters in the place of numbers, and no model's name."""
+    for name, fields in published.FIELDS.items():
+        title, *lines = atlas.router(name).splitlines()
+        assert title == f"{name}: no published config"
+        for field in fields.split():
+            assert any(field in line for line in lines), (name, field)
+        numbers = re.findall(r"(?<![\w.-])\d[\d.e-]*", "\n".join(lines[:-1]))
+        assert set(numbers) <= {"1e-20", "2"}, name          # 2 of a group are summed
 
 
 # The library's block multiplies by its scaling factor, its gate does not.
@@ -737,29 +813,56 @@ def interpreted(text: str, x: Tensor, **names) -> dict[int, float]:
     return dict(zip(names["chosen"], names["probs"].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("case", IN_THE_LIBRARY)
-def test_families_formulas_give_what_the_librarys_gate_gives(case):
-    """Choice and weights of the library's gate, in fp32, from the printed lines alone."""
-    config = library_config(case, **library_fields(case))
-    block = library_block(case, config)
+def check_formulas(case: str, config, text: str, layer_idx: int = 1) -> None:
+    """The choice and the weights of the library's gate, in fp32, from the printed lines alone."""
+    block = library_block(case, config, layer_idx)
     layout = families.TYPES[family(case)].layouts[-1]
     tensors = {slot.parameter: block.state_dict().get(name) for name, slot in layout.items()}
     names = {"W": tensors["router.weight"], "b": tensors.get("router.bias"),
              "expert_bias": tensors.get("router.expert_bias")}
     names = {name: None if t is None else t.double().flatten(0, -2 if name == "W" else -1)
              for name, t in names.items()}
-    text = atlas.router(family(case), config)
     x = torch.randn(1, 32, H6)
     with torch.no_grad():
         weights, indices = gate_of_the_library(case, block, x)
     scale = 1.0
     if case in SCALED_ELSEWHERE:
-        scale = families.config_from_hf(config).scaling_factor
+        scale = families.read_config(config, layer_idx).fields["scaling_factor"]
     for t in range(32):
         pairs = interpreted(text, x[0, t].double(), **names)
         assert sorted(pairs) == sorted(indices[t].tolist())
         want = {e: w * scale for e, w in zip(indices[t].tolist(), weights[t].tolist())}
         assert pairs == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_atlas_gives_what_the_librarys_gate_gives(case):
+    config = library_config(case, **library_fields(case))
+    check_formulas(case, config, atlas.router(family(case), config))
+
+
+@pytest.mark.parametrize("name", [name for name in published.MODELS if PUBLISHED[name].block])
+def test_atlas_of_a_named_model_is_the_librarys_of_its_config(name):
+    """The published fields in the library's config: the gate that it builds, with all its experts,
+    and the same text. The model is narrow, so that it fits."""
+    narrow = dict.fromkeys(("hidden_size", "d_model"), H6) | dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "expert_hidden_dim", "share_expert_dim",
+         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+         "shared_intermediate_size"), F5)
+    fields = {field: value[5] if isinstance(value, list) and "limits" not in field else value
+              for field, value in published.MODELS[name].config.items()
+              if value is not None and field not in ("quantization_config", "model_type")}
+    fields = {field: narrow.get(field, value) if value else value
+              for field, value in fields.items()}
+    attention = dict(num_attention_heads=2, num_key_value_heads=2)
+    if name == "granitemoehybrid":
+        attention |= dict(mamba_n_heads=4)
+    if name == "dbrx":
+        attention = {}
+        fields["ffn_config"] = fields["ffn_config"] | {"ffn_hidden_size": F5}
+    config = library_config(name, **fields, **attention)
+    for text in (atlas.router(name), atlas.router(name, config)):
+        check_formulas(name, config, text, layer_idx=5)      # behind the hash layers
 
 
 def match_published_loop(case: str, through) -> None:
@@ -984,10 +1087,11 @@ def test_families_config_values():
     """Published defaults, and fields that no small config above has."""
     sizes = dict(hidden_size=64, num_experts=32, num_experts_per_tok=4)
     sizes |= dict(intermediate_size=16, moe_intermediate_size=16)
-    sizes |= dict(shared_expert_intermediate_size=4)
     for line in DEFAULTS.strip().split("\n"):
         name, given, *want = line.split()
         fields = {"model_type": name} | sizes
+        if "shared_expert_intermediate_size" in PUBLISHED[name].config:
+            fields["shared_expert_intermediate_size"] = 4
         if given != "-":
             fields |= eval(f"dict({given})")
         config = families.config_from_hf(fields)
@@ -1049,12 +1153,14 @@ def test_families_layers_that_differ():
     assert read(kimi, layer_idx=1) == read(kimi)
     dense = v4 | {"mlp_layer_types": ["moe", "dense"]}
     check_errors([
-        (lambda: read(typed), "mlp_layer_types is 'hash_moe' or 'moe', by layer; needs layer_idx"),
+        (lambda: read(typed), "mlp_layer_types is 'hash_moe' in layers 0 to 1 or "
+                              "'moe' in layers 2 to 3; needs layer_idx"),
         (lambda: read(untyped), "the first 3 layers are hash layers; needs layer_idx"),
         (lambda: read(typed, 4), "mlp_layer_types has 4 values; layer_idx is 4"),
         (lambda: read(typed, -1), "layer_idx is -1; needs 0 or more"),
         (lambda: read(dense, 1), "mlp_layer_types is 'dense'; needs 'moe' or 'hash_moe' or None"),
-        (lambda: read(hunyuan), "moe_topk is 3 or 2 or 1, by layer; needs layer_idx"),
+        (lambda: read(hunyuan),
+         "moe_topk is 3 in layer 0 or 2 in layers 1, 3 or 1 in layer 2; needs layer_idx"),
         (lambda: read(kimi, 0), "mlp_layer_types is 'dense'; needs 'sparse' or 'moe' or None"),
         (lambda: read(v3, 1), "the first 2 layers are dense; layer_idx is 1")])
 
@@ -1175,7 +1281,11 @@ step3p5              swiglu_limits         7.0           0 or None
 step3p5              swiglu_limits_shared  16.0          0 or None
 step3p5              moe_router_activation 'softmax'     'sigmoid' or None
 step3p5              norm_expert_weight    False         True or None
-hy_v4                n_shared_experts      1             0
+hy_v4  n_shared_experts  1  0, since a layer would clamp its shared expert too
+bailing_hybrid       expert_swiglu_limit_list 4         0 or None
+bailing_hybrid       scale_router_input    True          False or None
+hy_v3                moe_router_use_sigmoid False        True or None
+minimax              shared_intermediate_size 4          0 or None
 glm5_next_text       hidden_act            'gelu_pytorch_tanh'  'silu' or 'swish' or None
 """
 
@@ -1195,9 +1305,9 @@ def test_families_refused_configs():
         return fam_fields("dbrx", ffn_config=PUBLISHED["dbrx"].config["ffn_config"] | fixed)
 
     missing = (
-        "hidden_size is missing; intermediate_size is missing; num_experts_per_tok or "
-        "num_experts_per_token or moe_k or moe_topk or moe_top_k is missing; num_experts or "
-        "num_local_experts or n_routed_experts or moe_num_experts is missing")
+        "hidden_size is missing; num_experts_per_tok or num_experts_per_token or experts_per_token "
+        "or moe_k or moe_topk or moe_top_k is missing; num_experts or num_local_experts or "
+        "n_routed_experts or moe_num_experts is missing; intermediate_size is missing")
     quantised = "quantization_config is given; needs dequantised weights and a config without it"
     table = [
         ({"model_type": "gpt2"}, f"model_type is 'gpt2'; known: {', '.join(families.FAMILIES)}"),
@@ -1213,14 +1323,14 @@ def test_families_refused_configs():
         (fam_fields("qwen3_moe", dtype="float8_e4m3fn"),
          "dtype is float8_e4m3fn; needs float64, float32, bfloat16, float16"),
         (fam_fields("qwen3_moe", num_experts_per_tok=[2, 2, 4]),
-         "num_experts_per_tok is 2 or 4, by layer; needs layer_idx"),
+         "num_experts_per_tok is 2 in layers 0 to 1 or 4 in layer 2; needs layer_idx"),
         (fam_fields("hunyuan_v1_moe", moe_intermediate_size=[7, 7]),
          "intermediate_size = 5 and moe_intermediate_size = 7 contradict each other"),
         (dbrx(moe_normalize_expert_weights=2.0),
          "ffn_config.moe_normalize_expert_weights is 2.0; needs 1.0 or None"),
         (dbrx(moe_jitter_eps=0.01, ffn_act_fn={"name": "gelu"}),
-         "ffn_config.ffn_act_fn.name is 'gelu'; needs 'silu' or 'swish' or 'gelu_pytorch_tanh'; "
-         "ffn_config.moe_jitter_eps is 0.01; needs 0.0 or None")]
+         "ffn_config.moe_jitter_eps is 0.01; needs 0.0 or None; "
+         "ffn_config.ffn_act_fn.name is 'gelu'; needs 'silu' or 'swish' or 'gelu_pytorch_tanh'")]
     read = families.config_from_hf
     check_errors((functools.partial(read, config), phrase) for config, phrase in table)
 
