@@ -973,6 +973,8 @@ def replace_blocks(
 
     register_experts()
     batch = Batch(padding_mask)
+    batch.published = Published(model)
+    batch.hooks.append(batch.published.hook)
     for name, router in routers.items():
         router.batch = batch
         _put_router(model, name, row, router)
@@ -1018,11 +1020,12 @@ def restore_blocks(model: nn.Module) -> list[str]:
             delattr(module, slot)
             if slot != "forward":
                 _put_forward(module, type(module).forward)
+        if getattr(vars(module).get("_apply"), "func", None) is _apply_to_block:
+            del module._apply
         router = vars(module).pop("moe_router", None)        # of experts
         if router and router.experts_before and _are_ours(module):
             module.config._experts_implementation = router.experts_before
     for gate in gates.values():
-        gate.moe_router.load_hook.remove()
         del gate.moe_router
     return [name.rpartition(".")[0] for name in gates]
 
@@ -1066,6 +1069,7 @@ class Guest(moe.TopKRouter):
 
     places: weight, bias, expert_bias, and hash_table -> (module, attribute).
     batch: what the model's forward knows of its texts.
+    dtypes: the model's dtype and that of the gate's weight -> fields of MoEConfig.
     experts_before: the library's implementation of the experts that ours has replaced.
     """
     weight = _of_the_library("weight")
@@ -1077,6 +1081,7 @@ class Guest(moe.TopKRouter):
         super().__init__(config, pg_collection)
         self.batch = Batch()
         self.had_batch = False                               # in a training forward that needs it
+        self.dtypes = None
         self.experts_before = None
 
     def make_tensors(self) -> None:
@@ -1160,6 +1165,23 @@ GATE_FORWARDS = _route, _llama4_route
 REPLACEMENTS = *GATE_FORWARDS, _library_experts, _llama4_block, _dbrx_block
 
 
+def _apply_to_block(block, router, fn, recurse=True):
+    """nn.Module._apply, which model.to(..) calls: the expert bias keeps its dtype, and the router
+    gets the precision of the library's gate in the new dtype.
+    """
+    bias = router.expert_bias
+    if bias is not None:
+        bias = bias.detach()                                 # Laguna's is cast in place
+    type(block)._apply(block, fn, recurse)
+    if bias is not None and router.expert_bias.dtype != bias.dtype:
+        router.expert_bias = bias.to(router.expert_bias.device)
+    dtype = next(block.experts.parameters()).dtype
+    if dtype.is_floating_point:
+        fields = router.dtypes(dtype, router.weight.dtype)
+        router.config = dataclasses.replace(router.config, **fields)
+    return block
+
+
 def _slot(module):
     """Where a forward lies: accelerate's hooks stand before it."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
@@ -1186,13 +1208,12 @@ def _gate_of(block, row):
 def _router_for(model, name, row, changes, groups):
     """The Guest for the block with this name. Nothing of the model changes."""
     block = model.get_submodule(name)
-    fields = {"probs_dtype": None, "params_dtype": model.dtype}
+    fields = {"params_dtype": model.dtype}
     path = next(iter(row.layouts[-1]))
     weight = _tensors(block)[path]
     if row.block_scales:
         fields["scaling_factor"] = None
-    if "router_dtype" not in changes:
-        fields |= _router_dtypes(row.precision.split(), model.dtype, weight.dtype)
+    fields |= _dtypes_of_gate(row, changes, model.dtype, weight.dtype)
     reading = read_config(model.config, _layer_of(name))
     reading.refuse(reading.problems)
     published = {field: value for field, value in reading.fields.items()
@@ -1220,7 +1241,17 @@ def _router_for(model, name, row, changes, groups):
             owner, _, attribute = path.rpartition(".")
             places[slot.parameter.removeprefix("router.")] = block.get_submodule(owner), attribute
     with torch.device(weight.device):
-        return Guest(config, places, groups)
+        router = Guest(config, places, groups)
+    router.dtypes = functools.partial(_dtypes_of_gate, row, changes)
+    return router
+
+
+def _dtypes_of_gate(row, changes, dtype, gate_dtype):
+    """Fields of MoEConfig: what the library's gate has in a model of this dtype, or the changes."""
+    fields = {"probs_dtype": None}
+    if "router_dtype" not in changes:
+        fields |= _router_dtypes(row.precision.split(), dtype, gate_dtype)
+    return {name: changes.get(name, value) for name, value in fields.items()}
 
 
 def _put_router(model, name, row, router):
@@ -1229,9 +1260,8 @@ def _put_router(model, name, row, router):
     gate = _gate_of(block, row)
     experts = block.experts
     gate.moe_router = router.train(gate.training)
+    block._apply = functools.partial(_apply_to_block, block, router)
     vars(experts)["moe_router"] = router
-    take = functools.partial(_take_published, model.config, _layer_of(name))
-    router.load_hook = block.register_load_state_dict_pre_hook(take)
     of_the_gate, of_the_block = BLOCK_FORWARDS.get(type(block).__name__, (_route, None))
     _put_forward(gate, of_the_gate)
     if of_the_block:
@@ -1257,23 +1287,67 @@ def _layer_of(name):
     return int(re.findall(r"\d+", "0." + name)[-1])
 
 
-def _take_published(hf_config, layer_idx, block, state, prefix, *_):
-    """Before load_state_dict of a block: what a published file has becomes what the block holds.
-    The library's Trainer needs it, which loads the files of save_pretrained this way.
+# -- what save_pretrained has written, by load_state_dict --
+
+class Renamed(NamedTuple):
+    """Tensors of a file of save_pretrained that make tensors of the model.
+
+    transform: the library's, from the one to the other. pattern: published name -> its pattern.
     """
-    model_type, _ = type_of(hf_config)
-    row = family(model_type)
-    held = row.layouts[-1]
-    first = _first_of_experts(row.layouts[0]).format(e=0)
-    if first in held or prefix + first not in state:
-        return
-    given = {name: state.pop(name) for name in list(state)
-             if name.startswith(prefix) and "moe_router" not in name}
-    groups = _gate_of(block, row).moe_router.pg_collection
-    layer = moe.MoELayer(config_from_hf(hf_config, layer_idx), groups)
-    from_hf(layer, given, model_type, prefix)
-    for name, place in _places(layer, held).items():
-        state[prefix + name] = place.take()
+    transform: object
+    pattern: dict[str, str]
+
+
+class Published:
+    """Lets load_state_dict of a live model take what save_pretrained has written. The library's
+    Trainer resumes that way, and by itself leaves out the tensors whose names or layouts the
+    library changes at a load by from_pretrained.
+
+    waiting: name in the model -> published name -> tensor, of those that are cut between files.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.waiting = {}
+        self.hook = model.register_load_state_dict_pre_hook(self.take)
+
+    @functools.cached_property
+    def renamed(self) -> dict[str, Renamed]:
+        """Name in the model, the first of several -> what it is made of."""
+        from transformers.core_model_loading import (
+            WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion)
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                  for name, tensor in self.model.state_dict().items()}
+        transforms = getattr(self.model, "_weight_conversions", None)
+        if transforms is None:
+            transforms = get_model_conversion_mapping(self.model, add_legacy=False)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        found = {}
+        for name in revert_weight_conversion(self.model, shapes):
+            first, pattern = rename_source_key(
+                name, renamings, converters, self.model.base_model_prefix, shapes)
+            transform = of_pattern.get(pattern) or WeightRenaming(name, first)
+            found.setdefault(first, Renamed(transform, {})).pattern[name] = pattern or name
+        return {first: each for first, each in found.items() if each.pattern.keys() - shapes.keys()}
+
+    def take(self, model, state, prefix, *_):
+        for first, (transform, pattern) in self.renamed.items():
+            given = {name: state.pop(prefix + name) for name in pattern if prefix + name in state}
+            if not given:
+                continue
+            given = self.waiting.pop(first, {}) | given
+            if len(given) < len(pattern):
+                self.waiting[first] = given
+                continue
+            transform = copy.deepcopy(transform)
+            for name in pattern:                             # experts in their order
+                transform.add_tensor(first, name, pattern[name], given[name])
+            made = transform.convert(first, model=model, config=model.config)
+            for name, tensor in made.items():
+                state[prefix + name] = tensor[0] if isinstance(tensor, list) else tensor
 
 
 # -- what a block does not see of the model's forward --
@@ -1303,6 +1377,7 @@ class Batch:
         self.padding_mask = padding_mask
         self.texts = None
         self.has_our_experts = True
+        self.published = None
         self.hooks = []
 
     def follow(self, model: nn.Module) -> None:
@@ -1312,6 +1387,10 @@ class Batch:
                        model.register_forward_hook(self.leave, always_call=True)]
 
     def enter(self, names, model, args, kwargs):
+        if self.published.waiting:
+            raise RuntimeError(f"load_state_dict got a part of what makes "
+                               f"{_listed(list(self.published.waiting), ', ')}; needs all files of "
+                               f"the checkpoint")
         given = dict(zip(names, args), **kwargs)
         mask = given.get("attention_mask")
         if not self.padding_mask or not isinstance(mask, Tensor) or mask.ndim != 2:

@@ -1757,15 +1757,64 @@ def test_live_router_kept_in_fp32_has_fp32_logits():
         assert router.route(x)[0].dtype == weights
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "aria_text", "qwen2_moe"])
+@pytest.mark.parametrize("case", ["hy_v3", "deepseek_v3", "ernie4_5_moe", "laguna", "lfm2_moe"])
+def test_live_expert_bias_stays_in_fp32(case):
+    """Through model.to(..), wherever the library's buffer lies."""
+    model = replaced(case)
+    router = router_of(model)
+    bias = torch.rand_like(router.expert_bias)
+    router.expert_bias = bias.clone()
+    for cast in (model.bfloat16, model.half, model.float):
+        cast()
+        assert router.weight.dtype == model.dtype
+        same(router.expert_bias, bias)
+    families.restore_blocks(model)
+    model.bfloat16()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "deepseek_v4", "lfm2_moe", "mixtral"])
+def test_live_router_follows_the_models_dtype(case):
+    """As the library's gate does: replaced in bf16 and cast, or cast and replaced."""
+    models = [same_model(case).bfloat16() for _ in range(2)]
+    families.replace_blocks(models[0])
+    for model in models:
+        model.float()
+    families.replace_blocks(models[1])
+    first, second = (router_of(model).config for model in models)
+    assert first == dataclasses.replace(second, params_dtype=torch.bfloat16)
+    ids = random_ids()
+    same(*(whole_logits(model, ids) for model in models))
+    model = same_model(case)
+    families.replace_blocks(model, router_dtype=torch.float64)
+    model.bfloat16()
+    assert router_of(model).config.router_dtype == torch.float64
+
+
+@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in FAMILIES])
 def test_live_published_names_load_too(case, tmp_path):
-    """What save_pretrained has written, by load_state_dict: so the Trainer resumes."""
+    """What save_pretrained has written, by load_state_dict, also of a file cut into three: whatever
+    the library renames, joins or transposes when it loads. Not all of it: an error."""
     safetensors = pytest.importorskip("safetensors.torch", reason="reads a safetensors file")
     saved = replaced(case)
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            if not parameter.isfinite().all():                # Flint's sinks are not initialised
+                parameter.fill_(0.5)
     saved.save_pretrained(tmp_path)
-    model = filled(replaced(case), 0)
-    model.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
-    same(model.state_dict(), saved.state_dict())
+    state = safetensors.load_file(tmp_path / "model.safetensors")
+    for files in (1, 3):
+        model = filled(replaced(case), 0)
+        names = sorted(state)
+        for i in range(files):
+            model.load_state_dict({name: state[name] for name in names[i::files]}, strict=False)
+        same(model.state_dict(), saved.state_dict())
+    if case == "mixtral":
+        model.load_state_dict({name: state[name] for name in names[:9]}, strict=False)
+        text = error(whole_logits, model, random_ids())
+        assert text == ("RuntimeError: load_state_dict got a part of what makes "
+                        "model.layers.0.mlp.experts.down_proj, model.layers.0.mlp.experts."
+                        "gate_up_proj; needs all files of the checkpoint")
 
 
 IN_A_FRESH_PROCESS = f"""
@@ -2826,28 +2875,54 @@ def test_live_padding_in_the_trainer(tmp_path):
         assert router.local_tokens_per_expert.sum() == sum(lengths) * router.config.topk
 
 
-def trainer_steps(pieces: int, folder, **changes):
-    """Three steps of the library's Trainer on eight texts a step, in `pieces` microbatches."""
+def trainer_of(model, folder, *callbacks, **options):
+    """The library's Trainer on twenty-four texts, by plain SGD."""
     transformers = pytest.importorskip("transformers", reason="trains a model of transformers")
     pytest.importorskip("accelerate", reason="the library's Trainer needs accelerate")
     torch.manual_seed(1)
-    model = whole_model("qwen3_moe")
-    families.replace_blocks(model, **changes)
     data = [dict(input_ids=text, labels=text) for text in torch.randint(64, (24, 12))]
+    options = dict(per_device_train_batch_size=8, save_strategy="no") | options
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=8 // pieces, gradient_accumulation_steps=pieces,
-        max_steps=3, logging_steps=1, report_to=[], save_strategy="no", optim="sgd",
-        learning_rate=0.5, lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True)
-    trainer = transformers.Trainer(model, args, train_dataset=data)
+        str(folder), max_steps=3, logging_steps=1, report_to=[], optim="sgd", learning_rate=0.5,
+        lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, **options)
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[*callbacks])
     trainer.callback_handler.callbacks.insert(0, families.MoECallback())     # as the README says
+    return trainer
+
+
+def trainer_steps(pieces: int, folder, **changes):
+    """Three steps of the library's Trainer on eight texts a step, in `pieces` microbatches."""
+    transformers = pytest.importorskip("transformers", reason="trains a model of transformers")
+    model = replaced(**changes)
     seen = []
 
     class Reporter(transformers.TrainerCallback):
         def on_log(self, args, state, control, logs=None, **others):
             seen.append(dict(logs))
-    trainer.add_callback(Reporter)
+    trainer = trainer_of(model, folder, Reporter(), per_device_train_batch_size=8 // pieces,
+                         gradient_accumulation_steps=pieces)
     trainer.train()
     return model.state_dict(), trainer.state.log_history, seen
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_live_trainer_resumes(case, cut, tmp_path):
+    """Two steps, a checkpoint, whole or cut into files, and the third: as three steps."""
+    changes = {} if case == "deepseek_v3" else dict(enable_expert_bias=True)
+    whole = replaced(case, **changes)
+    trainer_of(whole, tmp_path, save_strategy="steps", save_steps=2).train()
+    folder = tmp_path / "checkpoint-2"
+    if cut:
+        resumed = replaced(case, **changes)
+        trainer = trainer_of(resumed, tmp_path)
+        trainer._load_from_checkpoint(str(folder))
+        (folder / "model.safetensors").unlink()
+        resumed.save_pretrained(folder, max_shard_size="24KB")
+        assert len(list(folder.glob("model-*"))) >= 3
+    resumed = replaced(case, **changes)
+    trainer_of(resumed, tmp_path).train(resume_from_checkpoint=str(folder))
+    same(resumed.state_dict(), whole.state_dict())
 
 
 def test_live_trainer_of_the_library(tmp_path):
@@ -2898,6 +2973,24 @@ def test_live_lora_by_peft():
     assert counts.tolist() == [0, (2 * T7 - 4) * 3] * 2
     violations = load_balancing_metrics(model)["max_violation"]
     assert violations.isnan().tolist() == [True, False] * 2  # of the originals, which do not run
+
+
+@pytest.mark.parametrize("case, module", [("qwen3_moe", "moe_router"), ("deepseek_v3", "gate")])
+def test_live_lora_saves_the_expert_bias(case, module, tmp_path):
+    """With the modules that docs/models.md names. A reloaded adapter gives the same logits."""
+    peft = pytest.importorskip("peft", reason="adapts a model with peft")
+    changes = {} if case == "deepseek_v3" else dict(enable_expert_bias=True)
+    config = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=[module])
+    model = peft.get_peft_model(replaced(case, **changes), config)
+    ids = random_ids()
+    for _ in range(3):
+        model(ids, labels=ids).loss.backward()
+        finish_step(model)
+    want = whole_logits(model.eval(), ids)
+    assert not torch.equal(whole_logits(replaced(case, **changes).eval(), ids), want)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(replaced(case, **changes), tmp_path)
+    same(whole_logits(again.eval(), ids), want)
 
 
 @pytest.mark.parametrize("case", FIVE)
