@@ -112,7 +112,7 @@ def check_known(name, value, known):
 
 
 def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
-    """ValueError unless every tensor has the axes that are named for it.
+    """ValueError unless every tensor has the axes that are named for it. TypeError: it is none.
 
     `check_shapes({"E": 4}, rows=(rows, "N H"), weights=(weights, "E H F"))`: a letter is
     the same size everywhere, and `known` gives some of the sizes. A tensor that is None is
@@ -122,6 +122,8 @@ def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
     for name, (tensor, axes) in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; needs a tensor [{axes}]")
         letters = axes.split()
         found = dict(zip(letters, tensor.shape))
         needed = {**found, **sizes}

@@ -484,7 +484,8 @@ def _checked(layer, model_type):
     """
     inner = getattr(layer, "_orig_mod", layer)
     if not isinstance(inner, moe.MoELayer):
-        raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
+        raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer "
+                        f"(how to fill a small.MoE is said in small.py)")
     row = family(model_type)
     want = meaning({**row.knobs, "topk": inner.config.topk})
     have = meaning(vars(inner.config))
@@ -694,6 +695,7 @@ def upcycle(
     The router is drawn anew. Biases are zero, and so is the down projection of a shared expert. The
     output at the start is that of the dense FFN if the probs of a token sum to 1 and are not
     applied to the input. ValueError: shapes that do not fit, a latent_size, negative noise.
+    TypeError: a module in the place of its weight.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> gate_proj, up_proj, down_proj = torch.rand(16, 8), torch.rand(16, 8), torch.rand(8, 16)
@@ -1334,6 +1336,9 @@ class Published:
         return {first: each for first, each in found.items() if each.pattern.keys() - shapes.keys()}
 
     def take(self, model, state, prefix, *_):
+        known = {prefix + name for name in model.state_dict()}
+        if all(name in known for name in state if name.startswith(prefix)):
+            return
         for first, (transform, pattern) in self.renamed.items():
             given = {name: state.pop(prefix + name) for name in pattern if prefix + name in state}
             if not given:

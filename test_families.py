@@ -1410,7 +1410,8 @@ def test_families_lists_are_cut_at_ten():
          "layer is on the meta device and cannot take weights; call layer.to_empty(device=..) and "
          "reset_parameters() of its modules first")])
     check_errors(kind=TypeError, table=[
-        (lambda: read(t, layer, name), "layer is a dict; needs a MoELayer"),
+        (lambda: read(t, layer, name),
+         "layer is a dict; needs a MoELayer (how to fill a small.MoE is said in small.py)"),
         (lambda: read(layer, list(t), name), "tensors is a list; needs a mapping, name -> tensor")])
 
 
@@ -1579,6 +1580,8 @@ def test_families_upcycle_refuses():
          "up_proj has shape [6, 5]; needs [F = 5, H = 6]"),
         (lambda: upcycle(config, up, up, down_proj=down, noise=-1.0),
          "noise is -1.0; needs 0 or more")])
+    text = error(upcycle, config, torch.nn.Linear(H6, F5), up, down_proj=down)
+    assert text == "TypeError: gate_proj is a Linear; needs a tensor [F H]"
 
 
 @over_ranks(2)
