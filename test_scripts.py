@@ -4,7 +4,7 @@ of the streams (docs/overlap.md) and of other people's trainers (docs/ranks.md).
     python -m pytest test_scripts.py
     python -m pytest test_scripts.py -k test_train_      one section
 
-The words of the sections: sources, train, bench, docs, overlap, trainer.
+The words of the sections: sources, train, bench, steps, docs, overlap, trainer.
 """
 import ast
 import collections
@@ -43,6 +43,7 @@ import moe
 import parallel
 import shared_experts
 import small
+import steps
 import train
 from moe import (
     MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
@@ -153,9 +154,10 @@ def imported_modules(file: str) -> set[str]:
     ("families.py", {"moe", "transformers"}),              # the functions that need it import it
     ("atlas.py", {"moe", "families", "published"}),
     ("published.py", set()),
+    ("steps.py", {"small"}),
 ])
 def test_sources_import_torch_and_einops_alone(file, local):
-    known = {"torch"} if file in ("small.py", "check.py") else {"torch", "einops"}
+    known = {"torch"} if file in ("small.py", "check.py", "steps.py") else {"torch", "einops"}
     others = imported_modules(file) - known - local
     assert others <= sys.stdlib_module_names, f"{file} imports {others - sys.stdlib_module_names}"
 
@@ -837,6 +839,61 @@ def test_bench_draws_the_curves_of_a_run(tmp_path):
     done = run(HERE / "bench.py", "curves", "--run", tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+# ---- steps ----
+
+def of_a_step(layer, x: Tensor, function=None) -> list[Tensor]:
+    """The output and the gradients of x and of the parameters, in fp64."""
+    x = x.detach().to(layer.router.dtype).requires_grad_()
+    y = layer(x) if function is None else function(x)
+    upstream = torch.linspace(-1, 1, y.numel()).view_as(y)
+    found = [y, *grads(y, [x, *layer.parameters()], upstream.to(y.dtype))]
+    return [tensor.detach().double() for tensor in found]
+
+
+@pytest.mark.parametrize("name", steps.STEPS)
+def test_steps_compute_the_loop(name):
+    """Each against the plain loop in fp64, in eager mode in fp32, and compiled in bf16; on rounded
+    weights, so that all choose the same."""
+    T, H, W, E, K = 24, 16, 8, 5, 3
+    torch.manual_seed(0)
+    step = steps.STEPS[name](H, W, E, K)
+    step.load_state_dict({key: (tensor * 20).bfloat16() for key, tensor in
+                          steps.Loop(H, W, E, K).state_dict().items()})
+    x = torch.randn(T, H).bfloat16()
+    exact = copy.deepcopy(step).double()
+    want = of_a_step(exact, x, lambda x: kernels.moe_loop(
+        x, exact.router, exact.fc1, exact.fc2, K))
+    close(of_a_step(step, x), want, 1e-5)
+    step.bfloat16()
+    function = None if name.startswith("1") else compiled(step)
+    for got, right in zip(of_a_step(step, x, function), want, strict=True):
+        assert (got - right).norm() < 2e-2 * right.norm()
+
+
+@slow
+def test_steps_print_their_table(capfd, monkeypatch):
+    """A row for each step: its bytes, its time over the last's, kernels, graphs. In fp32 the rows
+    of F.grouped_mm say why there is none."""
+    def rows_of(dtype):
+        arguments = ["--shape", *"64 32 16 8 2".split(), "--dtype", dtype]
+        monkeypatch.setattr(sys, "argv", ["steps.py", *arguments])
+        steps.main()
+        header, _, *rows = capfd.readouterr().out.splitlines()
+        assert header.startswith(f"T, H, F, E, K = [64, 32, 16, 8, 2], {dtype}, cpu")
+        assert [row[:21].strip() for row in rows] == list(steps.STEPS)
+        return [row[21:].split() for row in rows]
+
+    with torch._inductor.config.patch(force_disable_caches=False):
+        loop, *graphs = rows_of("bf16")
+        *_, last = rows_of("fp32")
+    assert loop[-1] == "-" and loop[-2] == "yes"
+    assert [row[-1] for row in graphs] == ["2"] * 4
+    kept = [float(row[0]) for row in (loop, *graphs)]
+    assert kept[1] > 2 * kept[2] and kept[2:] == pytest.approx([kept[-1]] * 3, rel=0.1)
+    assert [row[3] for row in graphs[2:]] == ["yes", "yes"]
+    assert graphs[-1][2] == "1.00" and last[2:4] == ["1.00", "yes"]
 
 
 # ---- docs: README and docs ----

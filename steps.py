@@ -1,0 +1,284 @@
+"""From a loop to the layer in five steps. Each is a class that computes the same, with one change.
+
+    python steps.py [--shape T H F E K] [--dtype bf16] [--device cpu]
+
+prints what each step keeps for the backward and how long it takes. Why each change helps:
+docs/compile.md. T tokens, H hidden size, E experts, K experts per token, N = T·K rows, F FFN size
+of an expert; capitals at the end of a name are the tensor's axes.
+"""
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+import torch._inductor.metrics
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+if __package__:
+    from . import small
+else:
+    import small
+
+
+# ---- The steps ----
+
+class Loop(nn.Module):
+    """1. A loop over the experts, each with its tokens.
+
+    How many tokens an expert has is known only at run time, so a graph breaks at every expert.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_experts: int, topk: int):
+        super().__init__()
+        H, W, E = hidden_size, ffn_hidden_size, num_experts
+        self.topk = topk
+        self.router = nn.Parameter(0.02 * torch.randn(E, H))
+        self.fc1 = nn.Parameter(0.02 * torch.randn(E, 2, W, H))                # gate and up
+        self.fc2 = nn.Parameter(0.02 * torch.randn(E, H, W))
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        probs_TK, indices_TK = self.route(x_TH)
+        y_TH = torch.zeros_like(x_TH)
+        for e in range(len(self.fc1)):
+            token_M, k_M = torch.where(indices_TK == e)
+            hidden = F.linear(x_TH[token_M], self.fc1[e].flatten(0, 1))
+            rows_MH = F.linear(self.swiglu(hidden), self.fc2[e])
+            y_TH.index_add_(0, token_M, (rows_MH * probs_TK[token_M, k_M, None]).to(x_TH.dtype))
+        return y_TH
+
+    def route(self, x_TH):
+        chosen_TK, indices_TK = self.logits(x_TH).topk(self.topk)
+        return chosen_TK.softmax(-1), indices_TK
+
+    def logits(self, x_TH):
+        return x_TH.float() @ self.router.float().t()
+
+    def swiglu(self, hidden, prob=1.0):
+        gate, up = hidden.float().chunk(2, -1)
+        return (F.silu(gate) * up * prob).to(hidden.dtype)
+
+
+class Sorted(Loop):
+    """2. The rows of an expert lie side by side, so one grouped product takes all experts.
+
+    Every shape is known, so it is one graph. This is what one writes first: some twenty lines. It
+    keeps the gathered rows, the activation and the experts' outputs.
+    """
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        probs_TK, indices_TK = self.route(x_TH)
+        order_N, offsets_E = self.sort(indices_TK)
+        token_N = order_N // self.topk
+        hidden = F.grouped_mm(x_TH[token_N], self.fc1.flatten(1, 2).mT, offs=offsets_E)
+        rows_NH = F.grouped_mm(self.swiglu(hidden), self.fc2.mT, offs=offsets_E)
+        rows_NH = (rows_NH * probs_TK.flatten()[order_N, None]).to(x_TH.dtype)
+        return torch.zeros_like(x_TH).index_add(0, token_N, rows_NH)
+
+    def sort(self, indices_TK):
+        """(order [N]: row -> assignment t·K + k, offsets [E]: where the rows of an expert end)."""
+        ids_N, experts_E = indices_TK.flatten(), torch.arange(len(self.fc1), device=self.fc1.device)
+        offsets_E = (ids_N[:, None] == experts_E).sum(0).cumsum(0).int()
+        return ids_N.argsort(stable=True), offsets_E
+
+
+def again(function, *args):
+    """function(*args), computed once more in the backward: only the arguments are kept."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+class Checkpoints(Sorted):
+    """3. The prob goes in front of fc2, and two checkpoints say what to keep: x and fc1's output.
+
+    A prob behind fc2 needs fc2's output for its gradient; in front of it the activation is enough,
+    and that is made again. The compiler repeats no product for it: it keeps what a product needs
+    and computes the rest in the kernels that read it.
+    """
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        chosen_TK, indices_TK = again(self.logits, x_TH).topk(self.topk)
+        order_N, offsets_E = self.sort(indices_TK)
+        inverse_TK = order_N.argsort().view_as(indices_TK)           # assignment -> row
+        prob_N1 = chosen_TK.softmax(-1).flatten()[order_N, None]
+        hidden_NF = again(self.up, x_TH, order_N, inverse_TK, offsets_E)
+        rows_NH = again(self.down, hidden_NF, prob_N1, offsets_E)
+        return self.combine(rows_NH, order_N, inverse_TK)
+
+    def up(self, x_TH, order_N, inverse_TK, offsets_E):
+        rows_NH = self.spread(x_TH, order_N, inverse_TK)
+        return self.product(rows_NH, self.fc1.flatten(1, 2), offsets_E)
+
+    def down(self, hidden_NF, prob_N1, offsets_E):
+        return self.product(self.swiglu(hidden_NF, prob_N1), self.fc2, offsets_E)
+
+    def product(self, rows, weight, offsets_E):
+        """rows [N, I], weight [E, O, I] -> [N, O]"""
+        return F.grouped_mm(rows, weight.mT, offs=offsets_E)
+
+    def spread(self, x_TH, order_N, inverse_TK):
+        """[N, H]: the token of each row."""
+        return x_TH[order_N // self.topk]
+
+    def combine(self, rows_NH, order_N, inverse_TK):
+        """[T, H]: the sum of each token's rows."""
+        return sum(rows_NH[row_T].float() for row_T in inverse_TK.unbind(1)).to(rows_NH.dtype)
+
+
+class Moved(torch.autograd.Function):
+    """way(x, *plan), whose gradient is back(grad, *plan)."""
+    @staticmethod
+    def forward(ctx, x, way, back, *plan):
+        ctx.back = back
+        ctx.save_for_backward(*plan)
+        return way(x, *plan)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # x, way, back, order, inverse
+        return ctx.back(grad, *ctx.saved_tensors), None, None, None, None
+
+
+class GroupedLinear(torch.autograd.Function):
+    """rows [N, I], weight [E, O, I] -> [N, O]. The weight's gradient is made as [E, O, I] too."""
+    @staticmethod
+    def forward(ctx, rows, weight, offsets):
+        ctx.save_for_backward(rows, weight, offsets)
+        return F.grouped_mm(rows, weight.mT, offs=offsets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight, offsets = ctx.saved_tensors
+        grad_rows = F.grouped_mm(grad, weight, offs=offsets)
+        return grad_rows, F.grouped_mm(grad.t(), rows, offs=offsets), None
+
+
+class Gathers(Checkpoints):
+    """4. A gather has a gather for its gradient, and a weight's gradient the weight's layout.
+
+    Autograd's gradient of x[token] adds rows to tokens with atomics, in another order in each run.
+    But which rows a token has is known: their sum is a gather too. And the gradient of weight.mT
+    is a transposed tensor, which the optimizer would copy.
+    """
+
+    def product(self, rows, weight, offsets_E):
+        return GroupedLinear.apply(rows, weight, offsets_E)
+
+    def spread(self, *args):
+        x_TH, *plan = args
+        return Moved.apply(x_TH, super().spread, super().combine, *plan)
+
+    def combine(self, *args):
+        rows_NH, *plan = args
+        return Moved.apply(rows_NH, super().combine, super().spread, *plan)
+
+
+# 5. small.py: the backward is written by hand. That buys eager mode in which no product runs twice,
+# trainers' own checkpoints that have their say, torch 2.11, other dtypes, padding, and autocast.
+STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Checkpoints,
+         "4 gathers both ways": Gathers, "5 small.py": small.MoE}
+
+
+# ---- The table ----
+
+class Measured:
+    """A step on one input. It is compiled, but for the loop."""
+
+    def __init__(self, layer: nn.Module, x: Tensor):
+        self.layer = layer
+        self.x = x
+        self.parameters = list(layer.parameters())
+        self.function = layer if type(layer) is Loop else torch.compile(layer, fullgraph=True)
+        self.ms = []
+        counted = torch._inductor.metrics
+        counted.reset()
+        self.kept = self.bytes_kept()
+        forward = counted.generated_kernel_count
+        first = self.step()
+        self.kernels = f"{forward} + {counted.generated_kernel_count - forward}"
+        self.repeats = all(torch.equal(*pair) for _ in range(5) for pair in zip(first, self.step()))
+
+    def graphs(self) -> int:
+        """After four numbers of tokens: that of x is the first."""
+        before = counters["stats"]["unique_graphs"]
+        for part in (2, 3, 4):
+            self.step(len(self.x) // part)
+        return 1 + counters["stats"]["unique_graphs"] - before
+
+    def step(self, tokens: int | None = None) -> list[Tensor]:
+        """The output, and the gradients of x and of the parameters."""
+        x = self.x[:tokens].clone().requires_grad_()
+        y = self.function(x)
+        return [y, *torch.autograd.grad(y, [x, *self.parameters], torch.ones_like(y))]
+
+    def bytes_kept(self) -> int:
+        """Of the storages that a forward keeps for the backward, but for the parameters'."""
+        kept = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            _alive = self.function(self.x.clone().requires_grad_())
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
+        return sum(size for pointer, size in kept.items() if pointer not in own)
+
+    def time(self) -> None:
+        synchronize = torch.get_device_module(self.x.device).synchronize
+        synchronize()
+        start = time.perf_counter()
+        self.step()
+        synchronize()
+        self.ms.append(1e3 * (time.perf_counter() - start))
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the table of docs/compile.md")
+    parser.add_argument("--shape", type=int, nargs=5, default=[2048, 512, 256, 64, 8],
+                        metavar=("T", "H", "F", "E", "K"))
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    torch._inductor.config.force_disable_caches = True       # a cache counts other kernels
+    T, *sizes = args.shape
+    print(f"T, H, F, E, K = {args.shape}, {args.dtype}, {args.device}, torch {torch.__version__}, "
+          f"{torch.get_num_threads()} threads")
+    torch.manual_seed(0)
+    weights = Loop(*sizes).state_dict()
+    x = torch.randn(T, sizes[0]).to(args.device, DTYPES[args.dtype])
+    steps, refused = {}, {}
+    for name, step in STEPS.items():
+        print(f"{name} ..", file=sys.stderr)
+        layer = step(*sizes)
+        layer.load_state_dict(weights)
+        try:
+            steps[name] = Measured(layer.to(x), x)
+        except RuntimeError as error:                        # of F.grouped_mm, in this dtype
+            refused[name] = str(error).strip().splitlines()[-1].strip()
+    for _ in range(20):                                      # in turn
+        for step in steps.values():
+            step.time()
+
+    print(f"{'step':21}{'kB kept a token':>16}{'ms':>9}{'/ last':>8}   the same bits   "
+          f"kernels   graphs for 4 T")
+    last = statistics.median(steps["5 small.py"].ms)
+    for name in STEPS:
+        if name in refused:
+            print(f"{name:21}refused: {refused[name]}")
+            continue
+        step = steps[name]
+        ms = statistics.median(step.ms)
+        compiled = f"{step.kernels:10}{step.graphs()}" if step.function is not step.layer else "-"
+        print(f"{name:21}{step.kept / T / 1e3:16.2f}{ms:9.1f}{ms / last:8.2f}   "
+              f"{'yes' if step.repeats else 'no':16}{compiled}")
+
+
+if __name__ == "__main__":
+    main()
