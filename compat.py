@@ -106,6 +106,14 @@ def upcast(x):
     return x if x.dtype == torch.float64 else cast(x, torch.float32)
 
 
+@op(lambda x, dtype: torch.empty_like(x, dtype=dtype))
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, for a rounding that decides a choice. Within a kernel that the compiler
+    makes, a cast to bf16 or fp16 rounds nothing.
+    """
+    return x.to(dtype)
+
+
 def check_known(name, value, known):
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")

@@ -4809,6 +4809,8 @@ def test_compile_ops_pass_opcheck():
             (grouped._rows_times_weights, x, token, of_many, None, many, index),
             (grouped._rows_times_rows, x, token, h, None, many, index),
             (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
+            (kernels._rounded_scores, x.bfloat16(), "sqrtsoftplus"),
+            (kernels.rounded, x, torch.bfloat16),
             (kernels.count_experts, indices, 4),
             (kernels._sum_tokens, x),
             (kernels._sum_weighted, x, torch.rand(8), None),
