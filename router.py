@@ -756,24 +756,23 @@ class RouterCounts:
         self.last_logged.fill_(math.nan)
 
     def move(self, fn):
-        """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
-        grows by 1.
+        """As nn.Module._apply does, but each keeps its dtype, in bf16 a large count no longer grows
+        by 1, and its values: those of to_empty are what was in memory. On the meta device there are
+        none, so these begin anew.
         """
+        was_meta = self.last_logged.is_meta
         for name, tensor in self.tensors().items():
-            moved = fn(tensor)
-            if moved.dtype != tensor.dtype:
-                moved = tensor.to(moved.device)
+            device = fn(tensor).device
+            moved = torch.empty_like(tensor, device=device) if was_meta else tensor.to(device)
             setattr(self, name, compat.with_fixed_address(moved))
+        if was_meta:
+            self.reset()
 
     def follow(self, device):
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
         device, move parameters and buffers without `_apply`.
         """
-        if self.last_logged.is_meta:
-            self.move(lambda tensor: torch.empty_like(tensor, device=device))
-            self.reset()
-        else:
-            self.move(lambda tensor: tensor.to(device))
+        self.move(lambda tensor: torch.empty_like(tensor, device=device))
 
 
 # ---- Routers of a whole model ----

@@ -4277,6 +4277,35 @@ def test_trainer_counts_are_where_the_weight_is():
     assert layer.router.expert_bias.any()
 
 
+def test_trainer_loads_a_layer_that_to_empty_has_made(tmp_path):
+    """From the meta device and from a real one, by load_state_dict and by DCP: no reset_parameters.
+    Memory that nobody has written holds NaN here, and large integers."""
+    fields = dict(**LOSSES, **QUANTILE)
+    first = small_layer(**fields)
+    x = torch.randn(6, 2, 8)
+    dcp.save(first.state_dict(), checkpoint_id=tmp_path)
+
+    def step(layer):
+        layer(x).sum().backward()
+        metrics = load_balancing_metrics(layer)
+        finish_step(layer)
+        return metrics, [p.grad for p in layer.parameters()], layer.router.expert_bias
+    want = step(copy.deepcopy(first))
+    torch.use_deterministic_algorithms(True)
+    try:
+        for device, by_dcp in itertools.product(("meta", "cpu"), (False, True)):
+            with torch.device(device):
+                layer = small_layer(**fields)
+            layer.to_empty(device="cpu")
+            if by_dcp:
+                dcp.load(layer.state_dict(), checkpoint_id=tmp_path)
+            else:
+                layer.load_state_dict(first.state_dict())
+            same(step(layer), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 OWN_OPS = [op for module in SOURCES for op in vars(module).values()
            if isinstance(op, torch._library.custom_ops.CustomOpDef)]
 
