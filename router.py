@@ -253,10 +253,9 @@ class TopKRouter(Router):
         probs_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
         indices [T, K] int64), where index E is unrouted and has prob 0.
 
-        padding_mask [S, B] or [T] bool: tokens with True are unrouted. Within tp_cp either
-        every rank passes a mask or none does. topk_indices [T, K] or [S, B, K] in [0, E], of
-        any integer dtype, takes the place of the choice (replay, hash routing). An expert
-        that it names more than once for a token counts once: see
+        padding_mask [S, B] or [T] bool: tokens with True are unrouted. topk_indices [T, K] or
+        [S, B, K] in [0, E], of any integer dtype, takes the place of the choice (replay, hash
+        routing). An expert that it names more than once for a token counts once: see
         kernels.topk_routing_with_score_function. The range is not checked: checking would
         sync the device.
 
@@ -486,12 +485,13 @@ class TopKRouter(Router):
         if not self._in_training_forward():
             return logits
         loss = kernels.z_loss_func(logits, coeff, padding_mask)
-        if padding_mask is None:
-            tokens = math.prod(logits.shape[:-1]) * group_size(group)
-            loss = loss / group_size(group)
-        else:
+        local = math.prod(logits.shape[:-1])
+        if padding_mask is not None:
             local = (~padding_mask).sum()
-            tokens = all_sum(local, group)
+        elif group_size(group) > 1:
+            local = torch.full((), local, device=logits.device)
+        tokens = all_sum(local, group)
+        if group_size(group) > 1:
             loss = loss * local / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(
             logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=group,

@@ -3385,6 +3385,25 @@ def test_groups_share_counts_losses_and_bias(rank, ranks):
             mine.zero_grad(), whole.zero_grad()
 
 
+@over_ranks(2)
+def test_groups_share_a_sequence_that_is_cut_unevenly(rank, ranks):
+    """Losses and gradients of 12 tokens, without a mask or with one on the first rank alone."""
+    groups = groups_over(cp=ranks)
+    for cut, per_token, masked in itertools.product((6, 9, 12), (False, True), (False, True)):
+        whole, mine = whole_and_mine(
+            exact_config(**LOSSES, calculate_per_token_loss=per_token), groups)
+        x = torch.randn(12, 1, 6, dtype=torch.float64)
+        mask = (torch.arange(12) < 2)[:, None] if masked else None
+        whole.router.route(x, mask)[0].sin().sum().backward()
+        own_mask = mask[:cut] if masked and rank == 0 else None
+        mine.router.route(x.tensor_split([cut])[rank], own_mask)[0].sin().sum().backward()
+        with about(cut, per_token, masked):
+            check_gradients(mine.router, whole.router)
+            got = load_balancing_metrics(mine, reduce=True)
+            for name, want in load_balancing_metrics(whole).items():
+                close(got[name].double(), want.double(), 1e-5)
+
+
 # ---- Shared expert ----
 
 STEPS = {                     # each step, and the state that it needs
