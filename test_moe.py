@@ -2708,6 +2708,40 @@ def test_layer_prune_and_grow():
         """, select=moe.select_experts, grown=grown, layer=layer, copies=copies)
 
 
+def test_layer_selected_experts_train_on():
+    """In another order, with moments of whatever shape, they take the step that they would have
+    taken. Of a compiled layer too: the new one is not compiled. Moments without an axis of experts
+    are refused, and nothing is changed."""
+    config = exact_config(
+        num_experts=5, topk=2, router_bias=True, add_bias_linear=True, shared_expert_gate=True)
+    order = [4, 0, 3, 1, 2]
+    x = leaf(9, 6)
+    for kind in (torch.optim.Adafactor, functools.partial(torch.optim.SGD, momentum=0.9)):
+        layer = random_layer(config)
+        optimizer = kind(layer.parameters(), lr=0.1)
+
+        def step(model, optimizer):
+            model(x).sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step(layer, optimizer)
+        old, old_optimizer = copy.deepcopy((layer, optimizer))
+        new = moe.select_experts(compiled(layer), order, optimizer)
+        assert type(new) is MoELayer
+        step(old, old_optimizer), step(new, optimizer)
+        for (name, a), b in zip(new.named_parameters(), old.parameters(), strict=True):
+            close(a, b[order] if name.startswith(("router.", "experts.")) else b, 1e-9)
+
+    state = optimizer.state[new.experts.fc1]
+    state["row"] = torch.ones(5, 2, 4)
+    before = copy.copy(state)
+    text = error(moe.select_experts, new, [0, 1], optimizer)
+    assert text.startswith("ValueError: optimizer keeps row of shape [5, 2, 4] for experts.fc1; ")
+    assert optimizer.state[new.experts.fc1] == before
+    text = error(moe.select_experts, torch.nn.Linear(2, 2), [0])
+    assert text == "TypeError: layer is a Linear; needs a MoELayer"
+
+
 # ---- Router: balancing, counting ----
 
 def test_router_base_class_is_ready_to_use():
