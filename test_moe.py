@@ -4127,6 +4127,8 @@ OPTIMIZERS = {
     "nadam": lambda parameters: torch.optim.NAdam(parameters, 0.1, foreach=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "damped": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5),
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, 0.1),
     "adam": lambda parameters: torch.optim.Adam(parameters, 0.1),
 }
 
@@ -4181,6 +4183,21 @@ def test_parallel_checkpoints_of_an_optimizer(tmp_path):
     """The moments of all experts; written by two ranks, read by them and by one process."""
     moments_over_ranks(folder=tmp_path)
     check_moments(None, tmp_path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parallel_saving_changes_no_step(name):
+    """Before the first step, between steps, and where a momentum is zero in earnest."""
+    saved, plain = saved_model(), saved_model()
+    optimizers = [OPTIMIZERS[name](model.parameters()) for model in (saved, plain)]
+    for count in (1, 2, 1):
+        parallel.sharded_state_dict(saved, optimizers[0])
+        for model, optimizer in zip((saved, plain), optimizers):
+            steps(model, optimizer, count)
+            for state in optimizer.state.values():
+                if state.get("momentum_buffer") is not None:
+                    state["momentum_buffer"].zero_()
+    same(saved.state_dict(), plain.state_dict())
 
 
 @over_ranks(4)
