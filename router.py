@@ -194,14 +194,20 @@ class Router(ParallelModule, ABC):
         _loss_scale(self.weight.device)
         return self
 
+    def _bring_counts(self):
+        if self.counts.last_logged.device != self.weight.device:
+            self.counts.follow(self.weight.device)
+
     def _maintain_float32_expert_bias(self):
         """Casts the expert bias back if something other than `_apply` has cast it."""
         if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = self.expert_bias.float()
+            with torch.inference_mode(False):        # else training could not update it
+                self.expert_bias = self.expert_bias.float()
 
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
+        self._bring_counts()                         # and any device
         self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
 
     def _save_to_state_dict(self, *args, **kwargs):
@@ -292,8 +298,7 @@ class TopKRouter(Router):
         """
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(input.shape[:-1]))
-        if self.counts.last_logged.device != self.weight.device:
-            self.counts.follow(self.weight.device)
+        self._bring_counts()
 
         if self.config.input_jitter_eps:
             input = self.apply_input_jitter(input)
@@ -772,7 +777,8 @@ class RouterCounts:
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
         device, move parameters and buffers without `_apply`.
         """
-        self.move(lambda tensor: torch.empty_like(tensor, device=device))
+        with torch.inference_mode(False):            # else training could not update them
+            self.move(lambda tensor: torch.empty_like(tensor, device=device))
 
 
 # ---- Routers of a whole model ----
@@ -828,6 +834,8 @@ def update_expert_bias(model: nn.Module) -> None:
                                "drift apart")
     for router in routers:
         router._maintain_float32_expert_bias()
+        if router.expert_bias.is_inference():        # a graph has cast it, in inference mode
+            router.expert_bias = router.expert_bias.clone()
         config = router.config
         group = router.pg_collection.tp_dp_cp
         if config.bias_update == "quantile":

@@ -4381,6 +4381,25 @@ def test_trainer_loads_a_layer_that_to_empty_has_made(tmp_path):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_trainer_evaluates_in_inference_mode_first(backend):
+    """Lightning does, before it trains. What a first forward makes is no tensor of that mode."""
+    config = small_config(**BIASED, **LOSSES)
+    with torch.device("meta"):
+        layer = MoELayer(config)
+    layer.load_state_dict(MoELayer(config).state_dict(), assign=True)
+    layer.router.expert_bias = layer.router.expert_bias.bfloat16()        # as FSDP2 may
+    function = compiled(layer, backend)
+    with torch.inference_mode():
+        layer.eval()
+        function(torch.randn(5, 8))
+    layer.train()
+    function(torch.randn(5, 8)).sum().backward()
+    finish_step(layer)
+    assert layer.router.expert_bias.any() and layer.router.expert_bias.dtype == torch.float32
+    assert not any(tensor.is_inference() for tensor in [*layer.buffers(), *counts_of(layer)])
+
+
 OWN_OPS = [op for module in SOURCES for op in vars(module).values()
            if isinstance(op, torch._library.custom_ops.CustomOpDef)]
 
