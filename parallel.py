@@ -280,9 +280,10 @@ class ExpertParallel:
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
         # The experts travel beside the probs, as numbers from 1: 0 is a row without a token. Each
-        # number below 2²⁴ is exact in fp32.
-        numbers_TK = (indices_TK + 1).to(torch.promote_types(probs_TK.dtype, torch.float32))
-        beside = kernels.gather_rows(torch.cat((probs_TK, numbers_TK), 1), plan)
+        # number below 2²⁴ is exact in fp32. Under autocast `cat` takes no fp16 beside fp32.
+        wide = torch.promote_types(probs_TK.dtype, torch.float32)
+        beside_T2K = torch.cat((probs_TK.to(wide), (indices_TK + 1).to(wide)), 1)
+        beside = kernels.gather_rows(beside_T2K, plan)
         if capacity_factor is None:
             received_R2 = wait(counts_in_flight)
             with compat.reads_on_host():

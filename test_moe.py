@@ -3897,6 +3897,26 @@ def test_parallel_each_rank_draws_its_own_experts(rank, ranks):
         assert draw(1)[1] == []
 
 
+@over_ranks(2)
+def test_parallel_router_dtypes_under_autocast(rank, ranks):
+    """Probs in any dtype travel under any autocast, forward and backward."""
+    groups = groups_over(ep=ranks)
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    for router_dtype, probs_dtype, autocast in itertools.product(dtypes, dtypes, dtypes[1:]):
+        config = small_config(router_dtype=router_dtype, probs_dtype=probs_dtype)
+        whole, mine = whole_and_mine(config, groups)
+        x = torch.randn(ranks, 9, 8)
+        with torch.autocast("cpu", autocast):
+            want = whole(x)
+            y = mine(x[rank])
+        want.square().sum().backward(), y.square().sum().backward()
+        with about(router_dtype, probs_dtype, autocast):
+            close(y, want[rank], 0.02 * want.abs().max().item())
+            got, want = mine.router.weight.grad, whole.router.weight.grad
+            torch.distributed.all_reduce(got)
+            close(got, want, 0.02 * want.abs().max().item())
+
+
 @over_ranks(4)
 def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
     """What is sent, forward and backward, has the bytes that docs/ranks.md says, and what is kept
