@@ -800,9 +800,11 @@ def finish_step(model: nn.Module) -> None:
 
     It updates the expert biases (update_expert_bias) and starts the averages of the global
     loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
-    Under torch.distributed.pipelining give the stage its shapes, PipelineStage(..,
-    input_args=.., output_args=..): else it may find them by a training forward on empty
-    tensors, whose tokens are counted. This is collective.
+    Called after each of them, it would move the biases by the counts of that one alone: so in
+    Lightning override `optimizer_step`, and call it there after super's; `on_train_batch_end` is
+    once a microbatch. Under torch.distributed.pipelining give the stage its shapes,
+    PipelineStage(.., input_args=.., output_args=..): else it may find them by a training forward
+    on empty tensors, whose tokens are counted. This is collective.
     """
     update_expert_bias(model)
     for router in _routers(model):
