@@ -106,6 +106,14 @@ def upcast(x):
     return x if x.dtype == torch.float64 else cast(x, torch.float32)
 
 
+@op(lambda x, dtype: torch.empty_like(x, dtype=dtype))
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, for a rounding that decides a choice. Within a kernel that the compiler
+    makes, a cast to bf16 or fp16 rounds nothing.
+    """
+    return x.to(dtype)
+
+
 def check_known(name, value, known):
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")
@@ -201,6 +209,15 @@ def always_holds(condition: bool) -> bool:
 
 # A context for the body of an op, on any device. Dynamo cannot trace it: see without_autocast.
 op_without_autocast = torch._C._DisableAutocast
+
+# torch.utils.flop_counter has no formula for F.grouped_mm. Where an operand is a matrix, the groups
+# are parts of one of its axes.
+if torch.ops.aten._grouped_mm not in flop_registry:
+    @register_flop_formula(torch.ops.aten._grouped_mm)
+    def _flops_of_grouped_mm(a, b, *_, out_shape, **__):
+        groups = a[0] if len(a) == len(b) == 3 else 1
+        return 2 * groups * a[-2] * a[-1] * b[-1]
+
 
 # () -> whether autocast is on for any type of device.
 is_any_autocast = torch._C._is_any_autocast_enabled

@@ -38,7 +38,7 @@ if __package__:
         all_to_all, as_no_view, as_number, as_one_dim, backward_order, cast, check_known,
         check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast, in_backward,
         is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
-        op_without_autocast, place_of_part, reads_on_host, set_backward_order, upcast,
+        op_without_autocast, place_of_part, reads_on_host, rounded, set_backward_order, upcast,
         value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
     from .grouped import Read, grouped_mm
 else:
@@ -47,7 +47,7 @@ else:
         all_to_all, as_no_view, as_number, as_one_dim, backward_order, cast, check_known,
         check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast, in_backward,
         is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
-        op_without_autocast, place_of_part, reads_on_host, set_backward_order, upcast,
+        op_without_autocast, place_of_part, reads_on_host, rounded, set_backward_order, upcast,
         value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
     from grouped import Read, grouped_mm
 
@@ -107,9 +107,10 @@ def _multiplies_into_fp32(a, b, dtype, out_dtype):
 def _product_and_bias_in(a, b, bias, dtype):
     """a · b + bias, with a and b in dtype. The sum is rounded to dtype once."""
     wide = torch.promote_types(dtype, torch.float32)
-    if wide != dtype:
-        a, b = a.to(dtype), b.to(dtype)
-    return cast(_product_in(a, b, dtype=wide, out_dtype=wide) + bias.to(wide), dtype)
+    if wide == dtype:
+        return _product_in(a, b, dtype=wide, out_dtype=wide) + bias.to(wide)
+    product = _product_in(a.to(dtype), b.to(dtype), dtype=wide, out_dtype=wide)
+    return rounded(product + bias.to(wide), dtype)
 
 
 class _LinearIn(torch.autograd.Function):
@@ -275,6 +276,12 @@ SCORE_FUNCTIONS = {
 }
 
 
+# This is an op because the compiler would leave out the roundings between the steps.
+@op(lambda logits, score_function: torch.empty_like(logits))
+def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
+    return SCORE_FUNCTIONS[score_function](logits)
+
+
 def _with_copies(chosen, copies, as_logits):
     """The chosen scores, or logits, with n copies of an expert as one."""
     if not as_logits:
@@ -368,13 +375,15 @@ def topk_routing(
     score = SCORE_FUNCTIONS[score_function]
     arithmetic = torch.promote_types(logits.dtype, probs_dtype or torch.float32)
     logits_TE = cast(logits, arithmetic)
-    by_score = expert_bias is not None or num_groups is not None or arithmetic.itemsize < 4
+    narrow = arithmetic.itemsize < 4
     copies_TK = None
     if precomputed_indices is not None:
         indices_TK, copies_TK = merge_repeats(precomputed_indices, E)
     else:
         ranked_TE = logits_TE.detach()
-        if by_score:
+        if narrow:
+            ranked_TE = _rounded_scores(ranked_TE, score_function)
+        elif expert_bias is not None or num_groups is not None:
             ranked_TE = score(ranked_TE)
         if expert_bias is not None:
             ranked_TE = ranked_TE + expert_bias

@@ -441,12 +441,16 @@ def select_experts(
 
     The router's rows and expert bias go along, counts start anew, all else is copied. With an
     optimizer the new parameters take the place of the old ones in it, and their state goes along.
-    ValueError: several ranks, a number that is no expert's, and what the config refuses.
+    The new layer is not compiled. ValueError: several ranks, a number that is no expert's, state of
+    an unknown shape, and what the config refuses.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> select_experts(layer, [3, 0, 2]).router.weight.shape
     torch.Size([3, 8])
     """
+    layer = getattr(layer, "_orig_mod", layer)
+    if not isinstance(layer, MoELayer):
+        raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
     E = layer.config.num_experts
     if any(group_size(group) > 1 for group in vars(layer.pg_collection).values()):
         raise ValueError("layer is on several ranks; needs one process, with a checkpoint of it")
@@ -459,9 +463,16 @@ def select_experts(
             part._config = config
     chosen = torch.tensor(experts, device=layer.router.weight.device)
 
-    def selected(name, old, tensor):
+    def selected(name, old, tensor, key=None):
         own = name.startswith(("router.", "experts.")) and old.shape[:1] == (E,)
-        return tensor.detach()[chosen] if own and tensor.shape == old.shape else tensor
+        if not own or not torch.is_tensor(tensor) or tensor.ndim == 0:
+            return tensor
+        # Adafactor's means over an axis have size 1 there.
+        fits = [n in (1, size) for n, size in zip(tensor.shape, old.shape)]
+        if tensor.ndim != old.ndim or not all(fits):
+            raise ValueError(f"optimizer keeps {key} of shape {list(tensor.shape)} for {name}; "
+                             f"needs the shape {list(old.shape)}, or 1 for some of its axes")
+        return tensor.detach()[chosen] if len(tensor) == E else tensor
 
     for name, old in [*layer.named_parameters(), *layer.named_buffers()]:
         path, _, own_name = name.rpartition(".")
@@ -477,12 +488,14 @@ def select_experts(
     if optimizer is not None:
         names = {old: name for name, old in layer.named_parameters()}
         parameters = dict(new.named_parameters())
+        states = {
+            old: {key: selected(names[old], old, value, key) for key, value in state.items()}
+            for old, state in optimizer.state.items() if old in names}
+        for old, state in states.items():
+            del optimizer.state[old]
+            optimizer.state[parameters[names[old]]] = state
         for group in optimizer.param_groups:
             group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
-        for old in [p for p in optimizer.state if p in names]:
-            optimizer.state[parameters[names[old]]] = {
-                key: selected(names[old], old, value) if torch.is_tensor(value) else value
-                for key, value in optimizer.state.pop(old).items()}
     return new
 
 

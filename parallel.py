@@ -280,9 +280,10 @@ class ExpertParallel:
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
         # The experts travel beside the probs, as numbers from 1: 0 is a row without a token. Each
-        # number below 2²⁴ is exact in fp32.
-        numbers_TK = (indices_TK + 1).to(torch.promote_types(probs_TK.dtype, torch.float32))
-        beside = kernels.gather_rows(torch.cat((probs_TK, numbers_TK), 1), plan)
+        # number below 2²⁴ is exact in fp32. Under autocast `cat` takes no fp16 beside fp32.
+        wide = torch.promote_types(probs_TK.dtype, torch.float32)
+        beside_T2K = torch.cat((probs_TK.to(wide), (indices_TK + 1).to(wide)), 1)
+        beside = kernels.gather_rows(beside_T2K, plan)
         if capacity_factor is None:
             received_R2 = wait(counts_in_flight)
             with compat.reads_on_host():
@@ -599,6 +600,7 @@ def _make_optimizer_state(optimizer):
     hooks of a step do not run.
     """
     groups = optimizer.param_groups
+    _keep_first_step_undamped(optimizer)
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
     try:
         vars(optimizer).update({name: {} for name in hooks})
@@ -611,7 +613,7 @@ def _make_optimizer_state(optimizer):
                 optimizer.param_groups = [{**group, "params": [stand_in]}]
                 optimizer.step()
                 made = optimizer.state.pop(stand_in, {})
-                for key, value in _FIRST_VALUES.items():
+                for key, value in {**_FIRST_VALUES, "eta": group.get("lr")}.items():
                     if isinstance(made.get(key), Tensor):
                         made[key].fill_(value)
                 optimizer.state[parameter] = made
@@ -623,6 +625,27 @@ def _make_optimizer_state(optimizer):
 _STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 # What a step without gradients changes in the state of torch's optimizers: the values before it.
 _FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
+
+
+def _keep_first_step_undamped(optimizer):
+    """SGD without momentum yet takes the gradient for it, and with zeros a part of the gradient,
+    1 - dampening. So zeros that are new in the next step, made here or loaded, are taken out there.
+    """
+    def momentum(parameter):
+        return optimizer.state.get(parameter, {}).get("momentum_buffer")
+
+    damped = [parameter for group in optimizer.param_groups if group.get("dampening")
+              for parameter in group["params"]
+              if momentum(parameter) is None or momentum(parameter).any()]
+
+    def take_out(*_):
+        handle.remove()
+        for parameter in damped:
+            if momentum(parameter) is not None and not momentum(parameter).any():
+                optimizer.state[parameter]["momentum_buffer"] = None
+
+    if damped:
+        handle = optimizer.register_step_pre_hook(take_out)
 
 
 def _own_shards(module, prefix):

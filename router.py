@@ -194,14 +194,20 @@ class Router(ParallelModule, ABC):
         _loss_scale(self.weight.device)
         return self
 
+    def _bring_counts(self):
+        if self.counts.last_logged.device != self.weight.device:
+            self.counts.follow(self.weight.device)
+
     def _maintain_float32_expert_bias(self):
         """Casts the expert bias back if something other than `_apply` has cast it."""
         if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = self.expert_bias.float()
+            with torch.inference_mode(False):        # else training could not update it
+                self.expert_bias = self.expert_bias.float()
 
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
+        self._bring_counts()                         # and any device
         self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
 
     def _save_to_state_dict(self, *args, **kwargs):
@@ -253,10 +259,9 @@ class TopKRouter(Router):
         probs_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
         indices [T, K] int64), where index E is unrouted and has prob 0.
 
-        padding_mask [S, B] or [T] bool: tokens with True are unrouted. Within tp_cp either
-        every rank passes a mask or none does. topk_indices [T, K] or [S, B, K] in [0, E], of
-        any integer dtype, takes the place of the choice (replay, hash routing). An expert
-        that it names more than once for a token counts once: see
+        padding_mask [S, B] or [T] bool: tokens with True are unrouted. topk_indices [T, K] or
+        [S, B, K] in [0, E], of any integer dtype, takes the place of the choice (replay, hash
+        routing). An expert that it names more than once for a token counts once: see
         kernels.topk_routing_with_score_function. The range is not checked: checking would
         sync the device.
 
@@ -293,8 +298,7 @@ class TopKRouter(Router):
         """
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(input.shape[:-1]))
-        if self.counts.last_logged.device != self.weight.device:
-            self.counts.follow(self.weight.device)
+        self._bring_counts()
 
         if self.config.input_jitter_eps:
             input = self.apply_input_jitter(input)
@@ -486,12 +490,13 @@ class TopKRouter(Router):
         if not self._in_training_forward():
             return logits
         loss = kernels.z_loss_func(logits, coeff, padding_mask)
-        if padding_mask is None:
-            tokens = math.prod(logits.shape[:-1]) * group_size(group)
-            loss = loss / group_size(group)
-        else:
+        local = math.prod(logits.shape[:-1])
+        if padding_mask is not None:
             local = (~padding_mask).sum()
-            tokens = all_sum(local, group)
+        elif group_size(group) > 1:
+            local = torch.full((), local, device=logits.device)
+        tokens = all_sum(local, group)
+        if group_size(group) > 1:
             loss = loss * local / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(
             logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=group,
@@ -756,24 +761,24 @@ class RouterCounts:
         self.last_logged.fill_(math.nan)
 
     def move(self, fn):
-        """As nn.Module._apply does, but each keeps its dtype: in bf16 a large count no longer
-        grows by 1.
+        """As nn.Module._apply does, but each keeps its dtype, in bf16 a large count no longer grows
+        by 1, and its values: those of to_empty are what was in memory. On the meta device there are
+        none, so these begin anew.
         """
+        was_meta = self.last_logged.is_meta
         for name, tensor in self.tensors().items():
-            moved = fn(tensor)
-            if moved.dtype != tensor.dtype:
-                moved = tensor.to(moved.device)
+            device = fn(tensor).device
+            moved = torch.empty_like(tensor, device=device) if was_meta else tensor.to(device)
             setattr(self, name, compat.with_fixed_address(moved))
+        if was_meta:
+            self.reset()
 
     def follow(self, device):
         """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
         device, move parameters and buffers without `_apply`.
         """
-        if self.last_logged.is_meta:
+        with torch.inference_mode(False):            # else training could not update them
             self.move(lambda tensor: torch.empty_like(tensor, device=device))
-            self.reset()
-        else:
-            self.move(lambda tensor: tensor.to(device))
 
 
 # ---- Routers of a whole model ----
@@ -795,9 +800,11 @@ def finish_step(model: nn.Module) -> None:
 
     It updates the expert biases (update_expert_bias) and starts the averages of the global
     loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
-    Under torch.distributed.pipelining give the stage its shapes, PipelineStage(..,
-    input_args=.., output_args=..): else it may find them by a training forward on empty
-    tensors, whose tokens are counted. This is collective.
+    Called after each of them, it would move the biases by the counts of that one alone: so in
+    Lightning override `optimizer_step`, and call it there after super's; `on_train_batch_end` is
+    once a microbatch. Under torch.distributed.pipelining give the stage its shapes,
+    PipelineStage(.., input_args=.., output_args=..): else it may find them by a training forward
+    on empty tensors, whose tokens are counted. This is collective.
     """
     update_expert_bias(model)
     for router in _routers(model):
@@ -829,6 +836,8 @@ def update_expert_bias(model: nn.Module) -> None:
                                "drift apart")
     for router in routers:
         router._maintain_float32_expert_bias()
+        if router.expert_bias.is_inference():        # a graph has cast it, in inference mode
+            router.expert_bias = router.expert_bias.clone()
         config = router.config
         group = router.pg_collection.tp_dp_cp
         if config.bias_update == "quantile":

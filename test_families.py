@@ -2692,6 +2692,22 @@ def test_live_router_in_bf16_chooses_as_the_librarys_gate(case):
     assert units <= UNITS.get(case, 0)
 
 
+@some_quick(IN_THE_LIBRARY, "gpt_oss", "lfm2_moe", "deepseek_v4", "qwen3_moe")
+def test_live_router_in_bf16_chooses_the_same_in_a_graph(case):
+    """As in eager mode, in the same order, and so as the library's gate: a kernel of Inductor's
+    rounds nothing between its steps, and rounded logits and scores have ties."""
+    torch.manual_seed(3)
+    model = OneBlock(case, **wide_fields(case))
+    x = torch.randn(2, 2048, 64).bfloat16()
+    with torch.no_grad():
+        _, indices = gate_of_the_library(case, model.block, x.clone())
+        families.replace_blocks(model)
+        router = router_of(model)
+        chosen = compiled(router.route, backend="inductor")(x)[1]
+        assert torch.equal(chosen, router.route(x)[1])
+    assert torch.equal(chosen.sort(1).values, indices.sort(1).values)
+
+
 def padded_ids(left: int, S: int = T7) -> tuple[Tensor, Tensor]:
     """Two texts of S tokens and their attention_mask: the first has `left` tokens of padding on its
     left, the second one on its right."""
