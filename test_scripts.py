@@ -1310,8 +1310,8 @@ def stand_in(patch, main, side, record_stream=lambda tensor, stream: None) -> No
 def in_runs(trace: list[str]) -> str:
     """`where  what, what x2, ..`: one line for each run of steps at the same place."""
     lines = []
-    for where, steps in itertools.groupby(trace, lambda step: step.partition("  ")[0]):
-        repeated = [(what, len([*same_steps])) for what, same_steps in itertools.groupby(steps)]
+    for where, together in itertools.groupby(trace, lambda step: step.partition("  ")[0]):
+        repeated = [(what, len([*same_steps])) for what, same_steps in itertools.groupby(together)]
         what = [step.removeprefix(where).strip() + f" x{n}" * (n > 1) for step, n in repeated]
         lines.append(f"{where}  {', '.join(what)}".strip())
     return "\n".join(lines)
