@@ -38,6 +38,7 @@ import families
 import kernels
 import moe
 import small
+import steps
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = ACCELERATOR.type if ACCELERATOR else "cpu"
@@ -383,44 +384,25 @@ def bare_products(layer: moe.MoELayer, x: Tensor) -> dict[str, Candidate]:
     return candidates
 
 
-def small_layer(case: Case, layer: moe.MoELayer) -> nn.Module:
-    """small.py's layer with the weights of ours."""
-    other = small.MoE(case.H, case.F, case.E, case.K).to(DEVICE, case.dtype)
+def of_one_file(kind: type, case: Case, layer: moe.MoELayer) -> nn.Module:
+    """small.py's layer, or one of steps.py, with the weights of ours."""
+    other = kind(case.H, case.F, case.E, case.K).to(DEVICE, case.dtype)
     other.load_state_dict(dict(zip(other.state_dict(), layer.parameters())))
     return other
 
 
-class TwentyLines(nn.Module):
-    """What one writes first: a sort, two of torch's grouped products, an index_add, autograd."""
-
-    def __init__(self, layer: moe.MoELayer):
-        super().__init__()
-        self.topk = layer.config.topk
-        self.router = nn.Parameter(layer.router.weight.detach().clone())
-        self.fc1 = nn.Parameter(layer.experts.fc1.detach().clone())
-        self.fc2 = nn.Parameter(layer.experts.fc2.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_TH = x.flatten(0, -2)
-        logits_TE = F.linear(x_TH.float(), self.router.float())
-        chosen_TK, indices_TK = logits_TE.topk(self.topk)
-        probs_N = chosen_TK.softmax(-1).to(x.dtype).flatten()
-        order_N = indices_TK.flatten().argsort(stable=True)
-        token_N = order_N // self.topk
-        expert_E = torch.arange(len(self.router), device=x.device)
-        counts_E = (indices_TK.flatten()[:, None] == expert_E).sum(0)
-        offsets_E = counts_E.cumsum(0).to(torch.int32)
-        hidden = F.grouped_mm(x_TH[token_N], self.fc1.flatten(1, 2).mT, offs=offsets_E)
-        rows = F.grouped_mm(swiglu(hidden), self.fc2.mT, offs=offsets_E)
-        rows = rows * probs_N[order_N, None]
-        return torch.zeros_like(x_TH).index_add(0, token_N, rows).view_as(x)
+# What one writes first, and the best of plain code: steps 2 and 4 of steps.py.
+PLAIN = {"sorted rows": steps.Sorted, "gathers both ways": steps.Gathers}
 
 
-def twenty_lines(case: Case, layer: moe.MoELayer, x: Tensor, grads: list) -> dict[str, Candidate]:
+def plain_code(case: Case, layer: moe.MoELayer, x: Tensor, grads: list) -> dict[str, Candidate]:
     """Compiled only in bf16: F.grouped_mm refuses fp32 in a graph of torch 2.13."""
-    candidates = Candidate(TwentyLines(layer), [x], grads).both("twenty lines")
-    if case.dtype != BF16:
-        del candidates["twenty lines, compiled"]
+    candidates = {}
+    x_TH, grad_TH = x.detach().flatten(0, 1).requires_grad_(), grads[0].flatten(0, 1)
+    for name, kind in PLAIN.items():
+        candidates |= Candidate(of_one_file(kind, case, layer), [x_TH], [grad_TH]).both(name)
+        if case.dtype != BF16:
+            del candidates[f"{name}, compiled"]
     return candidates
 
 
@@ -474,8 +456,8 @@ def bench_case(report: Report, case: Case) -> None:
     """The layer beside the bare products, a dense FFN and Hugging Face's block."""
     layer, x, grads = layer_and_input(case.config(), case.T)
     candidates = Candidate(layer, [x], grads).both("layer")
-    candidates |= Candidate(small_layer(case, layer), [x], grads).both("small.py")
-    candidates |= twenty_lines(case, layer, x, grads)
+    candidates |= Candidate(of_one_file(small.MoE, case, layer), [x], grads).both("small.py")
+    candidates |= plain_code(case, layer, x, grads)
     if HAS_TRANSFORMERS:
         for how in ("grouped_mm", "eager"):
             block = hugging_face_block(case, layer, how)
@@ -486,7 +468,7 @@ def bench_case(report: Report, case: Case) -> None:
     candidates |= dense_ffn(case, x, grads) | bare_products(layer, x)
     for what in (FORWARD, BOTH):
         report.compare(
-            case, what, candidates, ["products", PEER, "small.py, compiled", "twenty lines"])
+            case, what, candidates, ["products", PEER, "small.py, compiled", *PLAIN])
 
     N = case.T * case.K
     needed = (case.T * case.H + N * 2 * case.F) * case.dtype.itemsize   # the input, fc1's output
@@ -495,7 +477,7 @@ def bench_case(report: Report, case: Case) -> None:
         ratio = (bytes_kept(candidates[name]) - plan) / needed
         report.figure(case, f"bytes kept / (T·H + N·2F), {name}", value=ratio)
     for name, candidate in candidates.items():
-        if name.startswith(("layer", "small.py", "twenty lines", "Hugging Face")):
+        if name.startswith(("layer", "small.py", *PLAIN, "Hugging Face")):
             kept = bytes_kept(candidate) / case.T / 1e3
             report.figure(case, f"kB kept a token, {name}", value=kept)
 
