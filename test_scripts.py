@@ -908,6 +908,21 @@ def example(marker: str) -> str:
     return re.search(r"```python\n(.*?)```", after, re.S)[1]
 
 
+def test_docs_say_why_each_op_is_one():
+    """The table of docs/compile.md has every custom op of the sources, and no other."""
+    found = set()
+    for name in (*LAYER, "small"):
+        for node in ast.walk(ast.parse((HERE / f"{name}.py").read_text())):
+            for decorator in getattr(node, "decorator_list", []):
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in (
+                        "op", "compat.op"):
+                    found.add(node.name.strip("_"))
+    page = (HERE / "docs/compile.md").read_text()
+    cells = re.findall(r"^\| (`[^|]*`) \|", page.split("## Why there are ops")[1], re.M)
+    named = re.findall(r"`(?:\w+\.)?(\w+)`", " ".join(cells))
+    assert sorted(named) == sorted(found)
+
+
 def test_docs_sizes_of_the_files():
     """README and the table of results.md say about how many lines the files have."""
     readme = (HERE / "README.md").read_text()
