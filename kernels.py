@@ -35,20 +35,22 @@ from torch import Tensor
 if __package__:
     from . import grouped
     from .compat import (
-        all_to_all, as_no_view, as_number, as_one_dim, backward_order, cast, check_known,
-        check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast, in_backward,
-        is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
-        op_without_autocast, place_of_part, reads_on_host, rounded, set_backward_order, upcast,
-        value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
+        all_to_all, always_holds, as_no_view, as_number, as_one_dim, backward_order, cast,
+        check_known, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast,
+        in_backward, is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs,
+        once_differentiable, op, op_without_autocast, place_of_part, reads_on_host, rounded,
+        set_backward_order, upcast, value_in_backward, wait_for, with_fixed_address,
+        without_autocast, writes_to_module)
     from .grouped import Read, grouped_mm
 else:
     import grouped
     from compat import (
-        all_to_all, as_no_view, as_number, as_one_dim, backward_order, cast, check_known,
-        check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast, in_backward,
-        is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs, once_differentiable, op,
-        op_without_autocast, place_of_part, reads_on_host, rounded, set_backward_order, upcast,
-        value_in_backward, wait_for, with_fixed_address, without_autocast, writes_to_module)
+        all_to_all, always_holds, as_no_view, as_number, as_one_dim, backward_order, cast,
+        check_known, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast,
+        in_backward, is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs,
+        once_differentiable, op, op_without_autocast, place_of_part, reads_on_host, rounded,
+        set_backward_order, upcast, value_in_backward, wait_for, with_fixed_address,
+        without_autocast, writes_to_module)
     from grouped import Read, grouped_mm
 
 
@@ -1536,6 +1538,24 @@ def _interleaved(fc1, fc1_bias):
     return "(f p)", *swapped
 
 
+def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function):
+    """expert_mlp for decoding, in a graph without gradients. Products with one row are bound by the
+    reading of the weights, and the compiler's kernels read those of the K experts where they are.
+    """
+    E = len(fc1)
+    expert_K = grouped.expert_of(plan.inverse, plan.offsets)[0]
+    unrouted_K1 = (expert_K == E)[:, None]
+    expert_K = expert_K.clamp(max=E - 1)
+    hidden_KPF = (upcast(fc1[expert_K]) * upcast(tokens)).sum(-1)
+    if fc1_bias is not None:
+        hidden_KPF = hidden_KPF + fc1_bias[expert_K]
+    act_KF = function.value(*hidden_KPF.unbind(1)) * probs.t()
+    out_KH = (upcast(fc2[expert_K]) * act_KF[:, None]).sum(-1)
+    if fc2_bias is not None:
+        out_KH = out_KH + probs.t() * fc2_bias[expert_K]
+    return cast(out_KH.masked_fill(unrouted_K1, 0.0).sum(0, keepdim=True), tokens.dtype)
+
+
 def expert_mlp(
     tokens: Tensor, probs: Tensor, plan: Plan, fc1: Tensor, fc2: Tensor,
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
@@ -1570,6 +1590,9 @@ def expert_mlp(
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
+    without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if without_grad and always_holds(tokens.shape[0] == 1):
+        return _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function)
     layout = "(p f)"
     if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
         layout, fc1, fc1_bias = _interleaved(fc1, fc1_bias)

@@ -4762,6 +4762,30 @@ def test_compile_no_recompile_over_T():
         assert graphs_made() <= most
 
 
+@about_the_cpu("names of ops in a profile")
+@pytest.mark.parametrize("fields, backend", [
+    ({}, "aot_eager"),
+    *(pytest.param(fields, "aot_eager", marks=slow) for fields in ACTIVATIONS[1:]),
+    (dict(latent_size=4, shared_expert_intermediate_size=8), "inductor"),
+    (dict(params_dtype=torch.bfloat16, activation_fp8_input_store=True), "inductor")])
+def test_compile_decoding_reads_weights_where_they_are(fields, backend):
+    """One token without gradients: no grouped product, which would multiply row by row."""
+    layer = random_layer(exact_config(add_bias_linear=True, **fields)).eval()
+    tol = 1e-9 if layer.config.params_dtype == torch.float64 else 0.02
+    function = compiled(layer, backend)
+    with torch.no_grad():
+        for given in (None, torch.tensor([[4, 1]]), torch.tensor([[4, 4]])):        # 4: unrouted
+            for token in torch.randn(3, 1, 1, 6).to(layer.config.params_dtype):
+                close(function(token, None, given), layer(token, None, given), tol)
+        padding = torch.ones(1, 1, dtype=torch.bool)
+        same(function(token, padding), layer(token, padding))
+        with torch.profiler.profile() as profile:
+            function(token)
+    names = [event.key for event in profile.key_averages()]
+    assert "moe_kernels::product_in" in names                     # the router's
+    assert not [name for name in names if "grouped" in name], names
+
+
 VARIANTS = {name: small_config(shared_expert_intermediate_size=8, **fields) for name, fields in {
     **{kind: dict(activation=kind) for kind in kernels.ACTIVATIONS},
     **CONFIGS,
