@@ -426,7 +426,10 @@ def from_hf(
     source = Source(tensors, prefix)
     _fill(_matched(inner, model_type, source), source)
     if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
-        inner.config = dataclasses.replace(inner.config, batch_first=True)
+        config = dataclasses.replace(inner.config, batch_first=True)
+        for part in inner.modules():
+            if isinstance(part, moe.ParallelModule):
+                part._config = config
     return layer
 
 
@@ -1180,7 +1183,7 @@ def _apply_to_block(block, router, fn, recurse=True):
     dtype = next(block.experts.parameters()).dtype
     if dtype.is_floating_point:
         fields = router.dtypes(dtype, router.weight.dtype)
-        router.config = dataclasses.replace(router.config, **fields)
+        router._config = dataclasses.replace(router.config, **fields)
     return block
 
 

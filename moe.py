@@ -83,10 +83,6 @@ _CONSTANTS = {
     "situ_linear_beta": "linear_beta",
 }
 
-_MADE_WITH = (
-    "hidden_size ffn_hidden_size num_experts add_bias_linear router_bias enable_expert_bias "
-    "latent_size latent_norm shared_expert_intermediate_size shared_expert_gate params_dtype")
-
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -191,18 +187,6 @@ class MoEConfig:
         return kernels.make_activation(self.activation, **constants)
 
     @functools.cached_property
-    def made_with(self) -> dict:
-        """Field -> what the tensors of a layer depend on. Another config for the same layer has
-        the same.
-        """
-        return {
-            **{name: getattr(self, name) for name in _MADE_WITH.split()},
-            "activation": self.parts,
-            "bias_update": self.bias_update == "quantile",
-            "load_balancing_type": "global_aux_loss" in self.losses,
-        }
-
-    @functools.cached_property
     def always_one(self) -> bool:
         """One expert a token, and its prob is divided by itself: the router gets no gradient."""
         if self.topk > 1 or "sinkhorn" in self.balancing:
@@ -245,9 +229,6 @@ class MoELayer(ParallelModule):
     need the same T, with sequence_parallel the same S over tp. ValueError: sizes that ep
     or tp do not divide, tp without sequence_parallel or with batch_first, and in the forward
     wrong shapes.
-
-    `layer.config = dataclasses.replace(layer.config, topk=1)` holds for all parts from now on. A
-    field that the shape of a tensor depends on is a ValueError.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape

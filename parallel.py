@@ -421,29 +421,13 @@ class ParallelModule(nn.Module):
 
     @property
     def config(self):
-        """What this module computes. A config that is assigned is that of all its parts, as
-        check_config allows it.
-        """
         return self._config
 
     @config.setter
     def config(self, config):
-        parts = [part for part in self.modules() if isinstance(part, ParallelModule)]
-        for part in parts:
-            part.check_config(config)
-        for part in parts:
-            part._config = config
-
-    def check_config(self, config) -> None:
-        """TypeError and ValueError: this module cannot have `config` in place of its own."""
-        if not isinstance(config, type(self._config)):
-            raise TypeError(f"config is a {type(config).__name__}; "
-                            f"needs a {type(self._config).__name__}")
-        for name, made_with in self._config.made_with.items():
-            if config.made_with[name] != made_with:
-                raise ValueError(
-                    f"config has {name} = {getattr(config, name)!r}, and this module was made with "
-                    f"{getattr(self._config, name)!r}, which its tensors depend on; make a new one")
+        raise AttributeError(
+            f"a config is set once; needs a new {type(self).__name__} of "
+            f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))

@@ -47,7 +47,12 @@ class Router(ParallelModule, ABC):
 
     def __init__(self, config: "MoEConfig", pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
-        self.check_config(config)
+        ranks = group_size(self.pg_collection.tp)
+        if ranks > 1 and (config.batch_first or not config.sequence_parallel):
+            raise ValueError(
+                f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
+                f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
+                f"batch_first=False: each rank routes its own part of the first axis, the sequence")
         self.layer_number = None
         self.make_tensors()
         self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
@@ -68,15 +73,6 @@ class Router(ParallelModule, ABC):
         if config.enable_expert_bias:
             expert_bias = torch.empty(config.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", expert_bias)
-
-    def check_config(self, config: "MoEConfig") -> None:
-        super().check_config(config)
-        ranks = group_size(self.pg_collection.tp)
-        if ranks > 1 and (config.batch_first or not config.sequence_parallel):
-            raise ValueError(
-                f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
-                f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
-                f"batch_first=False: each rank routes its own part of the first axis, the sequence")
 
     @abstractmethod
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
