@@ -255,15 +255,24 @@ class MoE(nn.Module):
             raise ValueError(f"topk is {topk}; {score_function} needs {least} to {num_experts}")
         self.topk, self.score_function, self.aux_loss_coeff = topk, score_function, aux_loss_coeff
         E, H, W, Fs = num_experts, hidden_size, ffn_hidden_size, shared_ffn_hidden_size
-        new = lambda *shape: nn.Parameter(0.02 * torch.randn(shape))
+        new = lambda *shape: nn.Parameter(torch.empty(shape))
         self.router = new(E, H)
         self.fc1 = new(E, 2, W, H)                                             # gate and up
         self.fc2 = new(E, H, W)
         self.shared_fc1 = new(2, Fs, H) if Fs else None
         self.shared_fc2 = new(H, Fs) if Fs else None
-        bias = torch.zeros(E, dtype=torch.float32) if expert_bias else None
+        bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("counts", torch.zeros(E, dtype=torch.int64), persistent=False)
+        self.register_buffer("counts", torch.empty(E, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weights anew; the bias and the counts are 0."""
+        for weight in self.parameters():
+            weight.normal_(std=0.02)
+        for buffer in self.buffers():
+            buffer.zero_()
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
@@ -335,6 +344,13 @@ class MoE(nn.Module):
         self.expert_bias = self.expert_bias.float()          # load_state_dict(assign=True)
         self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
         self.counts.zero_()
+
+    # The counts are in no checkpoint. What fills a layer that was made on meta begins them with 0:
+    # to_empty in _apply, load_state_dict(assign=True) here.
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        if self.counts.is_meta:
+            self.counts = torch.zeros_like(self.counts, device=self.router.device)
 
     def _apply(self, fn, recurse=True):
         bias, was_meta = self.expert_bias, self.counts.is_meta

@@ -202,14 +202,37 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
     made.update_bias()
     assert made.expert_bias.dtype == torch.float32
 
+
+@pytest.mark.parametrize("way", ["copied", "copied in place", "assigned", "drawn"])
+def test_small_from_meta(way):
+    """Whatever fills a layer that was made on meta, its counts begin with 0 and its bias moves."""
+    layer, _ = pair("all")
     with torch.device("meta"):
-        made = MoE(H, F_, E, K, expert_bias=True)
+        made = MoE(H, F_, E, K, **CASES["all"])
     torch.use_deterministic_algorithms(True)             # fills new memory
     try:
-        made.to_empty(device=DEVICE).load_state_dict(layer.state_dict())
+        if way != "assigned":
+            made.to_empty(device=DEVICE)
+        if way == "drawn":
+            torch.manual_seed(0)
+            made.reset_parameters()
+            torch.manual_seed(0)
+            layer = MoE(H, F_, E, K, **CASES["all"])
+        elif way == "copied in place":                   # as torch.distributed.checkpoint does
+            for name, value in made.state_dict().items():
+                value.copy_(layer.state_dict()[name])
+        else:
+            state = copy.deepcopy(layer.state_dict())
+            made.load_state_dict(state, assign=way == "assigned")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not made.counts.any()
+    x = torch.randn(40, H, requires_grad=True)
+    same(step(made, x), step(layer, x))
+    before = layer.expert_bias.clone()
+    for one in (made, layer):
+        one.update_bias()
+    same(made.expert_bias, layer.expert_bias)
+    assert not before.equal(layer.expert_bias)
 
 
 @pytest.mark.parametrize("compile", [False, True])
