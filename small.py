@@ -16,6 +16,7 @@ bitwise the same output and gradients.
 import re
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -334,13 +335,23 @@ class MoE(nn.Module):
         return probs, indices
 
     @torch.no_grad()
-    def update_bias(self, rate: float = 1e-3) -> None:
-        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). Under DDP
-        set broadcast_buffers=False and all-reduce `counts` first. An eager non-reentrant
-        checkpoint counts all tokens twice, which changes no sign.
+    def update_bias(self, rate: float = 1e-3, group=None) -> None:
+        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). An eager
+        non-reentrant checkpoint counts all tokens twice, which changes no sign.
+
+        group: of the ranks that train the same weights, such as torch.distributed.group.WORLD.
+        The counts of its ranks are summed. DDP also needs broadcast_buffers=False.
         """
         if self.expert_bias is None:
             raise RuntimeError("update_bias needs expert_bias=True")
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if group is None and ranks > 1:
+            raise RuntimeError(
+                f"group is None and {ranks} ranks run: their biases would drift apart. Give "
+                "update_bias(group=..) the ranks that train one model, torch.distributed.group."
+                "WORLD if all do. A rank with a model of its own gives a group of one rank")
+        if group is not None:
+            dist.all_reduce(self.counts, group=group)
         self.expert_bias = self.expert_bias.float()          # load_state_dict(assign=True)
         self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
         self.counts.zero_()

@@ -21,8 +21,8 @@ from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
 from small import MoE
 from test_moe import (
     DEVICE, EMULATED, about, about_the_cpu, check_error_table, checkpointed, close, compiled, error,
-    fresh_start, grads, is_native, launches_of, on_a_card, on_device, same, saved_bytes, slow_but,
-    syncs_of)
+    fresh_start, grads, is_native, launches_of, on_a_card, on_device, over_ranks, same, saved_bytes,
+    slow_but, syncs_of)
 
 H, F_, E, K = 12, 10, 6, 3
 CASES = {
@@ -233,6 +233,39 @@ def test_small_from_meta(way):
         one.update_bias()
     same(made.expert_bias, layer.expert_bias)
     assert not before.equal(layer.expert_bias)
+
+
+@over_ranks(2)
+def test_small_over_ranks(rank, ranks):
+    """Under DDP: weights and bias are those of one process with all tokens. Without a group the
+    biases would drift apart."""
+    torch.manual_seed(0)
+    layer = MoE(H, F_, E, K, expert_bias=True)
+    whole = copy.deepcopy(layer)
+    wrapped = torch.nn.parallel.DistributedDataParallel(layer, broadcast_buffers=False)
+    everyone = torch.distributed.group.WORLD
+    for x in torch.randn(3, 2, ranks, 20, H):            # two microbatches a step
+        for part in x:
+            whole(part.flatten(0, 1)).square().mean().backward()
+            wrapped(part[rank]).square().mean().backward()
+        for one in (layer, whole):
+            torch.optim.SGD(one.parameters(), lr=1.0).step()
+            one.zero_grad()
+        before = layer.state_dict(), layer.counts.clone()
+        assert "group is None and 2 ranks run" in error(layer.update_bias)
+        same((layer.state_dict(), layer.counts), before)
+        layer.update_bias(group=everyone)
+        whole.update_bias(group=torch.distributed.new_group([rank], use_local_synchronization=True))
+        same(layer.expert_bias, whole.expert_bias)
+        close([*layer.parameters()], [*whole.parameters()], 1e-5)
+    assert layer.expert_bias.any()
+
+    layer(torch.randn(5 + rank, H, requires_grad=True)).sum().backward()
+    again = copy.deepcopy(layer)
+    layer.update_bias(group=everyone)
+    torch.distributed.all_reduce(again.counts)           # counts summed twice change no sign
+    again.update_bias(group=everyone)
+    same(layer.expert_bias, again.expert_bias)
 
 
 @pytest.mark.parametrize("compile", [False, True])
