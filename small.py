@@ -183,15 +183,28 @@ class Experts(torch.autograd.Function):
             grad_fc1 = grouped_mm(grad_hidden.t(), x[token_N], offsets, ctx.native)
         grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, counts)
         grad_probs_KT = grad_prob_N1.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
-        grad_probs = grad_probs_KT.t().to(probs.dtype)
+        grad_probs = grad_probs_KT.t().contiguous().to(probs.dtype)
         # x, probs, fc1, fc2, order, inverse, counts, offsets, native
         return grad_x, grad_probs, grad_fc1, grad_fc2, None, None, None, None, None
 
 
-def product(a, b):
-    """a · b in fp32 at least, also in a backward under autocast."""
-    with torch.autocast(a.device.type, enabled=False):
-        return upcast(a) @ upcast(b)
+@op(lambda a, b: a.new_empty(
+    a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32)))
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a · b in fp32 at least, also under autocast, and where products may be in TF32 or bf16."""
+    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    found = [(setting, setting.fp32_precision) for setting in settings]
+    lowered = [(setting, low) for setting, low in found if low not in ("ieee", "none")]
+    try:
+        for setting, _ in lowered:
+            setting.fp32_precision = "ieee"
+        with torch.autocast(a.device.type, enabled=False):
+            return upcast(a) @ upcast(b)
+    finally:
+        for setting, low in lowered:
+            setting.fp32_precision = "none"              # what torch.backends.fp32_precision says
+            if setting.fp32_precision != low:
+                setting.fp32_precision = low
 
 
 class Logits(torch.autograd.Function):
@@ -203,7 +216,7 @@ class Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, router = [in_backward(z, grad) for z in ctx.saved_tensors]
+        x, router = ctx.saved_tensors
         return product(grad, router).to(x.dtype), product(grad.t(), x).to(router.dtype)
 
 

@@ -22,7 +22,7 @@ from small import MoE
 from test_moe import (
     DEVICE, EMULATED, about, about_the_cpu, check_error_table, checkpointed, close, compiled, error,
     fresh_start, grads, is_native, launches_of, on_a_card, on_device, over_ranks, same, saved_bytes,
-    slow_but, syncs_of)
+    set_precision, slow_but, syncs_of)
 
 H, F_, E, K = 12, 10, 6, 3
 CASES = {
@@ -82,11 +82,13 @@ def test_small_equals_its_loop():
 
 @about_the_cpu("on a card the order of a sum is the card's")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_small_equals_the_layer(monkeypatch, case, dtype):
+@pytest.mark.parametrize("dtype, topk", [
+    (torch.float32, K), (torch.float32, 5), (torch.float64, K), (torch.bfloat16, K),
+    (torch.float16, K)])
+def test_small_equals_the_layer(monkeypatch, case, dtype, topk):
     """To the bit in eager mode, with padding and under autocast too: output, gradients, counts."""
     monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: False)   # all products in dtype
-    layer, whole = pair(case, dtype)
+    layer, whole = pair(case, dtype, sizes=(H, F_, E, topk))
     x = torch.randn(5, 7, H, dtype=dtype, requires_grad=True)
     for masked, autocast in itertools.product((False, True), repeat=2):
         mask = [torch.rand(5, 7) < 0.3] * masked
@@ -285,6 +287,45 @@ def test_small_router_under_autocast(compile):
     for other in (grads(y, leaves, upstream), grads(eager, leaves, upstream)):
         for got, want in zip(inside, other):
             assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
+def test_small_logits_are_in_fp32(monkeypatch, how):
+    """Whatever the user sets for products, eager and compiled: what is set while the operands are
+    read, since not every CPU has the instructions. The setting stays as it is, also where it is
+    inherited."""
+    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    x, router = [torch.randn(n, 64, requires_grad=True) for n in (512, 16)]
+    upstream = torch.randn(512, 16)
+    right = x.double() @ router.double().t()
+    want = [right, *grads(right, [x, router], upstream.double())]
+    seen = []
+    upcast = small.upcast
+
+    def noting(x):
+        seen.extend(setting.fp32_precision for setting in settings)
+        return upcast(x)
+    monkeypatch.setattr(small, "upcast", noting)
+    try:
+        set_precision("torch.backends none")
+        set_precision("highest")
+        for setting in settings:
+            setting.fp32_precision = "none"
+        set_precision(how)
+        before = [setting.fp32_precision for setting in settings]
+        for function in (small.Logits.apply, compiled(small.Logits.apply, "inductor")):
+            seen.clear()
+            logits = function(x, router)
+            for got, exact in zip([logits, *grads(logits, [x, router], upstream)], want):
+                assert (got - exact).norm() <= 1e-6 * exact.norm()
+            assert seen and set(seen) <= {"ieee", "none"}            # none: nothing is set, so fp32
+            assert [setting.fp32_precision for setting in settings] == before
+        if how.startswith("torch.backends"):
+            torch.backends.fp32_precision = "ieee"
+            assert {setting.fp32_precision for setting in settings} == {"ieee"}
+    finally:
+        set_precision("torch.backends none")
+        set_precision("highest")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
