@@ -80,14 +80,18 @@ def test_small_equals_its_loop():
     close(grads(layer(x), [x, *layer.parameters()]), grads(y, [x, *layer.parameters()]))
 
 
+CPUS = {"AVX512": [torch.float16], "AVX2": [torch.bfloat16, torch.float16]}     # slow dtypes
+
+
 @about_the_cpu("on a card the order of a sum is the card's")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype, topk", [
-    (torch.float32, K), (torch.float32, 5), (torch.float64, K), (torch.bfloat16, K),
-    (torch.float16, K)])
-def test_small_equals_the_layer(monkeypatch, case, dtype, topk):
+@pytest.mark.parametrize("dtype, cpu, topk", [
+    (torch.float32, "AVX512", K), (torch.float32, "AVX512", 5), (torch.float64, "AVX512", K),
+    (torch.bfloat16, "AVX512", K), (torch.bfloat16, "AVX2", 5), (torch.float16, "AVX512", K)])
+def test_small_equals_the_layer(monkeypatch, case, dtype, cpu, topk):
     """To the bit in eager mode, with padding and under autocast too: output, gradients, counts."""
-    monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: False)   # all products in dtype
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    monkeypatch.setattr(grouped, "_slow_on_cpu", CPUS[cpu].__contains__)
     layer, whole = pair(case, dtype, sizes=(H, F_, E, topk))
     x = torch.randn(5, 7, H, dtype=dtype, requires_grad=True)
     for masked, autocast in itertools.product((False, True), repeat=2):
@@ -102,6 +106,29 @@ def test_small_equals_the_layer(monkeypatch, case, dtype, topk):
     with torch.no_grad():
         same(layer.train()(x[0]), whole.train()(x[0]))
     assert not layer.counts.any()
+
+
+@about_the_cpu("it counts products")
+def test_small_takes_the_products_of_the_layer(monkeypatch):
+    """torch's in bf16, on a CPU with instructions for that; else a loop, in fp32 if there are none
+    for the dtype."""
+    calls = []
+    for name in ("grouped_mm", "mm"):
+        module = torch.nn.functional if name == "grouped_mm" else torch
+        product = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda a, *args, product=product, name=name, **kwargs: (
+            calls.append(f"{name} {a.dtype}"), product(a, *args, **kwargs))[1])
+    layer = MoE(16, 8, 4, 2)
+    for cpu, dtype, want in [
+            ("AVX512", torch.bfloat16, {"grouped_mm torch.bfloat16"}),
+            ("AVX2", torch.bfloat16, {"mm torch.float32"}),
+            ("AVX512", torch.float16, {"mm torch.float32"}),
+            ("AVX2", torch.float32, {"mm torch.float32"})]:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+        calls.clear()
+        with about(cpu, dtype):
+            step(layer.to(dtype), torch.randn(64, 16, dtype=dtype, requires_grad=True))
+            assert set(calls) == want, calls
 
 
 @pytest.mark.parametrize("case", slow_but(["all"], CASES))
