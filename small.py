@@ -100,10 +100,12 @@ def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     out = empty_product(a, b, offsets)
     start = 0
     for e, end in enumerate(offsets.tolist()):
-        if b.ndim == 3:
+        if b.ndim == 3 and start < end:
             multiply(a[start:end], b[e], out[start:end])
-        else:
-            multiply(a[:, start:end], b[start:end], out[e])            # without rows: zeros
+        elif b.ndim == 2 and start < end:
+            multiply(a[:, start:end], b[start:end], out[e])
+        elif b.ndim == 2:
+            out[e] = 0.0
         start = end
     return out
 

@@ -130,6 +130,11 @@ def test_small_takes_the_products_of_the_layer(monkeypatch):
             step(layer.to(dtype), torch.randn(64, 16, dtype=dtype, requires_grad=True))
             assert set(calls) == want, calls
 
+    calls.clear()                                        # one token: its two experts, six products
+    _, _, _, *weights = step(MoE(16, 8, 64, 2), torch.randn(1, 16, requires_grad=True))
+    assert calls == 12 * ["mm torch.float32"]
+    assert all(weight.flatten(1).any(1).sum() == 2 for weight in weights)
+
 
 @pytest.mark.parametrize("case", slow_but(["all"], CASES))
 def test_small_compiled(case):
