@@ -16,6 +16,7 @@ bitwise the same output and gradients.
 import re
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -75,14 +76,18 @@ def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Ten
     return [order_N, inverse_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
 
 
-# In bf16 torch's own product (`native`) reads the offsets on a CPU, an H100 and a B200. Elsewhere
-# the host reads them: for a card sort_by_expert copies them there, once for all six products.
+# In bf16 torch's own product (`native`) reads the offsets on an H100, a B200 and a CPU that has
+# AVX-512. Elsewhere the host reads them: for a card sort_by_expert copies them there, once for all
+# six products.
 @torch.compiler.assume_constant_result
 def capability(device) -> int:
-    """9 for H100 and H200, 10 for B200 and B300; 0 for a CPU, -1 for what is no card of NVIDIA."""
+    """9 for H100 and H200, 10 for B200 and B300; 0 for a CPU with AVX-512, -1 for anything else
+    that is no card of NVIDIA.
+    """
     if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device)[0]
-    return 0 if device.type == "cpu" else -1
+    quick = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return 0 if quick else -1
 
 
 def empty_product(a, b, offsets):
@@ -95,12 +100,23 @@ def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     out = empty_product(a, b, offsets)
     start = 0
     for e, end in enumerate(offsets.tolist()):
-        if b.ndim == 3:
-            torch.mm(a[start:end], b[e], out=out[start:end])
-        else:
-            torch.mm(a[:, start:end], b[start:end], out=out[e])        # without rows: zeros
+        if b.ndim == 3 and start < end:
+            multiply(a[start:end], b[e], out[start:end])
+        elif b.ndim == 2 and start < end:
+            multiply(a[:, start:end], b[start:end], out[e])
+        elif b.ndim == 2:
+            out[e] = 0.0
         start = end
     return out
+
+
+def multiply(a, b, out):
+    """out = a · b, on a CPU without instructions for the dtype in fp32: a tenth of the time."""
+    slow = a.dtype == torch.float16 or a.dtype == torch.bfloat16 and capability(a.device) < 0
+    if a.is_cpu and slow and a.shape[0] > 1:
+        out.copy_(torch.mm(a.float(), b.float(), out=out.new_empty(out.shape, dtype=torch.float32)))
+    else:
+        torch.mm(a, b, out=out)                          # with out=, autocast does not reach it
 
 
 def grouped_mm(a, b, offsets, native):
@@ -182,15 +198,28 @@ class Experts(torch.autograd.Function):
             grad_fc1 = grouped_mm(grad_hidden.t(), x[token_N], offsets, ctx.native)
         grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, counts)
         grad_probs_KT = grad_prob_N1.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
-        grad_probs = grad_probs_KT.t().to(probs.dtype)
+        grad_probs = grad_probs_KT.t().contiguous().to(probs.dtype)
         # x, probs, fc1, fc2, order, inverse, counts, offsets, native
         return grad_x, grad_probs, grad_fc1, grad_fc2, None, None, None, None, None
 
 
-def product(a, b):
-    """a · b in fp32 at least, also in a backward under autocast."""
-    with torch.autocast(a.device.type, enabled=False):
-        return upcast(a) @ upcast(b)
+@op(lambda a, b: a.new_empty(
+    a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32)))
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a · b in fp32 at least, also under autocast, and where products may be in TF32 or bf16."""
+    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    found = [(setting, setting.fp32_precision) for setting in settings]
+    lowered = [(setting, low) for setting, low in found if low not in ("ieee", "none")]
+    try:
+        for setting, _ in lowered:
+            setting.fp32_precision = "ieee"
+        with torch.autocast(a.device.type, enabled=False):
+            return upcast(a) @ upcast(b)
+    finally:
+        for setting, low in lowered:
+            setting.fp32_precision = "none"              # what torch.backends.fp32_precision says
+            if setting.fp32_precision != low:
+                setting.fp32_precision = low
 
 
 class Logits(torch.autograd.Function):
@@ -202,7 +231,7 @@ class Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, router = [in_backward(z, grad) for z in ctx.saved_tensors]
+        x, router = ctx.saved_tensors
         return product(grad, router).to(x.dtype), product(grad.t(), x).to(router.dtype)
 
 
@@ -255,15 +284,24 @@ class MoE(nn.Module):
             raise ValueError(f"topk is {topk}; {score_function} needs {least} to {num_experts}")
         self.topk, self.score_function, self.aux_loss_coeff = topk, score_function, aux_loss_coeff
         E, H, W, Fs = num_experts, hidden_size, ffn_hidden_size, shared_ffn_hidden_size
-        new = lambda *shape: nn.Parameter(0.02 * torch.randn(shape))
+        new = lambda *shape: nn.Parameter(torch.empty(shape))
         self.router = new(E, H)
         self.fc1 = new(E, 2, W, H)                                             # gate and up
         self.fc2 = new(E, H, W)
         self.shared_fc1 = new(2, Fs, H) if Fs else None
         self.shared_fc2 = new(H, Fs) if Fs else None
-        bias = torch.zeros(E, dtype=torch.float32) if expert_bias else None
+        bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("counts", torch.zeros(E, dtype=torch.int64), persistent=False)
+        self.register_buffer("counts", torch.empty(E, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weights anew; the bias and the counts are 0."""
+        for weight in self.parameters():
+            weight.normal_(std=0.02)
+        for buffer in self.buffers():
+            buffer.zero_()
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
@@ -325,16 +363,33 @@ class MoE(nn.Module):
         return probs, indices
 
     @torch.no_grad()
-    def update_bias(self, rate: float = 1e-3) -> None:
-        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). Under DDP
-        set broadcast_buffers=False and all-reduce `counts` first. An eager non-reentrant
-        checkpoint counts all tokens twice, which changes no sign.
+    def update_bias(self, rate: float = 1e-3, group=None) -> None:
+        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). An eager
+        non-reentrant checkpoint counts all tokens twice, which changes no sign.
+
+        group: of the ranks that train the same weights, such as torch.distributed.group.WORLD.
+        The counts of its ranks are summed. DDP also needs broadcast_buffers=False.
         """
         if self.expert_bias is None:
             raise RuntimeError("update_bias needs expert_bias=True")
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if group is None and ranks > 1:
+            raise RuntimeError(
+                f"group is None and {ranks} ranks run: their biases would drift apart. Give "
+                "update_bias(group=..) the ranks that train one model, torch.distributed.group."
+                "WORLD if all do. A rank with a model of its own gives a group of one rank")
+        if group is not None:
+            dist.all_reduce(self.counts, group=group)
         self.expert_bias = self.expert_bias.float()          # load_state_dict(assign=True)
         self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
         self.counts.zero_()
+
+    # The counts are in no checkpoint. What fills a layer that was made on meta begins them with 0:
+    # to_empty in _apply, load_state_dict(assign=True) here.
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        if self.counts.is_meta:
+            self.counts = torch.zeros_like(self.counts, device=self.router.device)
 
     def _apply(self, fn, recurse=True):
         bias, was_meta = self.expert_bias, self.counts.is_meta

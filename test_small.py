@@ -21,8 +21,8 @@ from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
 from small import MoE
 from test_moe import (
     DEVICE, EMULATED, about, about_the_cpu, check_error_table, checkpointed, close, compiled, error,
-    fresh_start, grads, is_native, launches_of, on_a_card, on_device, same, saved_bytes, slow_but,
-    syncs_of)
+    fresh_start, grads, is_native, launches_of, on_a_card, on_device, over_ranks, same, saved_bytes,
+    set_precision, slow_but, syncs_of)
 
 H, F_, E, K = 12, 10, 6, 3
 CASES = {
@@ -80,13 +80,19 @@ def test_small_equals_its_loop():
     close(grads(layer(x), [x, *layer.parameters()]), grads(y, [x, *layer.parameters()]))
 
 
+CPUS = {"AVX512": [torch.float16], "AVX2": [torch.bfloat16, torch.float16]}     # slow dtypes
+
+
 @about_the_cpu("on a card the order of a sum is the card's")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_small_equals_the_layer(monkeypatch, case, dtype):
+@pytest.mark.parametrize("dtype, cpu, topk", [
+    (torch.float32, "AVX512", K), (torch.float32, "AVX512", 5), (torch.float64, "AVX512", K),
+    (torch.bfloat16, "AVX512", K), (torch.bfloat16, "AVX2", 5), (torch.float16, "AVX512", K)])
+def test_small_equals_the_layer(monkeypatch, case, dtype, cpu, topk):
     """To the bit in eager mode, with padding and under autocast too: output, gradients, counts."""
-    monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: False)   # all products in dtype
-    layer, whole = pair(case, dtype)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    monkeypatch.setattr(grouped, "_slow_on_cpu", CPUS[cpu].__contains__)
+    layer, whole = pair(case, dtype, sizes=(H, F_, E, topk))
     x = torch.randn(5, 7, H, dtype=dtype, requires_grad=True)
     for masked, autocast in itertools.product((False, True), repeat=2):
         mask = [torch.rand(5, 7) < 0.3] * masked
@@ -100,6 +106,34 @@ def test_small_equals_the_layer(monkeypatch, case, dtype):
     with torch.no_grad():
         same(layer.train()(x[0]), whole.train()(x[0]))
     assert not layer.counts.any()
+
+
+@about_the_cpu("it counts products")
+def test_small_takes_the_products_of_the_layer(monkeypatch):
+    """torch's in bf16, on a CPU with instructions for that; else a loop, in fp32 if there are none
+    for the dtype."""
+    calls = []
+    for name in ("grouped_mm", "mm"):
+        module = torch.nn.functional if name == "grouped_mm" else torch
+        product = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda a, *args, product=product, name=name, **kwargs: (
+            calls.append(f"{name} {a.dtype}"), product(a, *args, **kwargs))[1])
+    layer = MoE(16, 8, 4, 2)
+    for cpu, dtype, want in [
+            ("AVX512", torch.bfloat16, {"grouped_mm torch.bfloat16"}),
+            ("AVX2", torch.bfloat16, {"mm torch.float32"}),
+            ("AVX512", torch.float16, {"mm torch.float32"}),
+            ("AVX2", torch.float32, {"mm torch.float32"})]:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+        calls.clear()
+        with about(cpu, dtype):
+            step(layer.to(dtype), torch.randn(64, 16, dtype=dtype, requires_grad=True))
+            assert set(calls) == want, calls
+
+    calls.clear()                                        # one token: its two experts, six products
+    _, _, _, *weights = step(MoE(16, 8, 64, 2), torch.randn(1, 16, requires_grad=True))
+    assert calls == 12 * ["mm torch.float32"]
+    assert all(weight.flatten(1).any(1).sum() == 2 for weight in weights)
 
 
 @pytest.mark.parametrize("case", slow_but(["all"], CASES))
@@ -202,14 +236,70 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
     made.update_bias()
     assert made.expert_bias.dtype == torch.float32
 
+
+@pytest.mark.parametrize("way", ["copied", "copied in place", "assigned", "drawn"])
+def test_small_from_meta(way):
+    """Whatever fills a layer that was made on meta, its counts begin with 0 and its bias moves."""
+    layer, _ = pair("all")
     with torch.device("meta"):
-        made = MoE(H, F_, E, K, expert_bias=True)
+        made = MoE(H, F_, E, K, **CASES["all"])
     torch.use_deterministic_algorithms(True)             # fills new memory
     try:
-        made.to_empty(device=DEVICE).load_state_dict(layer.state_dict())
+        if way != "assigned":
+            made.to_empty(device=DEVICE)
+        if way == "drawn":
+            torch.manual_seed(0)
+            made.reset_parameters()
+            torch.manual_seed(0)
+            layer = MoE(H, F_, E, K, **CASES["all"])
+        elif way == "copied in place":                   # as torch.distributed.checkpoint does
+            for name, value in made.state_dict().items():
+                value.copy_(layer.state_dict()[name])
+        else:
+            state = copy.deepcopy(layer.state_dict())
+            made.load_state_dict(state, assign=way == "assigned")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not made.counts.any()
+    x = torch.randn(40, H, requires_grad=True)
+    same(step(made, x), step(layer, x))
+    before = layer.expert_bias.clone()
+    for one in (made, layer):
+        one.update_bias()
+    same(made.expert_bias, layer.expert_bias)
+    assert not before.equal(layer.expert_bias)
+
+
+@over_ranks(2)
+def test_small_over_ranks(rank, ranks):
+    """Under DDP: weights and bias are those of one process with all tokens. Without a group the
+    biases would drift apart."""
+    torch.manual_seed(0)
+    layer = MoE(H, F_, E, K, expert_bias=True)
+    whole = copy.deepcopy(layer)
+    wrapped = torch.nn.parallel.DistributedDataParallel(layer, broadcast_buffers=False)
+    everyone = torch.distributed.group.WORLD
+    for x in torch.randn(3, 2, ranks, 20, H):            # two microbatches a step
+        for part in x:
+            whole(part.flatten(0, 1)).square().mean().backward()
+            wrapped(part[rank]).square().mean().backward()
+        for one in (layer, whole):
+            torch.optim.SGD(one.parameters(), lr=1.0).step()
+            one.zero_grad()
+        before = layer.state_dict(), layer.counts.clone()
+        assert "group is None and 2 ranks run" in error(layer.update_bias)
+        same((layer.state_dict(), layer.counts), before)
+        layer.update_bias(group=everyone)
+        whole.update_bias(group=torch.distributed.new_group([rank], use_local_synchronization=True))
+        same(layer.expert_bias, whole.expert_bias)
+        close([*layer.parameters()], [*whole.parameters()], 1e-5)
+    assert layer.expert_bias.any()
+
+    layer(torch.randn(5 + rank, H, requires_grad=True)).sum().backward()
+    again = copy.deepcopy(layer)
+    layer.update_bias(group=everyone)
+    torch.distributed.all_reduce(again.counts)           # counts summed twice change no sign
+    again.update_bias(group=everyone)
+    same(layer.expert_bias, again.expert_bias)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -229,6 +319,45 @@ def test_small_router_under_autocast(compile):
     for other in (grads(y, leaves, upstream), grads(eager, leaves, upstream)):
         for got, want in zip(inside, other):
             assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
+def test_small_logits_are_in_fp32(monkeypatch, how):
+    """Whatever the user sets for products, eager and compiled: what is set while the operands are
+    read, since not every CPU has the instructions. The setting stays as it is, also where it is
+    inherited."""
+    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    x, router = [torch.randn(n, 64, requires_grad=True) for n in (512, 16)]
+    upstream = torch.randn(512, 16)
+    right = x.double() @ router.double().t()
+    want = [right, *grads(right, [x, router], upstream.double())]
+    seen = []
+    upcast = small.upcast
+
+    def noting(x):
+        seen.extend(setting.fp32_precision for setting in settings)
+        return upcast(x)
+    monkeypatch.setattr(small, "upcast", noting)
+    try:
+        set_precision("torch.backends none")
+        set_precision("highest")
+        for setting in settings:
+            setting.fp32_precision = "none"
+        set_precision(how)
+        before = [setting.fp32_precision for setting in settings]
+        for function in (small.Logits.apply, compiled(small.Logits.apply, "inductor")):
+            seen.clear()
+            logits = function(x, router)
+            for got, exact in zip([logits, *grads(logits, [x, router], upstream)], want):
+                assert (got - exact).norm() <= 1e-6 * exact.norm()
+            assert seen and set(seen) <= {"ieee", "none"}            # none: nothing is set, so fp32
+            assert [setting.fp32_precision for setting in settings] == before
+        if how.startswith("torch.backends"):
+            torch.backends.fp32_precision = "ieee"
+            assert {setting.fp32_precision for setting in settings} == {"ieee"}
+    finally:
+        set_precision("torch.backends none")
+        set_precision("highest")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
