@@ -179,7 +179,7 @@ class Gathers(Checkpoints):
 
 
 # 5. small.py: the backward is written by hand. That buys eager mode in which no product runs twice,
-# trainers' own checkpoints that have their say, torch 2.11, other dtypes, padding, and autocast.
+# trainers' own checkpoints that have their say, other dtypes in a graph, padding, and autocast.
 STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Checkpoints,
          "4 gathers both ways": Gathers, "5 small.py": small.MoE}
 
