@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer for one device, in one file. Copy it: it needs only torch.
+"""A Mixture-of-Experts layer for one device, in one file. Copy it: it needs torch 2.11 or later.
 
     layer = MoE(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2, expert_bias=True)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -8,6 +8,12 @@
         optimizer.step()
         optimizer.zero_grad()
         layer.update_bias()
+
+The weights of a Mixtral or Qwen3-MoE block of transformers, with norm_topk_prob=True:
+
+    layer.load_state_dict({
+        "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, F]
+        "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2F, H] -> [E, 2, F, H]
 
 T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, F FFN size of an
 expert. Capitals at the end of a name are the tensor's axes: prob_N1 is [N, 1]. The same input gives
@@ -19,6 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if torch.__version__ < (2, 11, "dev0"):
+    raise RuntimeError(f"torch is {torch.__version__}; this file needs 2.11 or later")
 
 
 def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> Tensor:
