@@ -7,7 +7,7 @@
         (compiled(x) - target).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        layer.update_bias()
+        layer.update_bias()                              # on several ranks: see its group
 
 The weights of a Mixtral or Qwen3-MoE block of transformers, with norm_topk_prob=True:
 
