@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer for one device, in one file. Copy it: it needs only torch.
+"""A Mixture-of-Experts layer for one device, in one file. Copy it: it needs torch 2.11 or later.
 
     layer = MoE(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2, expert_bias=True)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -7,7 +7,13 @@
         (compiled(x) - target).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        layer.update_bias()
+        layer.update_bias()                              # on several ranks: see its group
+
+The weights of a Mixtral or Qwen3-MoE block of transformers, with norm_topk_prob=True:
+
+    layer.load_state_dict({
+        "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, F]
+        "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2F, H] -> [E, 2, F, H]
 
 T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, F FFN size of an
 expert. Capitals at the end of a name are the tensor's axes: prob_N1 is [N, 1]. The same input gives
@@ -19,6 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if torch.__version__ < (2, 11, "dev0"):
+    raise RuntimeError(f"torch is {torch.__version__}; this file needs 2.11 or later")
 
 
 def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> Tensor:
@@ -81,8 +90,8 @@ def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Ten
 # six products.
 @torch.compiler.assume_constant_result
 def capability(device) -> int:
-    """9 for H100 and H200, 10 for B200 and B300; 0 for a CPU with AVX-512, -1 for anything else
-    that is no card of NVIDIA.
+    """Of a card of NVIDIA: 9 for H100 and H200, 10 for B200 and B300. Of a CPU with AVX-512: 0. Of
+    all else: -1.
     """
     if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device)[0]
@@ -111,12 +120,14 @@ def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def multiply(a, b, out):
-    """out = a · b, on a CPU without instructions for the dtype in fp32: a tenth of the time."""
-    slow = a.dtype == torch.float16 or a.dtype == torch.bfloat16 and capability(a.device) < 0
-    if a.is_cpu and slow and a.shape[0] > 1:
-        out.copy_(torch.mm(a.float(), b.float(), out=out.new_empty(out.shape, dtype=torch.float32)))
+    """out = a · b"""
+    narrow = a.is_cpu and a.itemsize == 2 and a.shape[0] > 1
+    if narrow and (a.dtype == torch.float16 or capability(a.device) < 0):
+        # Without instructions for the dtype, fp32 takes a tenth of the time.
+        wide = out.new_empty(out.shape, dtype=torch.float32)
+        out.copy_(torch.mm(a.float(), b.float(), out=wide))
     else:
-        torch.mm(a, b, out=out)                          # with out=, autocast does not reach it
+        torch.mm(a, b, out=out)              # out= also keeps autocast away
 
 
 def grouped_mm(a, b, offsets, native):

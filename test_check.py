@@ -2,6 +2,8 @@
 
     python -m pytest test_check.py
 """
+import argparse
+import ast
 import json
 import subprocess
 import sys
@@ -159,16 +161,33 @@ def forgets_to_add(x, probs, indices, fc1, fc2):
 
 
 def first_block_of_h(x, probs, indices, fc1, fc2):
-    """A product that stops after its first 32 columns."""
-    mask = (torch.arange(x.shape[1], device=x.device) < 32).to(x.dtype)
+    """A product that stops after its first 256 columns."""
+    mask = (torch.arange(x.shape[1], device=x.device) < 256).to(x.dtype)
     return by_expert(x * mask, probs, indices, fc1, fc2)
 
 
+def first_block_of_f(x, probs, indices, fc1, fc2):
+    mask = (torch.arange(fc2.shape[2], device=x.device) < 256).to(x.dtype)
+    return by_expert(x, probs, indices, fc1, fc2 * mask)
+
+
 def first_block_of_rows(x, probs, indices, fc1, fc2):
-    """An expert that computes its first 64 rows alone."""
+    """An expert that computes its first 256 rows alone."""
     place = F.one_hot(indices.flatten(), len(fc1) + 1).cumsum(0)
     place = place.gather(1, indices.flatten()[:, None]).view_as(indices)
-    return by_expert(x, probs, indices.masked_fill(place > 64, len(fc1)), fc1, fc2)
+    return by_expert(x, probs, indices.masked_fill(place > 256, len(fc1)), fc1, fc2)
+
+
+def six_choices(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs[:, :6], indices[:, :6], fc1, fc2)
+
+
+def ids_in_seven_bits(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs, indices.masked_fill(indices > 127, len(fc1)), fc1, fc2)
+
+
+def ids_in_a_byte(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs, indices.to(torch.uint8).long(), fc1, fc2)
 
 
 class Workspace(torch.autograd.Function):
@@ -212,7 +231,10 @@ WRONG = [
     (normalises, ALL, "y"), (too_few_experts, "all tokens to one expert", "y"),
     (random_gradient, ALL, "grad x"), (forgets_to_add, ALL, "y"), (narrow, ALL, "y"),
     (first_block_of_h, "several blocks of each size", "y"),
+    (first_block_of_f, "several blocks of each size", "y"),
     (first_block_of_rows, "several blocks of each size", "y"),
+    (six_choices, "K = 8 of 300 experts", "y"), (ids_in_seven_bits, "K = 8 of 300 experts", "y"),
+    (ids_in_a_byte, "K = 8 of 300 experts", "y"),
     (static_workspace, ALL, "grad x"), (writes_to_its_input, ALL, "y"),
 ]
 
@@ -294,7 +316,12 @@ def test_check_refuses_options_that_do_not_fit():
         "score_function is 'tanh'; known: softmax, sigmoid, sqrtsoftplus": dict(
             score_function="tanh"),
         "topk is 17": dict(topk=17), "num_groups 5": dict(num_groups=5, group_topk=2),
-        "group_topk None": dict(num_groups=4)}
+        "group_topk None": dict(num_groups=4),
+        "num_groups 0": dict(num_groups=0, group_topk=1),
+        "group_topk 5": dict(num_groups=4, group_topk=5),
+        "topk is 5, num_groups 8 and group_topk 2": dict(topk=5, num_groups=8, group_topk=2),
+        "group_score_topk is 0 (topk // group_topk unless given)": dict(num_groups=8, group_topk=4),
+        "group_score_topk is 3": dict(num_groups=8, group_topk=1, group_score_topk=3)}
     for text, options in table.items():
         assert text in error(check_router, right_route, **options)
 
@@ -404,6 +431,38 @@ def test_check_what_is_no_matter_of_right_and_wrong(capsys):
     assert "torch.compile(fullgraph=True): Unsupported" in out and "differs" not in out
 
 
+def test_check_notes_of_a_row(capsys):
+    """NaN again is no difference from run to run; NaN that is replaced is a changed input."""
+    [row] = check_experts(multiplies_by_zero, device=DEVICE, case="NaN in tokens without experts")
+    out = capsys.readouterr().out
+    assert row.wrong and "differs from run to run" not in out
+
+    def replaces_nan(x, *args):
+        x.data.nan_to_num_()
+        return by_expert(x, *args)
+    check_experts(replaces_nan, device=DEVICE, case="NaN in tokens without experts")
+    assert "its inputs are changed" in capsys.readouterr().out
+    for note in ("differs from run to run", "its inputs are changed", "a token without the others",
+                 "other bits", "not the top logits of", "kept for the backward", "graphs for"):
+        assert note in " ".join(check.__doc__.split()), note
+
+
+def test_check_runs_on_python_3_10():
+    """warnings.catch_warnings has action= from 3.11 on. (Its lines run on a card alone.)"""
+    calls = [node for node in ast.walk(ast.parse(Path(check.__file__).read_text()))
+             if isinstance(node, ast.Call) and "catch_warnings" in ast.unparse(node.func)]
+    assert calls and not any(word.arg == "action" for call in calls for word in call.keywords)
+
+
+def test_check_says_what_each_option_is(monkeypatch):
+    def look(self):
+        raise LookupError([action.option_strings for action in self._actions if not action.help])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", look)
+    with pytest.raises(LookupError) as found:
+        check.main()
+    assert found.value.args == ([],)
+
+
 def test_check_from_the_command_line(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -446,6 +505,11 @@ def test_check_from_the_command_line(tmp_path):
     status, out, err = run("router", "kit/random.py:route")
     assert status == 0 and "random logits" in out, err
     assert run("router", "kit/mine.py:route")[0] == 2
+    (tmp_path / "raises.py").write_text("def moe(*args):\n    return args[9]\n")
+    for what in ("experts", "router"):
+        status, out, err = run(what, "raises.py:moe")
+        assert status == 2 and "refused: IndexError" in out, err
+        assert err == "every case is refused: nothing is checked\n"
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
     assert run("router", "exits.py:route")[0] == 2
 

@@ -472,6 +472,37 @@ def test_small_example():
     assert names["layer"].expert_bias.any() and not names["layer"].counts.any()
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_small_takes_the_weights_of_transformers(family):
+    """By the lines in the docstring: the block's output."""
+    transformers = pytest.importorskip("transformers")
+    text = re.search(r"(    layer.load_state_dict.*?)\n\n", small.__doc__, re.S)[1]
+    model_type = {"Mixtral": "mixtral", "Qwen3Moe": "qwen3_moe"}[family]
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=H, intermediate_size=F_, moe_intermediate_size=F_, num_experts=E,
+        num_local_experts=E, num_experts_per_tok=K, norm_topk_prob=True)
+    block = getattr(module, f"{family}SparseMoeBlock")(config).eval()
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight)
+    layer = MoE(H, F_, E, K)
+    exec("\n".join(line[4:] for line in text.splitlines()), {"layer": layer, "block": block})
+    x = torch.randn(2, 7, H)
+    want = block(x)
+    close(layer(x), want[0] if isinstance(want, tuple) else want, 1e-5)
+
+
+def test_small_says_which_torch_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0+cpu"))
+    spec = importlib.util.spec_from_file_location("copied", small.__file__)
+    text = error(spec.loader.exec_module, importlib.util.module_from_spec(spec))
+    assert text == "RuntimeError: torch is 2.10.0+cpu; this file needs 2.11 or later"
+    assert "torch 2.11 or later" in small.__doc__
+    for version in ("2.11.0.dev20260101", "2.11.0a0+git", "2.15.1"):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 def test_small_copies_do_not_collide(tmp_path):
     """Two copies of the file in one process, one of them under another name."""
     path = tmp_path / "other.py"
