@@ -98,7 +98,8 @@ EAGER_SIZES = (
 EAGER = [Case(*sizes, dtype) for sizes in EAGER_SIZES for dtype in SHORT]
 PERMUTE = [Case(*MANY_EXPERTS, dtype)._replace(E=E) for dtype in SHORT for E in (64, 256)]
 ROUTER = [Case(*MANY_EXPERTS, BF16)._replace(E=256)]
-DECODE = [Case(1, 2048, 768, 128, 8, BF16)]
+DECODE = [Case(1, 2048, 768, 128, 8, BF16)] + [
+    Case(T, 512, 256, 64, 8, dtype) for T in (1, 8) for dtype in (FP32, BF16)]
 RANKS = [Case(1024, 512, 256, E, K, FP32) for E, K in ((16, 4), (64, 8))]
 CARD = [
     Case(40960, 768, 256, 128, 8, BF16),
@@ -558,14 +559,19 @@ def bench_router(report: Report, case: Case) -> None:
 
 @torch.no_grad()
 def bench_decode(report: Report, case: Case) -> None:
-    """One token in eval beside the products of its K experts."""
+    """Few tokens without gradients, beside Hugging Face's block and the products of the experts."""
     layer, x, _ = layer_and_input(case.config(), case.T)
     x = x.detach()
     candidates = Candidate(layer.eval(), [x]).both("layer")
+    if HAS_TRANSFORMERS:
+        for how in ("grouped_mm", "batched_mm"):
+            block = hugging_face_block(case, layer, how).eval()
+            candidates |= Candidate(block, [x]).both(f"Hugging Face {how}")
     right = in_fp64(partial(loop_over_experts, case.K), like=candidates[OURS])
-    check(candidates, right, case.dtype)
-    candidates |= bare_products(layer, x)
-    report.compare(case, "one token, forward", candidates, ["products"])
+    with torch.no_grad():
+        check(candidates, right, case.dtype)
+        candidates |= bare_products(layer, x)
+        report.compare(case, "decoding, forward", candidates, ["products", PEER])
 
 
 def bench_layer(report: Report) -> None:
