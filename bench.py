@@ -683,7 +683,7 @@ def bench_families(report: Report) -> None:
         case = report.cases([Case(*sizes, FP32)])[0]
         fields = published_fields(case)
         published = {"model_type": model_type, "ffn_config": fields, **fields}
-        config = families.config_from_hf(published)
+        config = moe.MoEConfig(**families.read_config(published).fields)
         config = replace(config, shared_expert_intermediate_size=None, shared_expert_gate=False)
         layer, x, grads = layer_and_input(config, case.T)
         candidates = Candidate(layer, [x], grads).both("layer")

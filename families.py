@@ -1218,7 +1218,8 @@ def _router_for(model, name, row, changes, groups):
     weight = _tensors(block)[path]
     if row.block_scales:
         fields["scaling_factor"] = None
-    fields |= _dtypes_of_gate(row, changes, model.dtype, weight.dtype)
+    dtypes = functools.partial(_dtypes_of_gate, row.precision.split(), changes)
+    fields |= dtypes(model.dtype, weight.dtype)
     reading = read_config(model.config, _layer_of(name))
     reading.refuse(reading.problems)
     published = {field: value for field, value in reading.fields.items()
@@ -1247,15 +1248,15 @@ def _router_for(model, name, row, changes, groups):
             places[slot.parameter.removeprefix("router.")] = block.get_submodule(owner), attribute
     with torch.device(weight.device):
         router = Guest(config, places, groups)
-    router.dtypes = functools.partial(_dtypes_of_gate, row, changes)
+    router.dtypes = dtypes
     return router
 
 
-def _dtypes_of_gate(row, changes, dtype, gate_dtype):
+def _dtypes_of_gate(words, changes, dtype, gate_dtype):
     """Fields of MoEConfig: what the library's gate has in a model of this dtype, or the changes."""
     fields = {"probs_dtype": None}
     if "router_dtype" not in changes:
-        fields |= _router_dtypes(row.precision.split(), dtype, gate_dtype)
+        fields |= _router_dtypes(words, dtype, gate_dtype)
     return {name: changes.get(name, value) for name, value in fields.items()}
 
 
