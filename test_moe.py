@@ -2629,7 +2629,8 @@ def test_layer_selected_experts_train_on():
         num_experts=5, topk=2, router_bias=True, add_bias_linear=True, shared_expert_gate=True)
     order = [4, 0, 3, 1, 2]
     x = leaf(9, 6)
-    for kind in (torch.optim.Adafactor, functools.partial(torch.optim.SGD, momentum=0.9)):
+    kinds = [torch.optim.Adafactor, functools.partial(torch.optim.SGD, momentum=0.9)]
+    for kind in kinds if DEVICE == "cpu" else kinds[1:]:      # 2.13's Adafactor refuses a card
         layer = random_layer(config)
         optimizer = kind(layer.parameters(), lr=0.1)
 
@@ -4296,10 +4297,10 @@ def test_trainer_loads_a_layer_that_to_empty_has_made(tmp_path):
     want = step(copy.deepcopy(first))
     torch.use_deterministic_algorithms(True)
     try:
-        for device, by_dcp in itertools.product(("meta", "cpu"), (False, True)):
+        for device, by_dcp in itertools.product(("meta", DEVICE), (False, True)):
             with torch.device(device):
                 layer = small_layer(**fields)
-            layer.to_empty(device="cpu")
+            layer.to_empty(device=DEVICE)
             if by_dcp:
                 dcp.load(layer.state_dict(), checkpoint_id=tmp_path)
             else:

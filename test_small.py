@@ -273,6 +273,7 @@ def test_small_from_meta(way):
 def test_small_over_ranks(rank, ranks):
     """Under DDP: weights and bias are those of one process with all tokens. Without a group the
     biases would drift apart."""
+    torch.set_default_device("cpu")                      # of this process: gloo takes no card
     torch.manual_seed(0)
     layer = MoE(H, F_, E, K, expert_bias=True)
     whole = copy.deepcopy(layer)
