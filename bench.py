@@ -133,6 +133,9 @@ class Candidate(NamedTuple):
         leaves = [leaf for leaf in self.inputs + self.parameters() if leaf.requires_grad]
         return [*outputs, *torch.autograd.grad(outputs, leaves, self.grads)]
 
+    def bytes_kept(self) -> int:
+        return steps.bytes_kept(self.forward, self.parameters())
+
     def compiled(self) -> "Candidate":
         return self._replace(function=torch.compile(self.function, fullgraph=True))
 
@@ -158,22 +161,6 @@ def check(candidates: dict, right: Iterable[Tensor], dtype: torch.dtype) -> None
             error = (got - want).norm() / size
             if not error <= TOLERANCE[dtype]:
                 sys.exit(f"check failed: {name}: an output or gradient is off by {error:.2e}")
-
-
-def bytes_kept(candidate: Candidate) -> int:
-    """Bytes of the storages that the forward saves for the backward, without the parameters'."""
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _alive = candidate.forward()
-    for parameter in candidate.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(kept.values())
 
 
 # ---- Report: tables of times as they come, figures at the end ----
@@ -475,11 +462,11 @@ def bench_case(report: Report, case: Case) -> None:
     needed = (case.T * case.H + N * 2 * case.F) * case.dtype.itemsize   # the input, fc1's output
     plan = N * (3 * 8 + 4) + case.E * 4       # indices, order, inverse; fp32 probs; int32 offsets
     for name in (OURS, "layer, eager"):
-        ratio = (bytes_kept(candidates[name]) - plan) / needed
+        ratio = (candidates[name].bytes_kept() - plan) / needed
         report.figure(case, f"bytes kept / (T·H + N·2F), {name}", value=ratio)
     for name, candidate in candidates.items():
         if name.startswith(("layer", "small.py", *PLAIN, "Hugging Face")):
-            kept = bytes_kept(candidate) / case.T / 1e3
+            kept = candidate.bytes_kept() / case.T / 1e3
             report.figure(case, f"kB kept a token, {name}", value=kept)
 
 
@@ -790,7 +777,7 @@ def card_layer(report: Report, case: Case) -> None:
             rate = factor * case.T * case.F * case.H * case.K / row["ms"] / 1e9
             report.figure(case, f"{what}: {row['candidate']}, TFLOP/s", value=rate)
     for name, candidate in candidates.items():
-        kept = bytes_kept(candidate) / 2 ** 20
+        kept = candidate.bytes_kept() / 2 ** 20
         report.figure(case, f"{name}: MiB kept for the backward", value=kept)
         if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()

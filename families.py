@@ -426,10 +426,7 @@ def from_hf(
     source = Source(tensors, prefix)
     _fill(_matched(inner, model_type, source), source)
     if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
-        config = dataclasses.replace(inner.config, batch_first=True)
-        for part in inner.modules():
-            if isinstance(part, moe.ParallelModule):
-                part._config = config
+        inner.set_config(dataclasses.replace(inner.config, batch_first=True))
     return layer
 
 
@@ -1183,7 +1180,7 @@ def _apply_to_block(block, router, fn, recurse=True):
     dtype = next(block.experts.parameters()).dtype
     if dtype.is_floating_point:
         fields = router.dtypes(dtype, router.weight.dtype)
-        router._config = dataclasses.replace(router.config, **fields)
+        router.set_config(dataclasses.replace(router.config, **fields))
     return block
 
 
@@ -1380,6 +1377,7 @@ class Batch:
 
     texts: None while no forward runs. So one thread at a time may run the model. (A threading.local
       is not safe here: a graph of torch 2.13 writes it in vain.)
+    published: takes what save_pretrained has written. A forward refuses a part of a checkpoint.
     """
 
     def __init__(self, padding_mask: bool = True):

@@ -439,9 +439,7 @@ def select_experts(
         raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
     config = replace(layer.config, num_experts=len(experts))
     new = copy.deepcopy(layer)
-    for part in new.modules():
-        if isinstance(part, ParallelModule):
-            part._config = config
+    new.set_config(config)
     chosen = torch.tensor(experts, device=layer.router.weight.device)
 
     def selected(name, old, tensor, key=None):

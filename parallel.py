@@ -429,6 +429,12 @@ class ParallelModule(nn.Module):
             f"a config is set once; needs a new {type(self).__name__} of "
             f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
 
+    def set_config(self, config) -> None:
+        """Of this module and its parts, for who knows that their tensors are those of `config`."""
+        for part in self.modules():
+            if isinstance(part, ParallelModule):
+                part._config = config
+
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
 

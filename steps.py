@@ -186,6 +186,22 @@ STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Ch
 
 # ---- The table ----
 
+def bytes_kept(forward, parameters) -> int:
+    """Bytes of the storages that forward() keeps for the backward, but for the parameters'."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _alive = forward()
+    for parameter in parameters:
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
 class Measured:
     """A step on one input. It is compiled, but for the loop."""
 
@@ -197,7 +213,7 @@ class Measured:
         self.ms = []
         counted = torch._inductor.metrics
         counted.reset()
-        self.kept = self.bytes_kept()
+        self.kept = bytes_kept(lambda: self.function(x.clone().requires_grad_()), self.parameters)
         forward = counted.generated_kernel_count
         first = self.step()
         self.kernels = f"{forward} + {counted.generated_kernel_count - forward}"
@@ -215,20 +231,6 @@ class Measured:
         x = self.x[:tokens].clone().requires_grad_()
         y = self.function(x)
         return [y, *torch.autograd.grad(y, [x, *self.parameters], torch.ones_like(y))]
-
-    def bytes_kept(self) -> int:
-        """Of the storages that a forward keeps for the backward, but for the parameters'."""
-        kept = {}
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            _alive = self.function(self.x.clone().requires_grad_())
-        own = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
-        return sum(size for pointer, size in kept.items() if pointer not in own)
 
     def time(self) -> None:
         synchronize = torch.get_device_module(self.x.device).synchronize
