@@ -4,7 +4,6 @@ shapes and dtypes, and every private name of torch that these files use.
 import contextlib
 import functools
 import re
-import sys
 import threading
 
 import torch
@@ -82,13 +81,13 @@ def _refuse_second_derivative(backward):
         f"only first derivatives. Leave create_graph out")
 
 
-@op(lambda value, grad: torch.empty_like(value))
-def value_in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    """A copy of value. Its argument `grad` forces the compiler to make the copy in the backward.
+@op(lambda value, made_before: torch.empty_like(value))
+def copy_after(value: Tensor, made_before: Tensor) -> Tensor:
+    """A copy of value, which the compiler makes after the other tensor.
 
-    `grad` is otherwise unused. Without it the compiler may move results derived from `value`
-    into the forward. That costs memory, since they are kept for the backward. And a value
-    that changes in between, as the loss scale does, would be read too early.
+    copy_after(value, grad) is made in the backward. Otherwise the compiler may move what is derived
+    from `value` into the forward, and keep it for the backward; and a value that changes in
+    between, as the loss scale does, would be read too early.
     """
     return value.clone()
 
@@ -256,54 +255,6 @@ def writes_to_module(method):
 def in_backward() -> bool:
     """Whether a node of autograd is running, and not a forward outside of it."""
     return torch._C._current_autograd_node() is not None
-
-
-def is_recomputing() -> bool:
-    """Whether a non-reentrant checkpoint is running its forward again.
-
-    In eager mode, under compiled autograd too, the checkpoint's hooks on saved tensors say so. In
-    a graph the recomputation is part of the compiled backward. A reentrant checkpoint runs its
-    first pass without grad, where nothing is counted. Its second pass is not recognised here, so
-    the second pass adds to the counts. RuntimeError: neither is known for certain.
-    """
-    return torch._C._current_graph_task_id() != -1 and _recomputes()       # -1: in no backward
-
-
-def _recomputes():
-    packs = [pack for pack, _ in _saved_tensors_hooks()]
-    names = [getattr(pack, "__qualname__", repr(pack)) for pack in packs]
-    if any("_recomputation_hook" in name for name in names):
-        return True
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and compiled.in_compiled_autograd_region:
-        _refuse_to_guess("compiled autograd")
-    node = torch._C._current_autograd_node()
-    node = "" if node is None else node.name()
-    if names and node not in ("CheckpointFunctionBackward", "CompiledFunctionBackward"):
-        _refuse_to_guess(f"{node}, with the saved-tensor hooks {names}")
-    return node == "CompiledFunctionBackward"
-
-
-def _refuse_to_guess(where):
-    raise RuntimeError(
-        f"a forward runs inside the backward of {where}: whether it runs for the second time, and "
-        f"must not count its tokens again, is not known; needs torch.utils.checkpoint with "
-        f"use_reentrant=False, or no hooks around the forward")
-
-
-def _saved_tensors_hooks():
-    """The pairs of hooks on saved tensors that are active, the innermost first. Offloading inside
-    a checkpoint hides the checkpoint's pair, so one has to look behind the first.
-    """
-    pairs = []
-    try:
-        while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            pairs.append(pair)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-    finally:
-        for pair in reversed(pairs):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-    return pairs
 
 
 def with_fixed_address(tensor: Tensor) -> Tensor:

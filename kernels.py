@@ -37,9 +37,9 @@ if __package__:
     from .compat import (
         all_to_all, always_holds, as_no_view, as_number, as_one_dim, backward_order, cast,
         check_known, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast,
-        in_backward, is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs,
+        in_backward, is_any_autocast, is_integer, makes_cuda_graphs,
         once_differentiable, op, op_without_autocast, place_of_part, reads_on_host, rounded,
-        set_backward_order, upcast, value_in_backward, wait_for, with_fixed_address,
+        set_backward_order, upcast, copy_after, wait_for, with_fixed_address,
         without_autocast, writes_to_module)
     from .grouped import Read, grouped_mm
 else:
@@ -47,9 +47,9 @@ else:
     from compat import (
         all_to_all, always_holds, as_no_view, as_number, as_one_dim, backward_order, cast,
         check_known, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast,
-        in_backward, is_any_autocast, is_integer, is_recomputing, makes_cuda_graphs,
+        in_backward, is_any_autocast, is_integer, makes_cuda_graphs,
         once_differentiable, op, op_without_autocast, place_of_part, reads_on_host, rounded,
-        set_backward_order, upcast, value_in_backward, wait_for, with_fixed_address,
+        set_backward_order, upcast, copy_after, wait_for, with_fixed_address,
         without_autocast, writes_to_module)
     from grouped import Read, grouped_mm
 
@@ -1485,7 +1485,7 @@ class _ExpertMLP(torch.autograd.Function):
 
         # This makes the order depend on grad. Else the compiler could compute token_N and the
         # rows in the forward, and keep them.
-        order = value_in_backward(order, grad)
+        order = copy_after(order, grad)
         token_N, probs_N1 = _token_and_prob(order, probs)
 
         # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),

@@ -18,7 +18,7 @@ Where is it?
     tokens over capacity        TopKRouter._is_over_capacity; kernels.apply_router_token_dropping
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
                                 the gradient
-    counts, and activation      RouterCounts; _update_once
+    counts, and activation      RouterCounts; _WriteInBackward
       checkpoints
     host syncs                  grouped.where_read; parallel.ExpertParallel
     the router alone            TopKRouter; copy all files but shared_experts.py and moe.py
@@ -289,7 +289,7 @@ class MoELayer(ParallelModule):
         if shared is not None:
             beside = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
             y = y + beside.to(y.dtype)
-        return self.result(y, probs_TK)
+        return self.result(self.router.counts.carried_by(y), probs_TK)
 
     def result(self, y: Tensor, probs: Tensor):
         """What forward returns: y. Override this to return the router's probs [T, K] too."""

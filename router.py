@@ -30,7 +30,7 @@ LOSS_NAMES = {
 }
 LOAD_BALANCING_TYPES = ("none", *LOSS_NAMES, "sinkhorn")
 METRICS = (*LOSS_NAMES.values(), "z_loss")
-LOGGED = ("dropped", *METRICS)                       # the order of RouterCounts.last_logged
+LOGGED = ("dropped", *METRICS)                       # names of tensors of RouterCounts
 
 
 # ---- Router ----
@@ -99,6 +99,7 @@ class Router(ParallelModule, ABC):
                                  f"Router, which calls only forward(input); override route")
         probs_TE, map_TE = self(input)
         kept_TE = probs_TE.detach().masked_fill(~map_TE, -math.inf)
+        probs_TE = self.counts.carried_by(probs_TE)
         best = kept_TE.topk(self.config.topk, dim=1)
         unrouted = best.values == -math.inf
         if padding_mask is not None:
@@ -155,17 +156,18 @@ class Router(ParallelModule, ABC):
 
     def _apply_expert_bias(self, routing_map):
         """Adds the counts of the map [T, E], which is before dropping and without padding,
-        to those of the expert bias: once per training forward with grad. For a router of your
-        own; TopKRouter counts its indices.
+        to those of the expert bias, in the backward of this training forward. For a router of your
+        own, in its forward; TopKRouter counts its indices.
         """
         if self._in_training_forward():
-            self.counts.count(routing_map.sum(0))
+            self.counts.count(None, routing_map.sum(0))
 
-    def _update_histogram(self, logits_TE, padding_T):
+    def _count_biases(self, probs, logits_TE, padding_T):
+        """probs, whose backward adds to the histogram of bias_update="quantile"."""
         scores_TE = kernels.SCORE_FUNCTIONS[self.config.score_function](compat.upcast(logits_TE))
         histogram = kernels.required_bias_histogram(
             scores_TE, self.expert_bias, self.config.topk, padding_mask=padding_T)
-        _update_once(self.bias_histogram, histogram, add=True)
+        return self.counts.write(probs, self.bias_histogram, histogram, add=True)
 
     def reset_bias_histogram(self) -> None:
         """Empties the histogram of bias_update="quantile", which was made with the old bias.
@@ -191,7 +193,7 @@ class Router(ParallelModule, ABC):
         return self
 
     def _bring_counts(self):
-        if self.counts.last_logged.device != self.weight.device:
+        if self.counts.last_tokens_per_expert.device != self.weight.device:
             self.counts.follow(self.weight.device)
 
     def _maintain_float32_expert_bias(self):
@@ -295,6 +297,8 @@ class TopKRouter(Router):
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(input.shape[:-1]))
         self._bring_counts()
+        if self.counts.waiting:                      # of a forward that had no backward
+            self.counts.wait([])
 
         if self.config.input_jitter_eps:
             input = self.apply_input_jitter(input)
@@ -360,12 +364,13 @@ class TopKRouter(Router):
                 probs_TK = self._apply_losses(
                     probs_TK, logits_TE, padding_T, axes=logits.shape[:-1], cu_seqlens=cu_seqlens)
             counts_E = kernels.count_experts(chosen_TK, config.num_experts)
-            self.counts.count(counts_E)
+            probs_TK = self.counts.count(probs_TK, counts_E)
             if config.capacity_factor is not None:
                 kept_E = kernels.count_experts(indices_TK, config.num_experts)
-                self.counts.log("dropped", counts_E.sum() - kept_E.sum(), sharers=None)
+                dropped = counts_E.sum() - kept_E.sum()
+                probs_TK = self.counts.log(probs_TK, "dropped", dropped, sharers=None)
             if self.bias_histogram is not None:
-                self._update_histogram(logits_TE, padding_T)
+                probs_TK = self._count_biases(probs_TK, logits_TE, padding_T)
         if self._recording:
             self._record(chosen_TK, topk_indices, padding_T, probs_TK)
         return probs_TK, indices_TK
@@ -566,14 +571,19 @@ class TopKRouter(Router):
 
     def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are those
-        of tp_dp_cp, averaged over the forwards since reset_global_aux_loss_tracker.
+        of tp_dp_cp, averaged over this forward and those that have had their backward since
+        reset_global_aux_loss_tracker.
         """
         groups = self.pg_collection
         local_E = routing_map.sum(0)
-        sums_E, steps = _running_sums(
-            self.global_tokens_per_expert, self.ga_steps,
-            all_sum(local_E, groups.tp_dp_cp).float())
-        mean_E = sums_E.to(scores_for_aux_loss.dtype) / steps
+        counts_E = all_sum(local_E, groups.tp_dp_cp).float()
+        sums_E, steps = self.global_tokens_per_expert, self.ga_steps
+        mean_E = _running_mean(sums_E, steps, counts_E)
+        # Made before the probs: in the backward it would be of sums that have moved on.
+        probs = kernels.Adjoint.apply(probs, (compat.copy_after, lambda grad, mean: grad), mean_E)
+        mean_E = mean_E.to(scores_for_aux_loss.dtype)
+        probs = self.counts.write(probs, sums_E, counts_E, add=True)
+        probs = self.counts.write(probs, steps, torch.ones_like(steps), add=True)
         valid = all_sum(local_E.sum(), groups.tp_cp).to(mean_E.dtype) / self.config.topk
         return self._attach_switch_loss(
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
@@ -608,7 +618,8 @@ class TopKRouter(Router):
         """
         compat.check_known("aux_loss_name", aux_loss_name, METRICS)
         sharers = None if reduce_group_has_dp else group_size(reduce_group)
-        self.counts.log(aux_loss_name, aux_loss.detach() / aux_loss_coeff, sharers)
+        value = aux_loss.detach() / aux_loss_coeff
+        activation = self.counts.log(activation, aux_loss_name, value, sharers)
         if self.config.calculate_per_token_loss:
             aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
@@ -670,47 +681,63 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     @compat.once_differentiable
     def backward(ctx, grad):
         # activation, loss, scale
-        return grad, compat.value_in_backward(ctx.scale, grad).to(ctx.dtype), None
+        return grad, compat.copy_after(ctx.scale, grad).to(ctx.dtype), None
 
 
-# ---- Kept: counts that grow once per training forward ----
-# These are ops because the check for a recomputation has to happen at run time. Traced
-# into a graph, its answer would be fixed when the graph is made.
+# ---- Kept: counts, written in the backward ----
+# A checkpoint runs a forward twice, but its backward once.
 
-@compat.op(lambda buffer, value, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
-def _update_once(buffer: Tensor, value: Tensor, add: bool) -> None:
-    """buffer += value, or buffer = value. Nothing if a checkpoint is recomputing."""
-    if not compat.is_recomputing():
-        buffer.copy_(buffer + value if add else value)
-
-
-@compat.op(
-    lambda sums, steps, counts: (torch.empty_like(sums), torch.empty_like(steps)),
-    mutates_args=("sums", "steps"), cudagraph_unsafe=True)
-def _running_sums(sums: Tensor, steps: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds counts [E] to sums [E] and 1 to steps [], and returns copies of both.
-
-    Nothing is added if a checkpoint is recomputing.
+@compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
+def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
+    """buffer += value, or buffer = value. An op with the argument `grad`, which it does not use:
+    otherwise a graph would add to the buffer of the forward, and lose what others have added since.
+    A few numbers of a gradient suffice.
     """
-    if not compat.is_recomputing():
-        sums.add_(counts)
-        steps.add_(1)
-    return sums.clone(), steps.clamp(min=1)
+    buffer.copy_(buffer + value if add else value)
+
+
+@compat.op(lambda sums, steps, counts: torch.empty_like(sums))
+def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
+    """[E]: the mean of the forwards in the sums and of this one. An op, since the compiler keeps
+    its result; a plain sum it would compute again in the backward.
+    """
+    return (sums + counts) / (steps + 1)
+
+
+class _WriteInBackward(torch.autograd.Function):
+    """activation -> activation. Its backward writes value to buffer: see _write."""
+
+    @staticmethod
+    def forward(ctx, activation, buffer, value, add):
+        # The buffer is not saved: other backwards may write to it before this one.
+        ctx.buffer = buffer
+        ctx.add = add
+        ctx.save_for_backward(value)
+        return compat.as_no_view(activation, activation.shape)
+
+    @staticmethod
+    @compat.once_differentiable
+    def backward(ctx, grad):
+        value, = ctx.saved_tensors
+        _write(ctx.buffer, value, grad[:1], ctx.add)
+        # activation, buffer, value, add
+        return grad, None, None, None
 
 
 class RouterCounts:
     """What a router counts, beside its state dict. It follows the router from device to device.
 
     These are plain tensors, not buffers: DistributedDataParallel would overwrite buffers with
-    those of rank 0. They are in fp32, the histogram in int32. They are updated in place, and
-    once per training forward. None stands for what the config does not ask for.
+    those of rank 0. They are in fp32, the histogram in int32. They are updated in place, in the
+    backward of a training forward: a forward without one is not counted. None stands for what the
+    config does not ask for.
 
     local_tokens_per_expert [E]      since the last update_expert_bias
     bias_histogram [E, 1000]         of needed biases, since that too
     global_tokens_per_expert [E]     the running sum of the global loss
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
-    last_logged [LOGGED]             losses, and assignments over capacity, of it too
+    of each name in LOGGED []        a loss, or the assignments over capacity, of it too
     """
 
     def __init__(self, config, tp_cp_size):
@@ -726,26 +753,54 @@ class RouterCounts:
         self.global_tokens_per_expert = counter(E) if with_global else None
         self.ga_steps = counter() if with_global else None
         self.last_tokens_per_expert = counter(E)
-        self.last_logged = counter(len(LOGGED))
+        for name in LOGGED:
+            setattr(self, name, counter())
         # Name -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None,
                         "dropped": None}
+        self.waiting = []                            # what is to be written, and has no backward
         self.reset()
 
     def tensors(self):
         """Name -> tensor."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
-    def count(self, counts_E):
-        _update_once(self.last_tokens_per_expert, counts_E, add=False)
+    def count(self, activation, counts_E):
+        """activation, whose backward counts."""
+        activation = self.write(activation, self.last_tokens_per_expert, counts_E, add=False)
         if self.local_tokens_per_expert is not None:
-            _update_once(self.local_tokens_per_expert, counts_E, add=True)
+            activation = self.write(activation, self.local_tokens_per_expert, counts_E, add=True)
+        return activation
 
-    def log(self, name, value, sharers):
-        _update_once(self.last_logged[LOGGED.index(name)], value.float(), add=False)
+    def log(self, activation, name, value, sharers):
+        """activation, whose backward keeps the value."""
         # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
         if self.sharers[name] != sharers:
             self.sharers[name] = sharers
+        return self.write(activation, getattr(self, name), value.float(), add=False)
+
+    def write(self, activation, buffer, value, add):
+        """activation, whose backward writes value to buffer: adds it, or puts it in place. If the
+        activation has no backward, see carried_by.
+        """
+        if activation is None or not activation.requires_grad:
+            self.wait([*self.waiting, (buffer, value, add)])
+            return activation
+        return _WriteInBackward.apply(activation, buffer, value, add)
+
+    @compat.writes_to_module
+    def wait(self, writes):
+        self.waiting = writes
+
+    def carried_by(self, activation):
+        """activation, whose backward writes what is waiting for one: that of a router whose probs
+        need no gradient, since it is frozen and its input needs none.
+        """
+        if self.waiting and activation.requires_grad:
+            for write in self.waiting:
+                activation = _WriteInBackward.apply(activation, *write)
+            self.wait([])
+        return activation
 
     def zero(self, *names):
         for name, tensor in self.tensors().items():
@@ -754,14 +809,15 @@ class RouterCounts:
 
     def reset(self):
         self.zero(*self.tensors())
-        self.last_logged.fill_(math.nan)
+        for name in LOGGED:
+            getattr(self, name).fill_(math.nan)
 
     def move(self, fn):
         """As nn.Module._apply does, but each keeps its dtype, in bf16 a large count no longer grows
         by 1, and its values: those of to_empty are what was in memory. On the meta device there are
         none, so these begin anew.
         """
-        was_meta = self.last_logged.is_meta
+        was_meta = self.last_tokens_per_expert.is_meta
         for name, tensor in self.tensors().items():
             device = fn(tensor).device
             moved = torch.empty_like(tensor, device=device) if was_meta else tensor.to(device)
@@ -799,8 +855,8 @@ def finish_step(model: nn.Module) -> None:
     Called after each of them, it would move the biases by the counts of that one alone: so in
     Lightning override `optimizer_step`, and call it there after super's; `on_train_batch_end` is
     once a microbatch. Under torch.distributed.pipelining give the stage its shapes,
-    PipelineStage(.., input_args=.., output_args=..): else it may find them by a training forward
-    on empty tensors, whose tokens are counted. This is collective.
+    PipelineStage(.., input_args=.., output_args=..): else it may find them by a step on empty
+    tensors, whose tokens are counted. This is collective.
     """
     update_expert_bias(model)
     for router in _routers(model):
@@ -954,7 +1010,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     on = set()
     for router in _routers(model):
         counts_E = router.counts.last_tokens_per_expert.long()
-        last_logged = router.counts.last_logged
+        last_logged = torch.stack([getattr(router.counts, name) for name in LOGGED])
         if reduce:
             group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
             if group is None:

@@ -331,7 +331,7 @@ class SharedExpertMLP(ParallelModule):
                 self.stream, wait_current_stream, *tensors)
             if torch.compiler.is_compiling() and not tensors[0].requires_grad:
                 # A copy that is made of both: else a graph may put the fork behind the main path.
-                main_input = compat.value_in_backward(main_input, tensors[0])
+                main_input = compat.copy_after(main_input, tensors[0])
         input, *self._weights = tensors
         with self._beside():
             self.gate_score = self._score(input, *self._weights[2:])

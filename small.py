@@ -41,12 +41,12 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
     return y
 
 
-def op(fake):
+def op(fake, mutates_args=()):
     """Decorator: the compiler calls the function as it is. `fake` returns empty results."""
     def register(function):                  # by the module's name, so that copies do not collide
         name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
         tags = [torch.Tag.cudagraph_unsafe]
-        registered = torch.library.custom_op(name, function, mutates_args=(), tags=tags)
+        registered = torch.library.custom_op(name, function, mutates_args=mutates_args, tags=tags)
         registered.register_fake(fake)
         return registered
     return register
@@ -57,6 +57,13 @@ def in_backward(value: Tensor, grad: Tensor) -> Tensor:
     # With grad as an argument neither the copy nor what is made of it (rows, the activation) can be
     # moved into the forward, and kept, by the compiler.
     return value.clone()
+
+
+@op(lambda total, counts: None, mutates_args=("total",))
+def add_counts(total: Tensor, counts: Tensor) -> None:
+    # An op, of counts made in the backward: otherwise a graph would add them to the total of the
+    # forward, and lose what others have added since.
+    total.add_(counts)
 
 
 def cast(x, dtype):
@@ -181,15 +188,16 @@ def sum_rows(rows, inverse, counts):
 class Experts(torch.autograd.Function):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H].
 
-    Kept for the backward are x, hidden, ids and probs. The activation is computed again.
+    Kept for the backward are x, hidden, ids and probs. The activation is computed again. The
+    backward adds the counts to `total`, once, where a checkpoint runs the forward twice.
     """
     @staticmethod
-    def forward(ctx, x, probs, fc1, fc2, order, inverse, counts, offsets, native):
+    def forward(ctx, x, probs, fc1, fc2, order, inverse, counts, offsets, native, total):
         token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
         hidden = grouped_mm(x[token_N], fc1.mT, offsets, native)                    # [N, 2F]
         rows = grouped_mm(swiglu(hidden, prob_N1), fc2.mT, offsets, native)         # [N, H]
         ctx.save_for_backward(x, probs, fc1, fc2, order, inverse, counts, offsets, hidden)
-        ctx.native = native
+        ctx.native, ctx.total = native, total
         return sum_rows(rows, inverse, counts)
 
     @staticmethod
@@ -198,6 +206,8 @@ class Experts(torch.autograd.Function):
             raise RuntimeError("create_graph is True; this layer has only first derivatives")
         x, probs, fc1, fc2, order, inverse, counts, offsets, hidden = ctx.saved_tensors
         order, counts = in_backward(order, grad), in_backward(counts, grad)
+        if ctx.total is not None:
+            add_counts(ctx.total, counts)
         token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
         grad_rows = grad[token_N]
         grad_act = grouped_mm(grad_rows, fc2, offsets, ctx.native)
@@ -210,8 +220,8 @@ class Experts(torch.autograd.Function):
         grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, counts)
         grad_probs_KT = grad_prob_N1.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
         grad_probs = grad_probs_KT.t().contiguous().to(probs.dtype)
-        # x, probs, fc1, fc2, order, inverse, counts, offsets, native
-        return grad_x, grad_probs, grad_fc1, grad_fc2, None, None, None, None, None
+        # x, probs, fc1, fc2, order, inverse, counts, offsets, native, total
+        return grad_x, grad_probs, grad_fc1, grad_fc2, *[None] * 6
 
 
 @op(lambda a, b: a.new_empty(
@@ -333,10 +343,9 @@ class MoE(nn.Module):
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and capability(x.device) in (0, 9, 10)
         order, inverse, counts, offsets = sort_by_expert(indices, E, not native)
-        if self.training and torch.is_grad_enabled():
-            self.counts.add_(counts)
+        total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native)
+        y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
@@ -375,8 +384,8 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
-        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). An eager
-        non-reentrant checkpoint counts all tokens twice, which changes no sign.
+        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A
+        forward is counted in its backward.
 
         group: of the ranks that train the same weights, such as torch.distributed.group.WORLD.
         The counts of its ranks are summed. DDP also needs broadcast_buffers=False.
