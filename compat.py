@@ -3,6 +3,7 @@ shapes and dtypes, and every private name of torch that these files use.
 """
 import contextlib
 import functools
+import importlib
 import re
 import threading
 
@@ -111,6 +112,20 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     makes, a cast to bf16 or fp16 rounds nothing.
     """
     return x.to(dtype)
+
+
+def names_of(package: str, *files: str):
+    """The __getattr__ of a module for names that people import from it and that are in these files,
+    which are imported at the first use.
+    """
+    def find(name):
+        for file in files:
+            module = importlib.import_module(f"{package}.{file}" if package else file)
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"{name!r} is in none of {', '.join(files)}")
+
+    return find
 
 
 def check_known(name, value, known):

@@ -1283,7 +1283,7 @@ def _put_router(model, name, row, router):
             part = whole.detach().chunk(groups.ep.size())[groups.ep.rank()].clone()
             setattr(module, own, nn.Parameter(part, requires_grad=whole.requires_grad))
     for module in block.modules():
-        moe.parallel.share_out(module, groups, over_ep=module in over_ep)
+        moe.share_out(module, groups, over_ep=module in over_ep)
 
 
 def _layer_of(name):

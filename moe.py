@@ -15,7 +15,7 @@ After the section "Experts" you have read the layer. Seven files make it:
                              └─> SharedExpertMLP ──────────────────────────────────────────┴─> sum
 
 Where is it?
-    tokens over capacity        TopKRouter._is_over_capacity; kernels.apply_router_token_dropping
+    tokens over capacity        TopKRouter._is_over_capacity; kernels.place_in_expert
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
                                 the gradient
     counts, and activation      RouterCounts; _WriteInBackward
@@ -41,35 +41,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Some of these are here for those who import them from moe.py.
 if __package__:
-    from . import compat, kernels, parallel
-    from .parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
-        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, sharded_state_dict, wait)
-    from .router import (
-        LOAD_BALANCING_TYPES, LOGGED, LOSS_NAMES, METRICS, MoEAuxLossAutoScaler, Router,
-        RouterCounts, RoutingRecord, TopKRouter, finish_step, load_balancing_metrics,
-        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
-    from .shared_experts import (
-        OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap, overlap_state_check,
-        set_tensor_grad_fn_sequence_sr)
+    from . import compat, kernels
+    from .parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
+    from .router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
+    from .shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
+    from .sharding import ParallelModule
 else:
     import compat
     import kernels
-    import parallel
-    from parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
-        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, sharded_state_dict, wait)
-    from router import (
-        LOAD_BALANCING_TYPES, LOGGED, LOSS_NAMES, METRICS, MoEAuxLossAutoScaler, Router,
-        RouterCounts, RoutingRecord, TopKRouter, finish_step, load_balancing_metrics,
-        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
-    from shared_experts import (
-        OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap, overlap_state_check,
-        set_tensor_grad_fn_sequence_sr)
+    from parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
+    from router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
+    from shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
+    from sharding import ParallelModule
 
 
 # ---- Config ----
@@ -91,7 +75,7 @@ class MoEConfig:
 
     Most names are Megatron's, without the prefix moe_ or moe_router_. hidden_size is H,
     ffn_hidden_size is F of one expert, num_experts is E, topk is K. For score_function to
-    scaling_factor see kernels.topk_routing_with_score_function, for the activation fields
+    scaling_factor see kernels.topk_routing, for the activation fields
     kernels.activation. apply_probs_on: "activation" is p · expert(x), with p multiplied in
     before fc2; "input" is expert(p·x), another function, for topk = 1. load_balancing_type and
     aux_loss_coeff are one type and a float, or tuples of the same length; every balance
@@ -119,7 +103,7 @@ class MoEConfig:
     pre_softmax: bool = False                      # probs are a softmax over all E, not the chosen
     norm_topk_prob: bool | None = None             # None: Megatron's convention
     norm_eps: float = 1e-20
-    num_groups: int | None = None                  # of experts: see kernels.group_limited_topk
+    num_groups: int | None = None                  # of experts: see megatron.group_limited_topk
     group_topk: int | None = None
     group_score_topk: int | None = None            # None: topk // group_topk
     scaling_factor: float | None = None
@@ -610,3 +594,7 @@ def _refused_experts(c):
         yield ("apply_probs_on topk",
                '"input" is for topk = 1: it makes another input for every expert of a token; leave '
                "apply_probs_on out")
+
+
+# finish_step and others that people import from here
+__getattr__ = compat.names_of(__package__, "router", "shared_experts", "parallel", "sharding")

@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import compat, kernels
-    from .parallel import ParallelModule, ProcessGroups, all_sum, gathered, group_size
+    from .parallel import ProcessGroups, all_sum, group_size
+    from .sharding import ParallelModule, gathered
 else:
     import compat
     import kernels
-    from parallel import ParallelModule, ProcessGroups, all_sum, gathered, group_size
+    from parallel import ProcessGroups, all_sum, group_size
+    from sharding import ParallelModule, gathered
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -260,7 +262,7 @@ class TopKRouter(Router):
         padding_mask [S, B] or [T] bool: tokens with True are unrouted. topk_indices [T, K] or
         [S, B, K] in [0, E], of any integer dtype, takes the place of the choice (replay, hash
         routing). An expert that it names more than once for a token counts once: see
-        kernels.topk_routing_with_score_function. The range is not checked: checking would
+        kernels.topk_routing. The range is not checked: checking would
         sync the device.
 
         cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: sequence i of a pack has
@@ -394,18 +396,16 @@ class TopKRouter(Router):
             logits, expert_bias=self.expert_bias, precomputed_indices=topk_indices,
             **config.routing_options)
 
-    def _choose_by_sinkhorn(
-        self, logits, padding_mask=None, topk_indices=None, dense_output=True,
-    ):
+    def _choose_by_sinkhorn(self, logits, padding_mask=None, topk_indices=None):
         K = self.config.topk
         if topk_indices is None:
             balanced_TE = compat.upcast(logits.detach())
             if self.training:
                 balanced_TE = kernels.sinkhorn(balanced_TE, padding_mask=padding_mask)
             topk_indices = balanced_TE.topk(K, dim=1).indices
-        return kernels.topk_routing_with_score_function(
+        return kernels.topk_routing(
             logits, K, score_function="sigmoid" if K == 1 else "softmax", norm_topk_prob=False,
-            precomputed_indices=topk_indices, dense_output=dense_output)
+            precomputed_indices=topk_indices)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [.., E] -> (probs [T, E], routing_map [T, E]).
@@ -414,7 +414,8 @@ class TopKRouter(Router):
         probs are, at the chosen, the sigmoid (K = 1) or the softmax over all E, not
         normalised again. They have the dtype of the logits.
         """
-        return self._choose_by_sinkhorn(logits.flatten(0, -2), dense_output=False)
+        probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
+        return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
 
     def _force(self, logits_TE, topk_indices):
         """(logits, indices) of force_load_balancing. Given indices stay."""
@@ -446,20 +447,19 @@ class TopKRouter(Router):
         """[T, K] bool, True for what is unrouted already too. An expert keeps its C tokens with the
         highest prob, or its first (arXiv 2006.16668). The other probs are not normalised again.
         """
-        probs_TE, map_TE = kernels.routing_to_map(
-            probs_TK.detach(), indices_TK, self.config.num_experts)
-        return ~kernels.pick(self._cut_to_capacity(probs_TE, map_TE), indices_TK)
+        E = self.config.num_experts
+        by = probs_TK.detach() if self.config.token_drop_policy == "probs" else None
+        place_TK = kernels.place_in_expert(indices_TK, by, E)
+        return (place_TK >= self._capacity(len(indices_TK))) | (indices_TK == E)
 
     def _unroute(self, probs_TK, indices_TK, where):
         unrouted_TK = indices_TK.masked_fill(where, self.config.num_experts)
         return probs_TK.masked_fill(where, 0.0), unrouted_TK
 
-    def _cut_to_capacity(self, probs_TE, map_TE, pad=False):
-        """The routing_map of kernels.apply_router_token_dropping."""
+    def _capacity(self, num_tokens):
         config = self.config
-        return kernels.apply_router_token_dropping(
-            probs_TE, map_TE, config.topk, capacity_factor=config.capacity_factor,
-            drop_policy=config.token_drop_policy, pad_to_capacity=pad)[1]
+        return kernels.get_capacity(
+            num_tokens * config.topk, config.num_experts, config.capacity_factor)
 
     def _to_map(self, probs_TK, indices_TK):
         """The [T, E] form. With pad_to_capacity the map also marks the fillers, for which
@@ -467,7 +467,7 @@ class TopKRouter(Router):
         """
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
         if self.config.pad_to_capacity:
-            map_TE = self._cut_to_capacity(probs_TE.detach(), map_TE, pad=True)
+            map_TE = kernels.place_by_position(map_TE) < self._capacity(len(map_TE))
         return probs_TE, map_TE
 
     # -- losses --

@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import compat, kernels
-    from .parallel import Dispatch, ParallelModule, ProcessGroups, enter_tp, group_size, leave_tp
+    from .parallel import Dispatch, ProcessGroups, enter_tp, group_size, leave_tp
+    from .sharding import ParallelModule
 else:
     import compat
     import kernels
-    from parallel import Dispatch, ParallelModule, ProcessGroups, enter_tp, group_size, leave_tp
+    from parallel import Dispatch, ProcessGroups, enter_tp, group_size, leave_tp
+    from sharding import ParallelModule
 if TYPE_CHECKING:
     from .moe import MoEConfig
 

@@ -42,16 +42,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:                                      # copied into a package
-    from . import compat, grouped, kernels, moe, parallel, shared_experts
+    from . import compat, grouped, kernels, megatron, moe, parallel, shared_experts, sharding
     from . import router as router_file
     from .kernels import (
-        activation, activation_back, apply_router_token_dropping, combine_rows,
-        compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-        get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
-        plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn,
-        sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
-        topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
-        z_loss_func)
+        activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
+        get_capacity, get_updated_expert_bias, grouped_mm, plan_permutation, quantile_expert_bias,
+        required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, z_loss_func)
+    from .megatron import (
+        activation_back, apply_router_token_dropping, group_limited_topk, pad_routing_map, permute,
+        sort_chunks_by_idxs, swiglu, swiglu_back, topk_routing_with_score_function, unpermute,
+        weighted_swiglu, weighted_swiglu_back)
     from .moe import (
         MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
         finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
@@ -60,24 +60,27 @@ else:
     import compat
     import grouped
     import kernels
+    import megatron
     import moe
     import parallel
     import router as router_file
     import shared_experts
+    import sharding
     from kernels import (
-        activation, activation_back, apply_router_token_dropping, combine_rows,
-        compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-        get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
-        plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn,
-        sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
-        topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
-        z_loss_func)
+        activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
+        get_capacity, get_updated_expert_bias, grouped_mm, plan_permutation, quantile_expert_bias,
+        required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, z_loss_func)
+    from megatron import (
+        activation_back, apply_router_token_dropping, group_limited_topk, pad_routing_map, permute,
+        sort_chunks_by_idxs, swiglu, swiglu_back, topk_routing_with_score_function, unpermute,
+        weighted_swiglu, weighted_swiglu_back)
     from moe import (
         MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
         finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
         set_aux_loss_scale, update_expert_bias)
 
-SOURCES = compat, grouped, kernels, parallel, router_file, shared_experts, moe
+SOURCES = (
+    compat, grouped, kernels, megatron, parallel, sharding, router_file, shared_experts, moe)
 INF = math.inf
 NAN = math.nan
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -1276,7 +1279,7 @@ def test_permute_gradients(drop_and_pad):
 @pytest.mark.parametrize("drop_and_pad", [False, True])
 def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backend):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    kernels._compiled.cache_clear()
+    megatron._compiled.cache_clear()
     routing_map = torch.rand(6, 4) < 0.5
 
     inputs = fp32_leaf(6, 3), fp32_leaf(6, 4)
@@ -1285,7 +1288,7 @@ def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backe
         for fused in (True, False)]
     close(fused, plain, 1e-5)
     assert graphs_made() == 2
-    kernels._compiled.cache_clear()
+    megatron._compiled.cache_clear()
 
 
 def test_permute_index_form_gradients():
@@ -4921,9 +4924,9 @@ def test_compile_ops_pass_opcheck():
     for op, *args in [
             (kernels._plan_permutation, indices, 4),
             (kernels.copy_after, torch.ones(()), x),
-            (kernels._place_by_key, x),
-            (kernels._scatter_columns, torch.rand(9, 2), indices, 4),
-            (kernels._scatter_columns, indices, indices, 4, 7),
+            (megatron._place_by_key, x),
+            (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
+            (kernels.scatter_columns, indices, indices, 4, 7),
             (kernels._sinkhorn, x, 1e-4, None),
             (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
             (grouped._rows_times_weights, h, None, w, None, offsets, None),
