@@ -245,8 +245,9 @@ def _first_rows(x, rows):
 class ExpertParallel:
     """A Dispatch: a token goes once to each rank that holds experts of it, and back.
 
-    So a row is a (token, rank). It has K probs and experts, those of the token, and what is
-    elsewhere is unrouted. The rank sums what its experts return for a row.
+    So a row is a (token, rank), and a token has at most D = min(K, ranks) of them. A row has K
+    probs and experts, those of the token, and what is elsewhere is unrouted. The rank sums what
+    its experts return for a row.
 
     The ranks first exchange how many rows and assignments go where, and read it on the host:
     the one sync of the dispatch. With capacity_factor and pad_to_capacity every rank gets as
@@ -259,7 +260,9 @@ class ExpertParallel:
         E, ranks = len(counts_E), group.size()
         local = E // ranks                                   # experts of one rank
         rank_TK, _ = kernels.merge_repeats(indices_TK // local, ranks)
-        plan = kernels.plan_permutation(rank_TK, ranks)
+        # The slots that name no rank go to the end, beyond D. The others keep their order.
+        slots_TD = (rank_TK == ranks).argsort(dim=1, stable=True)[:, :min(K, ranks)]
+        plan = kernels.plan_permutation(rank_TK.gather(1, slots_TD), ranks)
         if capacity_factor is not None:
             most = local * min(T, kernels.get_capacity(T * K, E, capacity_factor))
             rows_to_each = min(T, most)

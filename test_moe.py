@@ -3878,17 +3878,23 @@ def test_parallel_router_dtypes_under_autocast(rank, ranks):
 @over_ranks(4)
 def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
     """What is sent, forward and backward, has the bytes that docs/ranks.md says, and what is kept
-    those of docs/results.md (in fp32; with a spare row)."""
+    those of docs/results.md (in fp32; with a spare row). No row is made for an expert alone."""
     T, H, F, E, K = 40, 8, 4, 8, 3
-    sent = []
+    sent, made = [], []
     all_to_all = parallel.compat.all_to_all
+    functions = parallel.kernels.gather_rows, parallel.kernels.combine_rows
 
     def counted(rows, send, receive, group):
         others = sum(send) - send[group.rank()]
         sent.append(others * rows[0].numel() * rows.itemsize if len(rows) else 0)
         return all_to_all(rows, send, receive, group)
 
+    def watched(function, x, plan):
+        made.append(len(plan.order))
+        return function(x, plan)
+
     for R in (2, 4):
+        D = min(K, R)
         groups = ProcessGroups.from_mesh(mesh_of(dp=ranks // R, ep=R))
         layer = MoELayer(small_config(topk=K, num_experts=E), groups)
         x = torch.randn(T, H, requires_grad=True)
@@ -3902,14 +3908,18 @@ def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
         m, n = (all_rows - to_R2[me, 0] for all_rows in (to_R2[:, 0].sum(), M))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(parallel.compat, "all_to_all", counted)
+            for function in functions:
+                patch.setattr(parallel.kernels, function.__name__,
+                              functools.partial(watched, function))
             layer(x).sum().backward()
         assert sum(sent) == (m + n) * (2 * H * 4 + 8 * K) + 16 * (R - 1)
         assert len(sent) == 7                                # three of them in the backward
-        sent.clear()
+        assert made == 3 * [T * D + 1]                       # tokens; probs and experts; the way back
+        sent.clear(), made.clear()
         if DEVICE != "cpu":                                  # a card keeps the rows of batches too
             continue
         kept = saved_bytes(lambda: layer(x), exclude=layer.parameters())
-        assert kept == (4 * T * H + 28 * T * K + 8 + 8 * (assignments + 1) * F
+        assert kept == (4 * T * H + 12 * T * K + 16 * T * D + 8 + 8 * (assignments + 1) * F
                         + M * (4 * H + 24 * K) + 4 * (R + E // R) + 8 * E)
 
 
