@@ -28,24 +28,20 @@ _Group = dist.ProcessGroup | None             # None is a group of one rank
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """torch.distributed groups. None is a group of one rank. Nothing communicates over a group
-    of one rank, whether it is None or made.
+    """torch.distributed groups. None is a group of one rank, over which nothing communicates.
 
-    tp        ranks that shard the shared expert (enter_tp, leave_tp). The rest is whole on
-              each of them. Each routes its own part of the sequence (sequence_parallel), so
-              losses are shared over tp_cp, and reduce_gradients sums the router's gradient.
+    tp        ranks that shard the shared expert; all else is whole on each of them. Each routes
+              its own part of the sequence (sequence_parallel).
     ep        ranks that share out the experts, each with tokens of its own.
     tp_cp     ranks that hold one sequence between them.
     dp_cp     all ranks with the same tp rank, including the ep ranks.
     tp_dp_cp  all ranks.
     expt_dp   all ranks with the same experts: those with the same ep rank.
 
-    Each rank's gradients are partial and have to be summed: see reduce_gradients. The
-    balance losses are made for that sum: a rank has its part of a loss over tp_cp, and of
-    the global loss. So over n data-parallel ranks the sum has n aux, seq and z-losses, as n
-    microbatches would, and one global loss. If a trainer averages over R ranks instead,
-    multiply the coefficients of aux, seq and z-loss by the size of tp_cp, and that of the
-    global loss by R.
+    Each rank's gradients are partial and have to be summed (reduce_gradients). The balance losses
+    are made for that sum: over n data-parallel ranks it has n aux, seq and z-losses, as n
+    microbatches would, and one global loss. If a trainer averages over R ranks instead, multiply
+    the coefficients of aux, seq and z-loss by the size of tp_cp, and the global loss's by R.
     ValueError: ep without tp_dp_cp.
     """
     tp: _Group = None

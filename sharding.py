@@ -23,11 +23,8 @@ else:
 # ---- Modules whose weights may be parts ----
 
 def gathered(parameter: Tensor | None) -> Tensor | None:
-    """The whole parameter.
-
-    Inside the call of a module that FSDP2 has sharded it is gathered already. If you call
-    the router of a sharded layer directly, not through the layer, the weight is gathered here,
-    and its gradient is averaged as FSDP2 does.
+    """The whole parameter. FSDP2 has gathered it in the call of a module that it shards; if you
+    call the router of a sharded layer directly, it is gathered here, and its gradient averaged.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -40,9 +37,8 @@ _FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 
 
 def _own_part(parameter, group, axis):
-    """(this rank's part, the shape of one unsharded expert, the indices where the part begins).
-
-    The first axis is that of the experts. What has none gets one of length 1.
+    """(this rank's part [experts, ..], the shape of one unsharded expert, where the part begins).
+    What has no axis of experts gets one of length 1.
     """
     own = parameter
     shape = list(parameter.shape)
@@ -59,10 +55,8 @@ def _own_part(parameter, group, axis):
 
 
 class ParallelModule(nn.Module):
-    """A module of the layer.
-
-    It knows which of its parameters are sharded, over which group, and over which ranks
-    their gradients are summed.
+    """A module of the layer, which knows over which group each parameter is sharded and over which
+    its gradient is summed.
     """
     # parameter -> the field of the config with the standard deviation that it is drawn with
     std_fields = {
@@ -86,7 +80,7 @@ class ParallelModule(nn.Module):
             f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
 
     def set_config(self, config) -> None:
-        """Of this module and its parts, for who knows that their tensors are those of `config`."""
+        """Sets it for this module and its parts, if their tensors fit it already."""
         for part in self.modules():
             if isinstance(part, ParallelModule):
                 part._config = config
@@ -96,13 +90,11 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weights anew (normal). Biases become zero, norms one. The parts of a layer
-        are drawn by their own reset_parameters.
+        """Draws this module's own weights anew (normal). Biases become zero, norms one.
 
         A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
-        torch's default generator draws a seed for each parameter, the same on every rank, and
-        that seed and the number of an expert give its weights. So a rank draws its own experts
-        alone, one after the other, unsharded over tp and in fp32, and keeps its part.
+        torch's default generator draws a seed for each parameter, from which, with its number, each
+        expert is drawn, unsharded and in fp32. A rank draws its own experts and keeps its part.
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name in _FILLED_WITH:
@@ -120,9 +112,7 @@ class ParallelModule(nn.Module):
                     expert.copy_(drawn[part])
 
     def shard(self, name: str) -> tuple:
-        """(group, axis): parameter `name` is sharded over group along axis. Axis None: it
-        is replicated.
-        """
+        """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
         return self.pg_collection.tp, None
 
     def gradient_group(self, name: str):
@@ -144,8 +134,8 @@ class ParallelModule(nn.Module):
 
 
 def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
-    """Says of a module that is no ParallelModule what that says of itself: over_ep its tensors are
-    this rank's part along axis 0, a part of the experts. Else they are whole on every rank.
+    """For a module that is no ParallelModule: over_ep its tensors are this rank's experts, along
+    axis 0. Else they are whole on every rank.
     """
     vars(module)["_shared_out"] = groups, over_ep
     if over_ep:
@@ -154,13 +144,12 @@ def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
 
 
 def _place(module, path, tensor, prefix=""):
-    """(group, axis, gradient group) of the tensor at this path of the module: see
-    ParallelModule. All are None where neither that nor share_out says anything.
+    """(group, axis, gradient group) of the tensor at this path, from ParallelModule or share_out;
+    else None.
 
-    The tensors of a parametrization (torch.nn.utils.parametrize) go with the parameter that
-    they make. If that is sharded, they are sharded like it: each needs as many axes, and
-    its size on the sharded one. (So with one expert a rank an adapter that is meant for all
-    experts cannot be told from one of its own.)
+    The tensors of a parametrization (torch.nn.utils.parametrize) are sharded like the parameter
+    that they make: each needs as many axes, and its size on the sharded one. (So with one expert a
+    rank an adapter for all experts cannot be told from one of the rank's own.)
     """
     made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
     owner, _, name = made.rpartition(".")
@@ -191,14 +180,12 @@ def sharded_state_dict(
     """Name -> tensor, of a model and its optimizer, for torch.distributed.checkpoint.
 
     Pass it to save or load; no other step is needed. The tensors are the model's and the
-    optimizer's own; those that are sharded over ranks are DTensors. So it loads at other sizes
-    of tp and ep, and without any process group. The optimizer's are optimizer.NAME.KEY; its
-    hyperparameters, such as lr, are not among them. Names are those without torch.compile and
-    checkpoint_wrapper.
-
-    A parameter that the optimizer has not stepped yet gets its state here, that of step 0.
-    ValueError: the optimizer has a parameter that the model lacks; it keeps what is no tensor, or,
-    for a sharded parameter, a tensor of another shape.
+    optimizer's own, DTensors where they are sharded: so it loads at other sizes of tp and ep, and
+    without any process group. The optimizer's are optimizer.NAME.KEY, without hyperparameters such
+    as lr. Names leave out torch.compile and checkpoint_wrapper. A parameter that the optimizer has
+    not stepped yet gets the state of step 0 here.
+    ValueError: the optimizer has a parameter that the model lacks, or keeps something other than
+    tensors, of the parameter's shape where that is sharded.
 
     >>> model = nn.Linear(2, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -242,9 +229,7 @@ def _moment(module, path, parameter, name, value):
 
 
 def _make_optimizer_state(optimizer):
-    """Gives the parameters that have no state yet that of step 0, by a step of a stand-in. The
-    hooks of a step do not run.
-    """
+    """Gives parameters without a state that of step 0, by a stand-in's step, without its hooks."""
     groups = optimizer.param_groups
     _keep_first_step_undamped(optimizer)
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
@@ -274,8 +259,8 @@ _FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
 
 
 def _keep_first_step_undamped(optimizer):
-    """SGD without momentum yet takes the gradient for it, and with zeros a part of the gradient,
-    1 - dampening. So zeros that are new in the next step, made here or loaded, are taken out there.
+    """SGD's first momentum is the gradient; from a momentum of zeros it would be 1 - dampening
+    times that. So zeros that are new, made here or loaded, are taken out in the next step.
     """
     def momentum(parameter):
         return optimizer.state.get(parameter, {}).get("momentum_buffer")
@@ -295,8 +280,8 @@ def _keep_first_step_undamped(optimizer):
 
 
 def _own_shards(module, prefix):
-    """(path, tensor, group, axis) of what the module holds itself and shards over more than one
-    rank. In the place of a parameter with a parametrization stand the tensors that make it.
+    """(path, tensor, group, axis) of what the module itself shards over more than one rank. For a
+    parameter with a parametrization: of the tensors that make it.
     """
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     if "parametrizations" in module._modules:
@@ -317,10 +302,9 @@ def _give_shards(module, state, prefix, _):
 
 
 def as_shard(name, tensor, group, axis):
-    """This rank's part along the axis as a DTensor over the group, in the memory of the part.
-
-    A part that FSDP2 holds is sharded over two dims: the group, then FSDP2's. RuntimeError:
-    FSDP2 holds it in a way that this does not describe.
+    """This rank's part along the axis as a DTensor over the group, in the part's memory. A part
+    that FSDP2 holds is sharded over the group, then over FSDP2's dims. RuntimeError: FSDP2 holds it
+    over ranks of other parts.
     """
     if not isinstance(tensor, DTensor):
         mesh = DeviceMesh.from_group(group, tensor.device.type)
@@ -398,14 +382,13 @@ def part_of(name, given, own, group, axis):
 # ---- Gradients ----
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them.
+    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them. Call it
+    before the optimizer step if you train without FSDP or DDP. Collective.
 
-    Each module says over which ranks: router and latent weights over tp_dp_cp, the shared
-    expert over dp_cp (its gate over tp_dp_cp with sequence_parallel), the experts over
-    expt_dp. Call it before the optimizer step if you train without FSDP or DDP. This is
-    collective. A parameter without a gradient on this rank counts as zero. A parametrization's
-    parameters (LoRA) go with the one that they make. ValueError: that one is sharded, and
-    they lack its sharded axis.
+    The ranks are tp_dp_cp for router and latent weights, dp_cp for the shared expert (its gate:
+    tp_dp_cp with sequence_parallel), expt_dp for experts. A parameter without a gradient counts as
+    zero. A parametrization's parameters (LoRA) go with the one that they make. ValueError: that
+    is sharded along an axis that they lack.
     """
     for path, parameter in module.named_parameters():
         _, _, group = _place(module, path, parameter)
@@ -430,14 +413,12 @@ def _shards_of_module(module, groups):
 def gradient_norm(
     module_or_parameters: nn.Module | Iterable[Tensor], groups: ProcessGroups | None,
 ) -> Tensor:
-    """The L2 norm of the gradients over all ranks, 0-d, in fp32 at least: what one process
-    would get.
+    """The L2 norm of the gradients as one process would get it, 0-d, in fp32 at least: each expert,
+    each shard over tp or of a DTensor (FSDP2), and what ranks hold alike count once.
 
-    Each expert counts once, and so does each shard over tp or of a DTensor (FSDP2). What
-    several ranks hold alike counts once too. `groups` are the layer's own,
-    layer.pg_collection; None: one process. Call it after the gradients have been reduced.
-    This is collective. A parameter without a gradient counts as zero. ValueError:
-    parameters instead of the module, with more than one rank in ep or tp.
+    `groups` are the layer's own, layer.pg_collection; None: one process. Call it after the
+    gradients have been reduced. Collective. A parameter without a gradient counts as zero.
+    ValueError: parameters instead of the module, with more than one rank in ep or tp.
     """
     groups = groups or ProcessGroups()
     if isinstance(module_or_parameters, nn.Module):

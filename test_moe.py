@@ -2004,10 +2004,10 @@ def test_config_errors():
         config(pre_softmax=True, score_function="sigmoid") => pre_softmax = True
         config(router_dtype=torch.int64); config(params_dtype="bf16") => a floating torch.dtype
         config(probs_dtype=torch.int64) => needs a floating torch.dtype, or None
-        config(num_groups=4); config(group_topk=4); config(group_score_topk=1) => is nothing without
-        config(token_drop_policy="position"); config(pad_to_capacity=True) => is nothing without
-        config(shared_expert_gate=True); config(shared_expert_overlap=True) => is nothing without
-        config(latent_norm=True); quantile(enable_expert_bias=False) => is nothing without
+        config(num_groups=4); config(group_topk=4); config(group_score_topk=1) => has no effect
+        config(token_drop_policy="position"); config(pad_to_capacity=True) => has no effect
+        config(shared_expert_gate=True); config(shared_expert_overlap=True) => has no effect
+        config(latent_norm=True); quantile(enable_expert_bias=False) => has no effect
         groups(num_groups=3) => num_groups = 3 does not divide
         groups(group_topk=1, topk=3) => cannot hold topk = 3
         groups(group_topk=4) => group_score_topk is 0
@@ -3914,7 +3914,7 @@ def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
             layer(x).sum().backward()
         assert sum(sent) == (m + n) * (2 * H * 4 + 8 * K) + 16 * (R - 1)
         assert len(sent) == 7                                # three of them in the backward
-        assert made == 3 * [T * D + 1]                       # tokens; probs and experts; the way back
+        assert made == 3 * [T * D + 1]                   # tokens; probs and experts; the way back
         sent.clear(), made.clear()
         if DEVICE != "cpu":                                  # a card keeps the rows of batches too
             continue
