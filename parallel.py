@@ -290,8 +290,8 @@ class ExpertParallel:
         self.assignments = assignments
         self.probs_dtype = probs_TK.dtype
         self.splits = Splits(send, receive, group)
-        routed = [_first_rows(x, sum(send)) for x in (rows, beside)]
-        self.in_flight = [AllToAll(x, self.splits) for x in routed]
+        self.in_flight = [
+            AllToAll(_first_rows(x, sum(send)), self.splits) for x in (rows, beside)]
 
     def wait_for_rows(self):
         rows_MH, beside = [x.wait() for x in self.in_flight]

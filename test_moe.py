@@ -3914,7 +3914,7 @@ def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
             layer(x).sum().backward()
         assert sum(sent) == (m + n) * (2 * H * 4 + 8 * K) + 16 * (R - 1)
         assert len(sent) == 7                                # three of them in the backward
-        assert made == 3 * [T * D + 1]                   # tokens; probs and experts; the way back
+        assert made == 3 * [T * D + 1]                       # tokens, probs, the way back
         sent.clear(), made.clear()
         if DEVICE != "cpu":                                  # a card keeps the rows of batches too
             continue
