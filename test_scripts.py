@@ -964,6 +964,24 @@ def test_docs_features():
     assert names["loss"] == names["model"](names["x"]).square().mean()
 
 
+def test_docs_options_of_the_probs():
+    """Each row of the table in docs/features.md: the layer's probs are its formula."""
+    page = (HERE / "docs/features.md").read_text().split("## Options that decide the probs")[1]
+    rows = re.findall(r"^\| (none|`[^|]*`) \| `([^|]*)` \| [^|]* \|$", page.split("## ")[0], re.M)
+    assert len(rows) == 8
+    scope = dict(
+        softmax=lambda z: z.softmax(-1), sigmoid=torch.sigmoid, sqrt=torch.sqrt,
+        softplus=F.softplus, normed=lambda p: p / p.sum())
+    for fields, formula in rows:
+        fields = {} if fields == "none" else eval(f"dict({fields.strip('`')})")
+        router = TopKRouter(MoEConfig(
+            hidden_size=8, ffn_hidden_size=4, num_experts=6, topk=3, init_std=1.0, **fields))
+        x = torch.randn(5, 8)
+        probs, indices = router.route(x)
+        for z, chosen, got in zip(router.gating(x), indices, probs):
+            close(got, eval(formula, scope | dict(z=z, chosen=chosen)), 1e-5)
+
+
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 def test_docs_ops_in_a_profile(way):
     """The table of docs/features.md is what a profile shows: names, and how often."""
