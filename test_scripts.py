@@ -1144,11 +1144,17 @@ def test_docs_pictures():
 
 
 def test_docs_links_lead_somewhere():
+    """To a file that exists, and to a heading of it."""
+    def anchors(page):
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-            path, _, _ = target.partition("#")
-            if path and ":" not in path:
-                assert (page.parent / path).exists(), f"{page.name}: {target}"
+            path, _, anchor = target.partition("#")
+            if ":" not in path:
+                assert not path or (page.parent / path).exists(), f"{page.name}: {target}"
+                file = page.parent / path if path else page
+                assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
 
 
 def test_docs_cited_tests_exist():
