@@ -1523,7 +1523,8 @@ def test_docs_export(tmp_path):
     torch.save([x, layer(x).detach()], tmp_path / "expected.pt")
     code = f"import torch\nx, want = torch.load({str(tmp_path / 'expected.pt')!r})\n"
     code += example("load").replace('"layer.pt2"', repr(str(package)))
-    code += "torch.testing.assert_close(y, want)\ntorch.testing.assert_close(run(x[:5]), want[:5])\n"
+    code += "torch.testing.assert_close(y, want)\n"
+    code += "torch.testing.assert_close(run(x[:5]), want[:5])\n"
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
     done = run("-c", re.sub("import moe .*", "", code))
@@ -1531,7 +1532,7 @@ def test_docs_export(tmp_path):
 
 
 def test_docs_threshold():
-    """The threshold moves until a token has two experts; a checkpoint and a graph change nothing."""
+    """The threshold moves until a token has two experts; a graph gives the same."""
     scope = {}
     torch.manual_seed(0)
     exec(example("threshold"), scope)
