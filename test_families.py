@@ -2996,7 +2996,7 @@ def test_live_lora_by_peft():
 
 @pytest.mark.parametrize("case, module", [("qwen3_moe", "moe_router"), ("deepseek_v3", "gate")])
 def test_live_lora_saves_the_expert_bias(case, module, tmp_path):
-    """With the modules that docs/models.md names. A reloaded adapter gives the same logits."""
+    """With the modules that docs/recipes.md names. A reloaded adapter gives the same logits."""
     peft = pytest.importorskip("peft", reason="adapts a model with peft")
     changes = {} if case == "deepseek_v3" else dict(enable_expert_bias=True)
     config = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=[module])

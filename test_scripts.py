@@ -952,7 +952,7 @@ def test_docs_sizes_of_the_files():
         *LAYER, "small", "steps", "check", "families", "atlas", "published")}
     whole = sum(lines[f"{name}.py"] for name in LAYER)
     results = (HERE / "docs/results.md").read_text()
-    [in_results] = re.findall(r"lines to copy \| about ([\d,]+):", results)
+    [in_results] = re.findall(r"about ([\d,]+): seven files", results)
     assert int(in_results.replace(",", "")) == pytest.approx(whole, rel=0.1)
 
 
@@ -975,6 +975,24 @@ def test_docs_features():
     same(names["y"], layer(names["x"]))
     exec(example("record"), names)
     assert names["loss"] == names["model"](names["x"]).square().mean()
+
+
+def test_docs_options_of_the_probs():
+    """Each row of the table in docs/features.md: the layer's probs are its formula."""
+    page = (HERE / "docs/features.md").read_text().split("## Options that decide the probs")[1]
+    rows = re.findall(r"^\| (none|`[^|]*`) \| `([^|]*)` \| [^|]* \|$", page.split("## ")[0], re.M)
+    assert len(rows) == 8
+    scope = dict(
+        softmax=lambda z: z.softmax(-1), sigmoid=torch.sigmoid, sqrt=torch.sqrt,
+        softplus=F.softplus, normed=lambda p: p / p.sum())
+    for fields, formula in rows:
+        fields = {} if fields == "none" else eval(f"dict({fields.strip('`')})")
+        router = TopKRouter(MoEConfig(
+            hidden_size=8, ffn_hidden_size=4, num_experts=6, topk=3, init_std=1.0, **fields))
+        x = torch.randn(5, 8)
+        probs, indices = router.route(x)
+        for z, chosen, got in zip(router.gating(x), indices, probs):
+            close(got, eval(formula, scope | dict(z=z, chosen=chosen)), 1e-5)
 
 
 @pytest.mark.parametrize("way", ["compiled", "plain"])
@@ -1015,24 +1033,6 @@ def test_docs_small_layer():
     names = {}
     exec(example("small"), names)
     assert names["y"].shape == (4, 128, 512) and names["y"].requires_grad
-
-
-def test_docs_top_k_layer():
-    """The layer of change.md gives bitwise what MoELayer gives, and is one graph."""
-    names = {}
-    exec(example("layer"), names)
-    torch.manual_seed(0)
-    small = names["TopKLayer"](H=12, F=10, E=6, K=3)
-    layer = MoELayer(MoEConfig(hidden_size=12, ffn_hidden_size=10, num_experts=6, topk=3))
-    layer.load_state_dict({
-        "router.weight": small.router, "experts.fc1": small.fc1, "experts.fc2": small.fc2})
-    x = torch.randn(20, 12, requires_grad=True)
-    upstream = torch.randn(20, 12)
-    weights = [small.router, small.fc1, small.fc2]
-    y, want = small(x), layer(x)
-    same(y, want)
-    same(grads(y, [x, *weights], upstream), grads(want, [x, *layer.parameters()], upstream))
-    close(compiled(small)(x), y, 1e-6)
 
 
 def test_docs_score_function(monkeypatch):
@@ -1157,11 +1157,17 @@ def test_docs_pictures():
 
 
 def test_docs_links_lead_somewhere():
+    """To a file that exists, and to a heading of it."""
+    def anchors(page):
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-            path, _, _ = target.partition("#")
-            if path and ":" not in path:
-                assert (page.parent / path).exists(), f"{page.name}: {target}"
+            path, _, anchor = target.partition("#")
+            if ":" not in path:
+                assert not path or (page.parent / path).exists(), f"{page.name}: {target}"
+                file = page.parent / path if path else page
+                assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
 
 
 def test_docs_cited_tests_exist():
@@ -1178,10 +1184,10 @@ def test_docs_private_names_exist():
     sources = "".join(file.read_text() for file in HERE.glob("*.py"))
     found = set()
     for page in ("README", "docs/change", "docs/features", "docs/forward", "docs/overlap",
-                 "docs/ranks", "docs/models"):
+                 "docs/ranks", "docs/models", "docs/recipes"):
         for code in re.findall("`([^`\n]+)`", (HERE / f"{page}.md").read_text()):
             found |= {(page, name) for name in re.findall(r"\b_[A-Za-z]\w+", code)}
-    assert len(found) >= 5
+    assert len(found) >= 4
     missing = {(page, name) for page, name in found if not re.search(rf"\b{name}\b", sources)}
     assert not missing
 
@@ -1304,6 +1310,259 @@ def test_docs_loop():
     undecayed = {names[id(p)] for p in scope["others"]}
     assert undecayed == {"1.experts.fc1_bias", "1.experts.fc2_bias", "2.bias"}
     assert len(scope["decayed"]) + len(undecayed) == len(names)
+
+
+# ---- recipes: docs/recipes.md ----
+
+def small_model(**options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2, **options)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), MoELayer(config))
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def plain_steps(model, batches, microbatches: int):
+    """What each recipe of a trainer has to equal: a loop, with the sum of the microbatches."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(0, len(batches), microbatches):
+        set_aux_loss_scale(1 / microbatches)
+        for x in batches[step:step + microbatches]:
+            (loss_of(model, x) / microbatches).backward()
+        optimizer.step(), optimizer.zero_grad(), finish_step(model)
+    set_aux_loss_scale(1.0)
+    return model
+
+
+BALANCED = dict(enable_expert_bias=True, load_balancing_type="aux_loss", aux_loss_coeff=0.1)
+
+
+@over_ranks(2)
+def test_docs_ddp(rank, ranks):
+    """Two ranks are one process that takes the batches of both, as microbatches."""
+    config = small_model(**BALANCED)[1].config
+    torch.manual_seed(1)
+    batches = list(torch.randn(12, 10, 64))                  # 3 steps of 2 microbatches on 2 ranks
+    torch.manual_seed(0)
+    scope = dict(torch=torch, config=config, mesh=mesh_of(dp=ranks), loss_of=loss_of, steps=3,
+                 microbatches=2, batches=iter(batches[rank::2]))
+    exec(example("ddp"), scope)
+    torch.manual_seed(0)
+    alone = ProcessGroups.from_mesh(mesh_of(dp=1, others=ranks)["dp"])
+    whole = torch.nn.Sequential(MoELayer(config, alone), torch.nn.Linear(64, 64))
+    plain_steps(whole, batches, 4)
+    same(scope["model"][0].router.expert_bias, whole[0].router.expert_bias)
+    close(list(scope["model"].parameters()), list(whole.parameters()), 1e-4)
+
+
+def test_docs_lightning(monkeypatch):
+    """lightning.LightningModule and its loop are stood for by a class and a loop that call the same
+    hooks in the same order: the last microbatch of a step runs inside of optimizer_step."""
+    class LightningModule(torch.nn.Module):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer.step(optimizer_closure)
+    monkeypatch.setitem(sys.modules, "lightning", types.SimpleNamespace(
+        LightningModule=LightningModule))
+    config = small_model(**BALANCED)[1].config
+    batches = list(torch.randn(6, 10, 64))
+    scope = dict(torch=torch, config=config, loss_of=loss_of, make_mesh=lambda: None)
+    code = example("lightning").replace("ProcessGroups.from_mesh(make_mesh())", "None")
+    exec(code, scope)
+    lit = scope["Lit"]()
+    torch.manual_seed(0)
+    lit.configure_model(), lit.configure_model()
+    lit.trainer = types.SimpleNamespace(accumulate_grad_batches=2)
+    lit.on_fit_start()
+    optimizer = lit.configure_optimizers()
+    for i, batch in enumerate(batches):
+        def closure():
+            loss = lit.training_step(batch, i) / 2
+            optimizer.zero_grad() if i % 2 == 0 else None
+            loss.backward()
+            return loss
+        if i % 2:
+            lit.optimizer_step(0, i, optimizer, closure)
+        else:
+            closure()
+    torch.manual_seed(0)
+    want = plain_steps(MoELayer(config), batches, 2)
+    same(lit.model.state_dict(), want.state_dict())
+
+
+def test_docs_accelerate():
+    """Six batches in steps of four: the last step has two."""
+    state = pytest.importorskip("accelerate.state", reason="trains with accelerate")
+    data = torch.randn(6, 10, 64)
+    model = small_model(**BALANCED)
+    want = plain_steps(copy.deepcopy(model), list(data), 4)
+    state.AcceleratorState._reset_state(reset_partial_state=True)        # of other tests
+    exec(example("accelerate"), dict(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()),
+        loader=torch.utils.data.DataLoader(data, batch_size=1),
+        loss_of=lambda model, x: loss_of(model, x[0])))
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    set_aux_loss_scale(1.0)
+    close(list(model.parameters()), list(want.parameters()), 1e-5)
+    same(model[1].router.expert_bias, want[1].router.expert_bias)
+    assert model[1].router.expert_bias.any()
+
+
+def test_docs_scaler():
+    """The gradients, unscaled, are those without a scaler, the balance loss's too."""
+    model = small_model(**BALANCED)
+    want = plain_steps(copy.deepcopy(model), batches := list(torch.randn(3, 10, 64)), 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    code = example("scaler").replace('torch.autocast("cuda", torch.float16)', "autocast")
+    code = code.replace("1.0)", "1e9)").replace('"cuda"', '"cpu"')
+    exec(code, dict(
+        torch=torch, model=model, optimizer=optimizer, batches=batches, loss_of=loss_of,
+        finish_step=finish_step, set_aux_loss_scale=set_aux_loss_scale,
+        autocast=torch.autocast("cpu", enabled=False)))
+    set_aux_loss_scale(1.0)
+    close(list(model.parameters()), list(want.parameters()), 1e-4)
+
+
+def test_docs_ema():
+    """The copy has the mean weights and the model's own bias; the model's counts are its own."""
+    model = small_model(**BALANCED)
+    scope = dict(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), loss_of=loss_of,
+        batches=torch.randn(3, 10, 64), finish_step=finish_step)
+    exec(example("ema"), scope)
+    copied = scope["ema"].module[1].router
+    same(copied.expert_bias, model[1].router.expert_bias)
+    assert copied.expert_bias.any()
+    assert not torch.equal(copied.weight, model[1].router.weight)
+    assert load_balancing_metrics(model)["tokens_per_expert"].sum() == 20
+    model.ema = scope["ema"]
+    assert load_balancing_metrics(model)["max_violation"].isnan().tolist() == [False, True]
+
+
+def test_docs_tensorboard():
+    """Two layers, one with fewer experts and without a loss. The writer writes into a dict."""
+    written = {}
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            written[tag] = value
+
+        def add_histogram(self, tag, values, step):
+            written[tag] = values.tolist()
+    sizes = dict(hidden_size=64, ffn_hidden_size=32, topk=2)
+    model = torch.nn.Sequential(
+        MoELayer(MoEConfig(num_experts=8, load_balancing_type="aux_loss", aux_loss_coeff=0.1,
+                           **sizes)),
+        MoELayer(MoEConfig(num_experts=4, **sizes)))
+    texts = torch.randn(3, 10, 64)
+    exec(example("tensorboard"), dict(
+        torch=torch, model=model, microbatches=texts, loss_of=loss_of, writer=Writer(), step=7))
+    assert set(written) == {
+        "load/0.router", "load/1.router", "max_violation/0.router", "max_violation/1.router",
+        "load_balancing_loss/0.router"}
+    assert sum(written["load/0.router"]) == sum(written["load/1.router"]) == 60
+    losses = []
+    for x in texts:
+        loss_of(model, x).backward()
+        losses.append(load_balancing_metrics(model)["load_balancing_loss"][0].item())
+    assert written["load_balancing_loss/0.router"] == pytest.approx(sum(losses) / 3)
+
+
+def test_docs_upcycle():
+    """Without noise the logits stay; with noise the experts differ."""
+    transformers = pytest.importorskip("transformers", reason="upcycles its Llama")
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2))
+    ids = torch.randint(64, (2, 9))
+    want = llama(ids).logits
+    for noise in ("noise=0.0", "noise=0.1"):
+        model = copy.deepcopy(llama)
+        exec(example("upcycle").replace("noise=0.1", noise), dict(llama=model))
+        fc1 = model.model.layers[0].mlp.experts.fc1
+        assert torch.equal(fc1[0], fc1[1]) == (noise == "noise=0.0")
+        if noise == "noise=0.0":
+            close(model(ids).logits, want, 1e-5)
+
+
+def test_docs_lora(tmp_path):
+    """A reloaded adapter has the bias, and gives the same logits."""
+    transformers = pytest.importorskip("transformers", reason="adapts its Qwen3-MoE")
+    peft = pytest.importorskip("peft", reason="adapts a model with peft")
+    from families import replace_blocks
+    base = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=16, num_attention_heads=2, num_key_value_heads=2))
+    scope = dict(model=copy.deepcopy(base))
+    exec(example("lora"), scope)
+    model = scope["model"]
+    ids = torch.randint(64, (2, 9))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(3):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step(), optimizer.zero_grad(), finish_step(model)
+    model.eval().save_pretrained(tmp_path)
+    replace_blocks(base, enable_expert_bias=True)
+    again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    biases = [module.expert_bias for module in again.modules() if isinstance(module, moe.Router)]
+    assert any(bias.any() for bias in biases)
+    close(again(ids).logits, model(ids).logits, 1e-6)
+
+
+def test_docs_decode():
+    """Token by token it chooses what the model chooses for the whole sequence."""
+    torch.manual_seed(0)
+    config = MoEConfig(hidden_size=16, ffn_hidden_size=8, num_experts=8, topk=2)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(32, 16), MoELayer(config), torch.nn.Linear(16, 32))
+    code = example("decode").replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
+    scope = dict(torch=torch, model=model, token=torch.tensor([3]))
+    exec(code, scope)
+    token = torch.tensor([3])
+    for _ in range(20):
+        token = model(token).argmax(-1)
+    same(scope["token"], token)
+
+
+@slow
+def test_docs_export(tmp_path):
+    """A fresh process that imports the ops gives the layer's output; one that does not cannot. The
+    output of torch 2.11's AOTInductor is wrong, without an error."""
+    layer = MoELayer(MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2))
+    x = torch.randn(12, 64)
+    package = tmp_path / "layer.pt2"
+    exec(example("export").replace('"layer.pt2"', repr(str(package))),
+         dict(torch=torch, layer=layer, x=x))
+    torch.save([x, layer(x).detach()], tmp_path / "expected.pt")
+    code = f"import torch\nx, want = torch.load({str(tmp_path / 'expected.pt')!r})\n"
+    code += example("load").replace('"layer.pt2"', repr(str(package)))
+    if torch.__version__ >= (2, 13):
+        code += "torch.testing.assert_close(y, want)\n"
+        code += "torch.testing.assert_close(run(x[:5]), want[:5])\n"
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    done = run("-c", re.sub("import moe .*", "", code))
+    assert "Could not find schema for moe_kernels" in done.stderr
+
+
+def test_docs_threshold():
+    """The threshold moves until a token has two experts; a graph gives the same."""
+    scope = {}
+    torch.manual_seed(0)
+    exec(example("threshold"), scope)
+    layer = scope["layer"]
+    assert "router.threshold" in layer.state_dict()
+    x = torch.randn(200, 64)
+    with torch.no_grad():
+        layer.router.weight.mul_(20)
+    means = []
+    for _ in range(40):
+        layer(x).square().mean().backward()
+        scope["update_thresholds"](layer, tokens=200)
+        means.append(load_balancing_metrics(layer)["tokens_per_expert"].sum() / 200)
+    assert means[0] > 2.5 and abs(means[-1] - 2) < 0.3
+    same(compiled(layer)(x), layer(x))
 
 
 # ---- Overlap: streams and order (docs/overlap.md) ----
@@ -2044,7 +2303,7 @@ class LoRA(torch.nn.Module):
 
 
 def test_trainer_lora_costs_a_weight():
-    """docs/ranks.md: W + B · A of all experts is formed, and kept for the backward."""
+    """docs/recipes.md: W + B · A of all experts is formed, and kept for the backward."""
     from torch.nn.utils.parametrize import register_parametrization
     layer = MoELayer(exact_config(num_experts=8))
     x = leaf(3, 6)
