@@ -42,14 +42,13 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     """The MoEConfig of a published model's MoE layer.
 
     hf_config: config.json as a dict, the library's to_dict(), or the library's config object. Its
-      model_type chooses the row of FAMILIES. If the config has a text_config, then the outermost
-      known model_type chooses the row, and the fields are read from the innermost config.
-    layer_idx: the number of the layer. It is needed if the MoE layers of the config differ.
+      model_type chooses the row of FAMILIES; with a text_config the outermost known one does, and
+      the fields are the innermost config's.
+    layer_idx: the number of the layer, needed if the MoE layers of the config differ.
 
-    batch_first is True: the library's hidden states are [B, S, H]. params_dtype is the config's
-    dtype or torch_dtype. The inner config comes before the outer one. Without a dtype it is
-    float32. In bf16 and fp16 router_dtype and probs_dtype are those of the library's gate. A size
-    must be in the config. Another field that is not in it has the default of the library's config.
+    batch_first is True, as the library's hidden states are [B, S, H]. params_dtype is the config's
+    dtype or torch_dtype, else float32; in bf16 and fp16 the router has the library's precision. A
+    size must be in the config; any other field has the library's default.
     ValueError: lists all that the layer cannot express.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
@@ -924,23 +923,22 @@ def replace_blocks(
     """Makes the MoE blocks of a live Hugging Face model route as TopKRouter and compute their
     experts by kernels.expert_mlp. Returns the names of the blocks.
 
-    Two forwards are replaced: the gate's and the experts'. All else stays the library's: modules,
-    parameters, buffers and their names, shared experts, what a block returns. No weight is copied:
-    each forward looks the library's tensors up. A gate gets one submodule, `moe_router`, with the
-    counts, and with the tensors that `changes` add and the library has no place for.
+    Two forwards are replaced, the gate's and the experts'. Modules, parameters, buffers and their
+    names, shared experts and what a block returns stay. No weight is copied: each forward looks the
+    library's tensors up. A gate gets one submodule, `moe_router`, with the counts and with tensors
+    that `changes` add and the library has no place for. restore_blocks is the way back.
 
-    pg_collection: the groups of the ranks. Over ep the library's parameters of the experts become
-      this rank's E / ep experts, under the same names. Every rank needs the same whole model, and
-      has to run every forward and backward.
+    pg_collection: the groups of the ranks. Over ep the library's experts become this rank's E / ep
+      experts, under the same names. Every rank needs the same whole model, and has to run every
+      forward and backward. Make the optimizer after the call; state_dict() has DTensors for the
+      experts, and save_pretrained needs a state_dict of whole tensors.
     padding_mask: whether the routers get the padding of the attention_mask [B, M], 1 = token; its
       last S columns count. Masks of another form are ignored.
     changes: fields of MoEConfig that the router has, such as enable_expert_bias=True,
-      bias_update="quantile". Biases start at zero. Without router_dtype in them a router has the
-      precision of the library's gate, and in bf16 and fp16 too it chooses what that gate chooses.
+      bias_update="quantile". Biases start at zero. Without router_dtype a router has the precision
+      of the library's gate, and chooses as that gate does.
 
-    All is checked before the first block is touched. Over ep make the optimizer after the call;
-    state_dict() has DTensors for the experts, and save_pretrained needs a state_dict of whole
-    tensors. restore_blocks is the way back.
+    All is checked before the first block is touched.
 
     ValueError: an unknown model type, no block, a router that cannot be expressed, a field of the
     block in changes, tensors on the meta device, several ranks in tp, experts that ep does not
@@ -997,9 +995,8 @@ def replace_blocks(
 def restore_blocks(model: nn.Module) -> list[str]:
     """Gives the blocks of replace_blocks the library's forwards again, and returns their names.
 
-    The library's tensors stay as they are; what `changes` had added is gone. ValueError: no block
-    is replaced. RuntimeError: the experts are spread over ranks, or a gate has got another forward
-    since.
+    The library's tensors stay; what `changes` had added is gone. ValueError: no block is replaced.
+    RuntimeError: the experts are spread over ranks, or a gate's forward was replaced again.
     """
     model = getattr(model, "_orig_mod", model)
     gates = {name: module for name, module in model.named_modules()
@@ -1105,8 +1102,8 @@ class Guest(moe.TopKRouter):
         register_experts()                                   # unpickled in another process
 
     def __deepcopy__(self, memo):
-        """The copy of a gate alone, which PEFT makes, stays with the texts of its model. A copied
-        model has copied them by its hooks, which come before its modules.
+        """A gate that is copied alone, as PEFT does, keeps reading the masks of its model. A copied
+        model has copied them with its hooks, which come before its modules.
         """
         memo.setdefault(id(self.batch), self.batch)
         memo[id(self)] = new = object.__new__(type(self))

@@ -1,13 +1,14 @@
 """A Mixture-of-Experts layer: config, layer, experts, latent pair.
 
-After the section "Experts" you have read the layer. Seven files make it:
+If you want to read the layer, read up to the end of the section "Experts". Its files:
 
     moe.py              what the layer computes, and what a config refuses
     router.py           logits, choice, drops, balance losses, counts; all routers of a model
     shared_experts.py   an MLP for every token, in one call or beside the routed path
     kernels.py          the tensor functions. It begins with the definition, and has the letters
     grouped.py          the grouped product, on every kind of device
-    parallel.py         process groups, and what crosses ranks
+    parallel.py         process groups, and what crosses ranks in a forward
+    sharding.py         what each rank holds: weights, state dicts, sums of gradients
     compat.py           what torch makes necessary
 
     hidden_states [S, B, H] ─┬─> TopKRouter ─> probs, indices [T, K] ─> plan ─┐

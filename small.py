@@ -67,7 +67,7 @@ def add_counts(total: Tensor, counts: Tensor) -> None:
 
 
 def cast(x, dtype):
-    """x in dtype. (A last cast without effect would give wrong gradients on torch 2.11.)"""
+    """x in dtype. (torch 2.11 gives wrong gradients where a forward ends in x.to(x.dtype).)"""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -288,8 +288,8 @@ class MoE(nn.Module):
     shared_ffn_hidden_size: of an expert for every token.
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
-    in fp32 at least. One host sync a forward on a card, none on H100 and B200 in bf16. In tokens
-    of padding x has to be finite too.
+    in fp32 at least. One host sync a forward on a card, none on H100 and B200 in bf16. x must be
+    finite, also where padding_mask is True.
     """
 
     def __init__(
