@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 import families
 import kernels
+import megatron
 import moe
 import small
 import steps
@@ -502,14 +503,14 @@ def bench_permute(report: Report, case: Case) -> None:
     def index_path(x, probs_TK):
         plan = kernels.plan_permutation(indices_TK, case.E)
         weights = probs_TK.flatten()[plan.order]
-        rows = kernels.weighted_swiglu(kernels.gather_rows(x, plan), weights[:, None])
+        rows = kernels.activation(kernels.gather_rows(x, plan), weights=weights[:, None])
         return kernels.combine_rows(rows, plan)
 
     def map_path(x, probs_TE):
         N = case.T * case.K
-        rows, weights, token = kernels.permute(x, map_TE, probs_TE, num_out_tokens=N)
-        rows = kernels.weighted_swiglu(rows, weights[:, None])
-        return kernels.unpermute(rows, token, restore_shape=grad.shape)
+        rows, weights, token = megatron.permute(x, map_TE, probs_TE, num_out_tokens=N)
+        rows = kernels.activation(rows, weights=weights[:, None])
+        return megatron.unpermute(rows, token, restore_shape=grad.shape)
 
     def right(mask, x, probs):
         return swiglu(x) * (mask * probs).sum(1, keepdim=True)

@@ -1,8 +1,9 @@
-"""What torch makes necessary: custom ops, casts, autocast, exact products in fp32, checks of
-shapes and dtypes, and every private name of torch that these files use.
+"""What torch makes necessary: custom ops, casts, exact products in fp32, checks of shapes, and
+every private name of torch that these files use. Open it where another file's call is not clear.
 """
 import contextlib
 import functools
+import importlib
 import re
 import threading
 
@@ -29,11 +30,10 @@ def without_autocast(x: Tensor):
 def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
     """Decorator: registers a function as a custom op. Its annotations are the op's schema.
 
-    The compiler calls the op as it is, and autocast does not reach inside. `fake` takes
-    the same arguments and returns empty tensors with the shapes and dtypes of the results.
-    cudagraph_unsafe is for an op that decides something on the host: the compiler leaves it
-    out of CUDA graphs. `flops` takes the same arguments, shapes in place of tensors, and returns
-    what torch.utils.flop_counter is to count.
+    The compiler calls the op as it is, and autocast does not reach inside. `fake` takes the same
+    arguments and returns empty results. cudagraph_unsafe: it decides something on the host, so the
+    compiler leaves it out of CUDA graphs. `flops` takes the same arguments, shapes in place of
+    tensors, and returns what torch.utils.flop_counter is to count.
     """
     tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
 
@@ -60,11 +60,9 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
 
 
 def once_differentiable(backward):
-    """Decorator for the backward of an autograd function: there is no second derivative.
-
-    A second derivative would treat what the forward has kept as constants, and be wrong
-    without an error. So a backward with create_graph=True is a RuntimeError here. (torch's
-    decorator of this name lets some pass.) In compiled code torch itself raises one.
+    """Decorator for the backward of an autograd function: create_graph=True is a RuntimeError. A
+    second derivative would take what the forward has kept for constants, and be wrong without an
+    error. (torch's decorator of this name lets some pass; in compiled code torch raises one.)
     """
     @functools.wraps(backward)
     def checked(ctx, *grads):
@@ -92,8 +90,8 @@ def copy_after(value: Tensor, made_before: Tensor) -> Tensor:
     return value.clone()
 
 
-# Torch 2.11 miscompiles an autograd function whose forward ends in a cast without effect: its
-# gradient is wrong. So where the dtype fits there is no cast.
+# Torch 2.11 gives wrong gradients to a compiled autograd function whose forward ends in a cast
+# without effect. So where the dtype fits there is no cast.
 
 def cast(x, dtype):
     """x in dtype; x itself if it has that dtype already."""
@@ -107,10 +105,24 @@ def upcast(x):
 
 @op(lambda x, dtype: torch.empty_like(x, dtype=dtype))
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype, for a rounding that decides a choice. Within a kernel that the compiler
-    makes, a cast to bf16 or fp16 rounds nothing.
+    """x in another dtype, for a rounding that decides a choice: inside a kernel of the compiler's a
+    cast to bf16 or fp16 rounds nothing.
     """
     return x.to(dtype)
+
+
+def names_of(package: str, *files: str):
+    """The __getattr__ of a module for names that people import from it and that are in these files,
+    which are imported at the first use.
+    """
+    def find(name):
+        for file in files:
+            module = importlib.import_module(f"{package}.{file}" if package else file)
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"{name!r} is in none of {', '.join(files)}")
+
+    return find
 
 
 def check_known(name, value, known):
@@ -119,11 +131,11 @@ def check_known(name, value, known):
 
 
 def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
-    """ValueError unless every tensor has the axes that are named for it. TypeError: it is none.
+    """ValueError unless every tensor has the axes that are named for it; TypeError: it is no
+    tensor.
 
-    `check_shapes({"E": 4}, rows=(rows, "N H"), weights=(weights, "E H F"))`: a letter is
-    the same size everywhere, and `known` gives some of the sizes. A tensor that is None is
-    not checked.
+    `check_shapes({"E": 4}, rows=(rows, "N H"), weights=(weights, "E H F"))`: a letter is the same
+    size everywhere, and `known` gives some sizes. None is not checked.
     """
     sizes = dict(known or {})
     for name, (tensor, axes) in tensors.items():
@@ -166,13 +178,12 @@ _PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 @contextlib.contextmanager
 def exact_fp32():
     """Products in fp32 are in fp32 here, also where torch.set_float32_matmul_precision or
-    torch.backends has replaced them by TF32 or bf16.
+    torch.backends has replaced them by TF32 or bf16. For the bodies of ops, since a graph cannot
+    change these global settings.
 
-    These settings are global, and a graph cannot change them. So this is for the bodies of ops.
-    One that says fp32 already, or nothing, is not written. Another is, for the time of the
-    product, and other threads see that. If it equals the one it would inherit, it is inherited
-    from then on. XPU has a switch of its own, torch.backends.mkldnn.allow_tf32, which stays as it
-    is.
+    A setting of another precision is changed for the time of the product, which other threads see.
+    A setting that equals the one above it is inherited afterwards. XPU's own switch,
+    torch.backends.mkldnn.allow_tf32, stays.
     """
     with _precision_lock:
         found = [(setting, setting.fp32_precision) for setting in _PRECISIONS]
@@ -193,15 +204,15 @@ def exact_fp32():
 # that stands elsewhere, and test_compile_private_names_of_torch what a new torch has changed.
 
 def as_number(x: float) -> float:
-    """x as a plain number. With dynamic=True Dynamo makes floats symbolic, and an autograd
-    function cannot take those.
+    """x as a plain number: with dynamic=True Dynamo makes floats symbolic, which an autograd
+    function cannot take.
     """
     return guard_scalar(x)
 
 
 def always_holds(condition: bool) -> bool:
-    """Whether a condition on sizes holds in every run of this graph. In eager mode it is the
-    condition itself. No guard is added: a size that is known only at run time cannot have one.
+    """Whether a condition on sizes holds in every run of this graph, without a guard. In eager mode
+    it is the condition itself.
     """
     return statically_known_true(condition)
 
@@ -209,8 +220,7 @@ def always_holds(condition: bool) -> bool:
 # A context for the body of an op, on any device. Dynamo cannot trace it: see without_autocast.
 op_without_autocast = torch._C._DisableAutocast
 
-# torch.utils.flop_counter has no formula for F.grouped_mm. Where an operand is a matrix, the groups
-# are parts of one of its axes.
+# torch.utils.flop_counter has no formula for F.grouped_mm.
 if torch.ops.aten._grouped_mm not in flop_registry:
     @register_flop_formula(torch.ops.aten._grouped_mm)
     def _flops_of_grouped_mm(a, b, *_, out_shape, **__):
@@ -239,10 +249,8 @@ def as_no_view(x: Tensor, shape) -> Tensor:
 
 
 def writes_to_module(method):
-    """Decorator of a method that writes to its module.
-
-    Dynamo refuses this inside a checkpointed region of a graph; a switch allows it. It is safe
-    here: a recomputation writes the same, or a later step drops it.
+    """Decorator of a method that writes to its module, which Dynamo refuses inside a checkpointed
+    region of a graph. It is safe here: a recomputation writes the same, or a later step drops it.
     """
     @functools.wraps(method)
     def run(self, *args, **kwargs):
@@ -258,10 +266,8 @@ def in_backward() -> bool:
 
 
 def with_fixed_address(tensor: Tensor) -> Tensor:
-    """The tensor, which keeps its shape and, since it is updated in place, its address.
-
-    CUDA graphs may rely on the address. And with dynamic=True the compiler would take the
-    shape for a variable, and for the same variable as an equal length of the first input.
+    """The tensor, whose shape and address the compiler may rely on. Otherwise dynamic=True would
+    take its shape for a variable, the same as an equal length of the first input.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
     torch._dynamo.mark_static(tensor)

@@ -1119,8 +1119,12 @@ class Guest(moe.TopKRouter):
         chosen_TK = None
         if "hash_table" in self.places:                      # others are the model's input_ids
             chosen_TK = getattr(*self.places["hash_table"])[others[0].flatten()]
-        logits, probs_TK, indices_TK = self.route_with_logits(
-            hidden_states.reshape(*axes, -1), padding_T, chosen_TK, cu_seqlens=cu_seqlens)
+        input = hidden_states.reshape(*axes, -1)
+        if self.config.input_jitter_eps:
+            input = self.apply_input_jitter(input)
+        logits = self.gating(input)
+        probs_TK, indices_TK = self.route_logits(
+            logits, padding_T, chosen_TK, cu_seqlens=cu_seqlens)
         if self.experts_before and not self.batch.has_our_experts:
             indices_TK = self._for_the_library(indices_TK)
         return logits.flatten(0, -2), probs_TK, indices_TK
@@ -1283,7 +1287,7 @@ def _put_router(model, name, row, router):
             part = whole.detach().chunk(groups.ep.size())[groups.ep.rank()].clone()
             setattr(module, own, nn.Parameter(part, requires_grad=whole.requires_grad))
     for module in block.modules():
-        moe.parallel.share_out(module, groups, over_ep=module in over_ep)
+        moe.share_out(module, groups, over_ep=module in over_ep)
 
 
 def _layer_of(name):

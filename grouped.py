@@ -1,11 +1,10 @@
 """The grouped matrix product: row block e times matrix e, forward and backward, on every kind of
 device.
 
-In bf16 torch's own product reads the offsets where they are, on some cards and on a CPU that
-multiplies in bf16. If you need no other device and dtype, call F.grouped_mm in place of this file.
-Elsewhere a product is a custom op, which reads a copy of the offsets on the host. On a CPU it
-multiplies one expert after the other. On a card that would be bound by its launches, so experts of
-similar size are one batch.
+Open it to see which product runs where. In bf16, on some cards and CPUs, it is torch's own, which
+reads the offsets where they are; if you need nothing else, call F.grouped_mm instead. Elsewhere it
+is a custom op that reads a copy of the offsets on the host: expert after expert on a CPU, batches
+of experts of similar size on a card, where single ones would be bound by their launches.
 """
 import functools
 import math
@@ -30,17 +29,14 @@ else:
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, H] · weights [E, H, F] -> [N, F]: row block e times weights[e].
 
-    rows and weights have one dtype, which is the result's, also under autocast. offsets
-    [E] int32 are the ends of the row blocks; they ascend. Rows at or beyond offsets[-1]
-    come out as zeros and get zero gradients. An expert without rows gets a zero weight
-    gradient.
+    rows, weights and the result have one dtype, also under autocast. offsets [E] int32, ascending,
+    are the ends of the row blocks (not checked: checking would sync). Rows at or beyond offsets[-1]
+    come out as zeros with zero gradients; an expert without rows gets a zero weight gradient.
 
-    On H100, H200, B200 and B300, and on a CPU with matrix instructions for bf16, this is in
-    bf16 torch.nn.functional.grouped_mm, without a sync, if H and F are multiples of 8 and E is
-    below 1024. It needs data pointers that are multiples of 16 bytes; compiled code does not
-    check that. On other devices than the CPU the forward otherwise copies the offsets to the
-    host, the one sync of forward and backward, and multiplies experts of similar size as one
-    batch. That the offsets ascend and end within N is not checked: checking would sync too.
+    In bf16 this is F.grouped_mm, without a sync, on H100, H200, B200, B300 and on a CPU with matrix
+    instructions for bf16, if H and F are multiples of 8, E is below 1024, and data pointers are
+    multiples of 16 bytes (compiled code does not check these). Otherwise the forward copies the
+    offsets to the host: the one sync of forward and backward.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)
@@ -175,7 +171,7 @@ def _aligned(*operands):
     needs them.
     """
     for x in operands:
-        steps = [step or 1 for step in x.stride() if step != 1]        # 0 as 1: it does not fit
+        steps = [step or 1 for step in x.stride() if step != 1]        # stride 0 is not aligned
         if any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps)):
             return False
     return True
@@ -186,13 +182,8 @@ def _begins_aligned(x):
 
 
 def _native(*operands):
-    """Whether torch's grouped product takes the operands, rows or matrices [E, ..], as they
-    are, and reads the offsets on their device.
-
-    It does in bf16, with fewer than 1,024 matrices, if widths, strides and data pointers are
-    multiples of 16 bytes: on CUDA, not on ROCm, on compute capability 9.x and 10.x (H100, H200,
-    B200, B300), and on a CPU with matrix instructions for bf16. A graph cannot see data
-    pointers: there they are assumed aligned.
+    """Whether torch's grouped product takes the operands, rows or matrices [E, ..], as they are,
+    and reads the offsets on their device: see grouped_mm.
     """
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
@@ -225,14 +216,11 @@ def _native_weight_grad(a, b, offsets):
     return grad
 
 
-# ---- Elsewhere: ops that read the offsets on the host ----
+# ---- The rest is for devices and dtypes whose product reads the offsets on the host ----
 
 @functools.cache
 def _slow_on_cpu(dtype):
-    """Whether this CPU has no matrix instructions for dtype.
-
-    A product then takes 10 to 100 times as long as one in fp32.
-    """
+    """Whether this CPU has no matrix instructions for dtype: 10 to 100 times as slow as fp32."""
     return dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies_in(dtype)
 
 
@@ -250,16 +238,16 @@ def _mm(a, b, bias=None, out=None):
 
 @functools.lru_cache(maxsize=128)                # so that the products of one forward share it
 def _plan_batches(ends):
-    """(alone, parts) of the offsets `ends`: every expert with rows is in one of them, once.
+    """(alone, parts) of the offsets `ends`; every expert with rows is in one of them.
 
-    An expert with a twelfth of all rows or more is alone. The others form classes of similar size.
-    A class takes experts in descending order, each with as many slots as its first has rows,
-    while all slots so far are at most 1.3 times the rows.
+    Alone is an expert with a twelfth of all rows or more. The others form classes of similar size:
+    a class takes experts in descending order, each with as many slots as its first has rows, while
+    all slots so far are at most 1.3 times the rows.
 
-    To bound the memory of a product, the slots are cut into parts, lists of batches (experts, size)
-    for one torch.bmm. A part ends with the expert that completes a quarter of all slots, or four
-    slots for each expert if that is more. A batch is of one class and one part. It has at most a
-    third of the experts, unless they are neighbours, whose weights are not copied.
+    Parts bound the memory of a product: lists of batches (experts, size), each for one torch.bmm. A
+    part ends with the expert that completes a quarter of all slots, or four slots an expert if that
+    is more. A batch is of one class, with at most a third of the experts, unless they are
+    neighbours, whose weights are not copied.
     """
     rows = {e: end - start for e, (start, end) in enumerate(zip((0, *ends), ends)) if end > start}
     alone = [e for e in rows if 12 * rows[e] >= ends[-1]]
@@ -302,9 +290,8 @@ def _neighbours(experts):
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
-    The index [E + L] int32 holds the experts of the batches in their order; then for each of
-    L = 13 N // 10 slots its row, N for a spare slot. What has E entries is made on the host,
-    what has L on the card.
+    The index [E + L] int32 holds the experts of the batches in order, then the row of each of
+    L = 13 N // 10 slots, N for a spare slot.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = tuple(on_host.tolist())
@@ -336,8 +323,8 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _alone(offsets, index):
-    """[(expert, slice of its rows)]: all experts with rows that are in no batch. Without an index,
-    which is on a CPU, there are no batches.
+    """[(expert, slice of its rows)] of the experts with rows that are in no batch. Without an
+    index, on a CPU, there are no batches.
     """
     ends = offsets.tolist()
     starts = 0, *ends
@@ -347,8 +334,7 @@ def _alone(offsets, index):
 
 def _parts(offsets, index):
     """(row [L] of each slot, N for a spare one; parts [(slice of its slots, batches)]). A batch is
-    (experts, a slice if they are neighbours; slice of its slots in the part; size). Without any
-    batch nothing is launched.
+    (experts, a slice if they are neighbours; slice of its slots in the part; size).
     """
     ends = tuple(offsets.tolist())
     _, plan = _plan_batches(ends)
@@ -448,7 +434,7 @@ def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
         del blocks, batch_a, batch_b                     # before the next part needs memory
 
 
-# This is an op for exact_fp32: a sum is not rounded as products may be.
+# An op for exact_fp32, since a sum must not be rounded as products may be.
 @op(lambda rows, offsets, index: rows.new_empty(offsets.shape[0], rows.shape[1]),
     cudagraph_unsafe=True)
 @exact_fp32()

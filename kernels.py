@@ -9,17 +9,15 @@ Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b; with
 Words     logits: the router's raw output. scores: logits after the score function. probs:
           the factors that combine the experts' outputs. routing_map [T, E] bool and
           indices [T, K] int64: which experts each token goes to.
-Unrouted  An assignment with index E is unrouted: it was dropped, or its token is padding.
-          It sorts after all experts. No expert computes it, and it adds nothing to any
-          output. In the backward its row and its prob get the gradient 0.
+Unrouted  An assignment with index E: dropped, or of padding. It sorts after all experts, is
+          never computed, adds nothing, and has gradient 0.
 Masks     A padding_mask is boolean. True means padding.
-Autocast  Nothing here follows autocast, in the forward or in the backward: a product is in
-          the dtype of its operands, and the router's product is in router_dtype. In moe.py
-          Experts casts its operands to autocast's dtype; the latent pair is torch's own.
+Autocast  Nothing here follows autocast: a product is in the dtype of its operands, the
+          router's in router_dtype. In moe.py Experts casts its operands.
 
-Nothing here has state, a config, or a process group beyond an argument. (But see exact_fp32.)
-`torch.compile(fullgraph=True)` takes every function whole, forward and backward, and one
-dynamic graph serves every T from 2 on. Where a function is an exception, its docstring says so.
+Open it to read the mathematics. Nothing here has state, a config, or a process group beyond an
+argument. Each function compiles to one graph, forward and backward, for every T from 2 on;
+exceptions say so.
 """
 import functools
 import math
@@ -31,37 +29,29 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-# Some of these are here for those who import them from kernels.py.
 if __package__:
-    from . import grouped
+    from . import compat, grouped
     from .compat import (
-        all_to_all, always_holds, as_no_view, as_number, as_one_dim, backward_order, cast,
-        check_known, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast,
-        in_backward, is_any_autocast, is_integer, makes_cuda_graphs,
-        once_differentiable, op, op_without_autocast, place_of_part, reads_on_host, rounded,
-        set_backward_order, upcast, copy_after, wait_for, with_fixed_address,
-        without_autocast, writes_to_module)
-    from .grouped import Read, grouped_mm
+        always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, copy_after,
+        exact_fp32, is_integer, once_differentiable, op, rounded, upcast)
+    from .grouped import Read
 else:
+    import compat
     import grouped
     from compat import (
-        all_to_all, always_holds, as_no_view, as_number, as_one_dim, backward_order, cast,
-        check_known, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32, has_autocast,
-        in_backward, is_any_autocast, is_integer, makes_cuda_graphs,
-        once_differentiable, op, op_without_autocast, place_of_part, reads_on_host, rounded,
-        set_backward_order, upcast, copy_after, wait_for, with_fixed_address,
-        without_autocast, writes_to_module)
-    from grouped import Read, grouped_mm
+        always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, copy_after,
+        exact_fp32, is_integer, once_differentiable, op, rounded, upcast)
+    from grouped import Read
 
 
 # ---- The definition ----
 
 def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> Tensor:
-    """What a Mixture-of-Experts layer computes (arXiv 1701.06538), by plain loops.
+    """What a Mixture-of-Experts layer computes (arXiv 1701.06538), by plain loops: each token goes
+    to the `topk` experts with the highest logits, whose outputs are added with the weights
+    softmax(those logits). The rest of the project is this, fast, with its variants.
 
-    Each token goes to the `topk` experts with the highest logits. Their outputs are added with the
-    weights softmax(those logits). x [T, H], router [E, H], fc1 [E, 2, F, H] (gate and up),
-    fc2 [E, H, F] -> [T, H]. The rest of the project is this, fast, with its variants.
+    x [T, H], router [E, H], fc1 [E, 2, F, H] (gate and up), fc2 [E, H, F] -> [T, H].
 
     >>> x, router, fc1 = torch.ones(1, 2), torch.eye(3, 2), torch.ones(3, 2, 4, 2)
     >>> moe_loop(x, router, fc1, torch.ones(3, 2, 4), topk=2)
@@ -78,17 +68,16 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 # ---- Gate: tokens -> logits ----
 
-# Sums over tokens are ops because Inductor's code for a CPU is made either for up to 4096 rows or
-# for more: crossing that would recompile. And Inductor adds row after row; torch's sum adds blocks
-# and rounds less.
+# Sums over tokens are ops: Inductor's code for a CPU is made for up to 4096 rows or for more, so
+# that crossing this recompiles, and it adds row after row, which rounds more than torch's blocks.
 @op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
     """[columns]: the sum over the first axis of x [rows, columns], in x.dtype."""
     return x.sum(0)
 
 
-# This is an op for exact_fp32. Without it the compiler would also make the backward's upcast
-# copies in the forward, and keep them.
+# An op for exact_fp32. Otherwise the compiler would also make the backward's fp32 copies in the
+# forward, and keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
@@ -153,10 +142,9 @@ def router_gating_linear(
 ) -> Tensor:
     """logits [.., E] = tokens [.., H] · weight [E, H]ᵀ + bias [E].
 
-    The operands of the product are cast to router_dtype, and the logits are rounded to it once,
-    with the bias in them, whatever the dtypes of the operands, autocast and
-    torch.set_float32_matmul_precision say. Gradients have the dtypes of the operands. The
-    operands are kept for the backward as they are, without copies in router_dtype.
+    The product is in router_dtype, whatever the operands' dtypes, autocast and
+    torch.set_float32_matmul_precision are, and rounded once, with the bias. Gradients have the
+    operands' dtypes. The operands are kept for the backward as they are, without copies.
 
     >>> tokens, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4)
     >>> router_gating_linear(tokens, weight, bias=None, router_dtype=torch.float32)
@@ -169,10 +157,10 @@ def router_gating_linear(
 
 # ---- Route: logits -> which experts, with which probs ----
 
-# This is an op because Inductor's code for CPUs may read the target too early (pytorch #185509).
+# An op, since Inductor's code for CPUs may read the target too early (pytorch #185509).
 @op(lambda values, indices, columns, fill=0:
      values.new_empty(values.shape[0], columns))
-def _scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
+def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
     """[T, columns]: values[t, k] in column indices[t, k], and `fill` elsewhere.
 
     Index `columns` stands for no column.
@@ -188,11 +176,11 @@ def _gather_columns(values, indices):
 
 
 def _sum_columns(values, indices, columns):
-    """[T, columns]: as _scatter_columns, where a column that is named twice gets the sum."""
+    """[T, columns]: as scatter_columns, where a column that is named twice gets the sum."""
     same_TKK = indices[:, :, None] == indices[:, None, :]
     # Every slot of a column holds its sum: it does not matter which is written last.
     sums_TK = torch.where(same_TKK, upcast(values)[:, None, :], 0.0).sum(-1)
-    return _scatter_columns(cast(sums_TK, values.dtype), indices, columns)
+    return scatter_columns(cast(sums_TK, values.dtype), indices, columns)
 
 
 class Adjoint(torch.autograd.Function):
@@ -214,44 +202,34 @@ class Adjoint(torch.autograd.Function):
 
 def pick(scores: Tensor, indices: Tensor) -> Tensor:
     """[T, K]: scores[t, indices[t, k]] of scores [T, E]; 0 for index E."""
-    back = functools.partial(_scatter_columns, columns=scores.shape[1])
+    back = functools.partial(scatter_columns, columns=scores.shape[1])
     return Adjoint.apply(scores, (_gather_columns, back), indices)
-
-
-def _as_map(routing_map):
-    """routing_map [T, E] as bool. Any integer dtype is accepted."""
-    check_shapes(routing_map=(routing_map, "T E"))
-    if routing_map.dtype != torch.bool and not is_integer(routing_map):
-        raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
-    return routing_map.bool()
 
 
 def _map_of(indices, num_experts):
     """indices [T, K] -> routing_map [T, E] bool."""
-    return _scatter_columns(torch.ones_like(indices, dtype=torch.bool), indices, num_experts)
+    return scatter_columns(torch.ones_like(indices, dtype=torch.bool), indices, num_experts)
 
 
 def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool).
-
-    Unrouted assignments are left out.
+    """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool), without what is
+    unrouted.
 
     >>> routing_to_map(torch.tensor([[0.7, 0.3]]), torch.tensor([[2, 0]]), num_experts=3)
     (tensor([[0.3000, 0.0000, 0.7000]]), tensor([[ True, False,  True]]))
     """
     check_shapes(probs=(probs, "T K"), indices=(indices, "T K"))
-    to_map = functools.partial(_scatter_columns, columns=num_experts)
+    to_map = functools.partial(scatter_columns, columns=num_experts)
     probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), indices)
     return probs_TE, _map_of(indices, num_experts)
 
 
 def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(indices [T, K] int64, copies [T, K] int64) of given indices [T, K] in [0, E], of any
-    integer dtype.
+    """(indices, copies), both [T, K] int64, of given indices [T, K] in [0, E], of any integer
+    dtype.
 
-    An expert that is named more than once for a token keeps its first slot; the slots after
-    it become E. `copies` says how often the given indices name the expert of each slot, and 0
-    where that is E.
+    An expert that is named more than once for a token keeps its first slot; the later slots become
+    E. `copies` says how often each slot's expert is named: 0 for E.
 
     >>> merge_repeats(torch.tensor([[1, 0, 1]]), num_experts=2)
     (tensor([[1, 0, 2]]), tensor([[2, 1, 0]]))
@@ -269,8 +247,8 @@ def _sqrtsoftplus(x):
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
 
 
-# A score function must be increasing, since the top K of the logits has to be that of the
-# scores. And it must not be negative, since scores are divided by their sum.
+# A score function must be increasing, so that logits and scores have the same top K, and not
+# negative, since scores are divided by their sum.
 SCORE_FUNCTIONS = {
     "softmax": functools.partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
@@ -278,7 +256,7 @@ SCORE_FUNCTIONS = {
 }
 
 
-# This is an op because the compiler would leave out the roundings between the steps.
+# An op, since the compiler would leave out the roundings between the steps.
 @op(lambda logits, score_function: torch.empty_like(logits))
 def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
     return SCORE_FUNCTIONS[score_function](logits)
@@ -293,54 +271,6 @@ def _with_copies(chosen, copies, as_logits):
     return chosen + log_n.clamp(min=torch.finfo(chosen.dtype).min)
 
 
-def topk_routing_with_score_function(
-    logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None,
-    group_topk: int | None = None, scaling_factor: float | None = None,
-    score_function: str = "softmax", expert_bias: Tensor | None = None, dense_output: bool = False,
-    precomputed_indices: Tensor | None = None, norm_topk_prob: bool | None = None,
-    norm_eps: float = 1e-20, group_score_topk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The K experts of every token and their probs, from logits [T, E].
-
-    1. The scores are softmax over E, sigmoid, or sqrt(softplus) of the logits, in fp32 at
-       least.
-    2. The choice, best first, is the top K of the logits, which have the order of the
-       scores. With `expert_bias` [E] it is the top K of scores + bias (arXiv 2408.15664;
-       the bias only chooses). With `num_groups` it comes from the best `group_topk` groups
-       alone: see group_limited_topk. `precomputed_indices` [T, K] in [0, E], of any integer
-       dtype, replaces the choice; E is unrouted. An expert that is named more than once for
-       a token counts once, in its first slot, with the sum of its slots' probs. The slots
-       after it become E. The range is not checked: checking would sync the device.
-    3. The probs are the scores of the chosen experts, without the bias. `norm_topk_prob`
-       says whether they are divided by (their sum + norm_eps); use_pre_softmax then has no
-       effect. With norm_topk_prob None, Megatron's convention holds:
-
-       - softmax without use_pre_softmax: a softmax over the chosen logits
-       - softmax with use_pre_softmax: not normalised
-       - sigmoid and sqrtsoftplus: normalised if K > 1
-
-    4. The probs are multiplied by `scaling_factor`.
-
-    Returns (probs [T, E], routing_map [T, E] bool), or with `dense_output` the compact
-    form (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits.
-    ValueError: an unknown score function, or sizes that do not fit.
-
-    >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
-    >>> probs, indices = topk_routing_with_score_function(logits, topk=1, use_pre_softmax=True,
-    ...                                                   dense_output=True)
-    >>> indices.tolist(), probs[1].item()
-    ([[0], [1]], 0.7310...)
-    """
-    probs_TK, indices_TK = topk_routing(
-        logits, topk, use_pre_softmax=use_pre_softmax, num_groups=num_groups,
-        group_topk=group_topk, scaling_factor=scaling_factor, score_function=score_function,
-        expert_bias=expert_bias, precomputed_indices=precomputed_indices,
-        norm_topk_prob=norm_topk_prob, norm_eps=norm_eps, group_score_topk=group_score_topk)
-    if dense_output:
-        return probs_TK, indices_TK
-    return routing_to_map(probs_TK, indices_TK, logits.shape[1])
-
-
 def topk_routing(
     logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None,
     group_topk: int | None = None, scaling_factor: float | None = None,
@@ -349,11 +279,34 @@ def topk_routing(
     norm_eps: float = 1e-20, group_score_topk: int | None = None,
     probs_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """topk_routing_with_score_function in the compact form: (probs [T, K], indices [T, K] int64).
+    """The K experts of every token and their probs, from logits [T, E].
 
-    probs_dtype: of the probs. Without it they have the dtype of the logits, and the arithmetic
-      is fp32 at least. With it the arithmetic is in the wider of the two dtypes. Where that is
-      bf16 or fp16 every step is rounded, and the choice is the top K of the rounded scores.
+    1. The scores are softmax over E, sigmoid, or sqrt(softplus) of the logits, in fp32 at least.
+    2. The choice, best first, is the top K of the logits, which order experts as the scores do.
+       With `expert_bias` [E] it is the top K of scores + bias (arXiv 2408.15664). With
+       `num_groups` it comes from the best `group_topk` groups: see only_best_groups.
+       `precomputed_indices` [T, K] in [0, E], of any integer dtype, replaces the choice. An
+       expert that it names twice counts once, in its first slot, with the sum of both probs. The
+       range is not checked: checking would sync the device.
+    3. The probs are the chosen experts' scores, without the bias. `norm_topk_prob` says whether
+       they are divided by (their sum + norm_eps); use_pre_softmax then has no effect. With
+       norm_topk_prob None, Megatron's convention holds:
+
+       - softmax without use_pre_softmax: a softmax over the chosen logits
+       - softmax with use_pre_softmax: not normalised
+       - sigmoid and sqrtsoftplus: normalised if K > 1
+
+    4. The probs are multiplied by `scaling_factor`.
+
+    Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, or
+    probs_dtype. With that the arithmetic is in the wider of the two dtypes; where it is bf16 or
+    fp16 every step is rounded, and the choice is the top K of the rounded scores. ValueError: an
+    unknown score function, or sizes that do not fit.
+
+    >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
+    >>> probs, indices = topk_routing(logits, topk=1, use_pre_softmax=True)
+    >>> indices.tolist(), probs[1].item()
+    ([[0], [1]], 0.7310...)
     """
     check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(
@@ -390,7 +343,7 @@ def topk_routing(
         if expert_bias is not None:
             ranked_TE = ranked_TE + expert_bias
         if num_groups is not None:
-            ranked_TE = _only_best_groups(ranked_TE, num_groups, group_topk, group_score_topk)
+            ranked_TE = only_best_groups(ranked_TE, num_groups, group_topk, group_score_topk)
         indices_TK = ranked_TE.topk(topk, dim=1).indices
 
     # Its probs
@@ -411,38 +364,15 @@ def topk_routing(
     return probs_TK.to(probs_dtype or logits.dtype), indices_TK
 
 
-def _only_best_groups(scores, num_groups, group_topk, group_score_topk):
-    """scores [T, E] with -inf outside of each token's best groups."""
+def only_best_groups(scores, num_groups, group_topk, group_score_topk):
+    """scores [T, E] with -inf outside of each token's best groups (arXiv 2405.04434, 2412.19437).
+    A group's score is the sum of its group_score_topk best scores.
+    """
     grouped = rearrange(scores, "t (g e) -> t g e", g=num_groups)
     score_TG = grouped.topk(group_score_topk, dim=-1).values.sum(-1)
     best_groups = score_TG.topk(group_topk, dim=-1).indices
     kept_TG = _map_of(best_groups, num_groups)
     return grouped.masked_fill(~kept_TG[..., None], -math.inf).flatten(1)
-
-
-def group_limited_topk(
-    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int,
-    group_score_topk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The top K of scores [T, E] within the best `group_topk` of `num_groups` equal groups
-    of experts (arXiv 2405.04434, 2412.19437).
-
-    A group's score is the sum of its `group_score_topk` best scores. The default is topk
-    // group_topk; DeepSeek-V2 takes 1, DeepSeek-V3 2. The other groups are masked with
-    -inf, so that even a negative score beats them. Returns (the chosen scores [T, K],
-    indices [T, K]).
-
-    >>> scores = torch.tensor([[5.0, 0.0, 4.0, 4.0]])
-    >>> group_limited_topk(scores, topk=2, num_tokens=1, num_experts=4, num_groups=2, group_topk=1)
-    (tensor([[4., 4.]]), tensor([[2, 3]]))
-    """
-    check_shapes({"T": num_tokens, "E": num_experts}, scores=(scores, "T E"))
-    group_score_topk = check_groups(
-        topk, num_experts, num_groups=num_groups, group_topk=group_topk,
-        group_score_topk=group_score_topk)
-    masked_TE = _only_best_groups(scores, num_groups, group_topk, group_score_topk)
-    indices_TK = masked_TE.topk(topk, dim=-1).indices
-    return pick(scores, indices_TK), indices_TK
 
 
 def check_groups(
@@ -471,11 +401,9 @@ def check_groups(
 def compute_routing_scores_for_aux_loss(
     logits: Tensor, topk: int, score_function: str, padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(routing_map [T, E] bool, scores [T, E]) for the balance losses, from logits [T, E].
-
-    The scores are the score function over all E, in fp32 at least, divided by their sum
-    over E. The map is the plain top K of the logits, without bias and groups. Tokens with
-    padding_mask [T] True are zero in both.
+    """(routing_map [T, E] bool, scores [T, E]) for the balance losses, from logits [T, E]: the
+    plain top K of the logits, without bias and groups, and the scores in fp32 at least, divided by
+    their sum over E. Both are zero at padding (padding_mask [T]).
     """
     check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(logits=(logits, "T E"), padding_mask=(padding_mask, "T"))
@@ -502,12 +430,11 @@ def _sum_weighted(scores: Tensor, factors: Tensor, sequence: Tensor | None) -> T
 def weighted_token_sum(
     scores: Tensor, factors: Tensor, sequence: Tensor | None = None,
 ) -> Tensor:
-    """Σ_e factors[e] · Σ_t scores[t, e], a 0-d tensor. With sequence [T] int64 the factors [n, E]
-    are those of each sequence: Σ_t Σ_e factors[sequence[t], e] · scores[t, e].
+    """Σ_e factors[e] · Σ_t scores[t, e], 0-d. With sequence [T] int64 and factors [n, E]:
+    Σ_t Σ_e factors[sequence[t], e] · scores[t, e].
 
-    scores [T, E] are taken in fp32 at least, factors [E] or 0-d in the same dtype; they get no
-    gradient. The backward uses the factors of this forward, even if an activation
-    checkpoint computes others when it runs again.
+    scores [T, E] are taken in fp32 at least. Factors get no gradient. The backward uses the factors
+    of this forward, even if a checkpoint's recomputation computes others.
     """
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
@@ -553,8 +480,8 @@ def switch_load_balancing_loss_func(
 @op(lambda routing_map, sequence, num_sequences: routing_map.new_empty(
     num_sequences, routing_map.shape[1] + 1, dtype=torch.int64))
 def sequence_counts(routing_map: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """counts [n, E + 1] int64 of n sequences, for routing_map [T, E] bool and the sequence [T]
-    int64 in [0, n) of each token: the tokens of each expert, and in the last column all tokens.
+    """counts [n, E + 1] int64 of n sequences: the tokens of each expert, and in the last column all
+    tokens. routing_map [T, E] bool; sequence [T] int64 in [0, n), the sequence of each token.
     """
     counts = sequence.new_zeros(num_sequences, routing_map.shape[1] + 1)
     return counts.index_add_(0, sequence, F.pad(routing_map.long(), (0, 1), value=1))
@@ -563,9 +490,9 @@ def sequence_counts(routing_map: Tensor, sequence: Tensor, num_sequences: int) -
 def switch_loss_of_sequences(
     probs: Tensor, counts: Tensor, sequence: Tensor, topk: int, moe_aux_loss_coeff: float,
 ) -> Tensor:
-    """The mean of the switch losses of the sequences that have tokens (arXiv 2412.19437), a 0-d
-    tensor. Each has its own T, the tokens that are no padding, and its own counts: see
-    sequence_counts. probs [T, E] are the scores, which sum to 1 per token.
+    """The mean of the switch losses of the sequences that have tokens (arXiv 2412.19437), 0-d.
+    Each has its own counts (see sequence_counts) and its own T, without padding. probs [T, E] are
+    the scores, which sum to 1 per token.
     """
     probs = upcast(probs)
     counts_nE, length_n = counts[:, :-1], counts[:, -1]
@@ -587,7 +514,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     logits = upcast(logits)
     if padding_mask is None:
         padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
-    # Masked twice: the logits so that no NaN of a padding token reaches the gradient.
+    # The logits too, so that no NaN of a padding token reaches the gradient.
     lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1)
     lse = lse.masked_fill(padding_mask, 0.0)
     valid = (~padding_mask).sum().clamp(min=1).to(lse.dtype)
@@ -645,17 +572,29 @@ def get_capacity(
     return max(capacity, min_capacity or 0)
 
 
-# This is an op because the compiler's own code for a sort is made for one length.
-@op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
-def _place_by_key(keys: Tensor) -> Tensor:
-    """[T, E] int64: the place of each key in its column, the largest first, equal ones in order.
+# An op, since the compiler's code for a sort is made for one length.
+@op(lambda indices, probs, num_experts: torch.empty_like(indices))
+def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
+    """[T, K] int64: how many assignments of the same expert come before this one: those with a
+    higher prob, equal ones in order; without probs the earlier ones. indices [T, K], probs [T, K].
+
+    >>> place_in_expert(torch.tensor([[0], [0], [1]]), torch.tensor([[0.2], [0.9], [0.5]]), 2)
+    tensor([[1],
+            [0],
+            [0]])
     """
-    order_TE = keys.argsort(dim=0, descending=True, stable=True)
-    place_T1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    return torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(keys))
+    ids_N = indices.flatten()
+    row_N = torch.arange(len(ids_N), device=ids_N.device)
+    first_N = row_N
+    if probs is not None:
+        first_N = probs.flatten().argsort(descending=True, stable=True)
+    order_N = first_N[ids_N[first_N].argsort(stable=True)]
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, row_N)
+    before_E = count_experts(indices, num_experts).cumsum(0)         # assignments up to expert e
+    return place_N.view_as(indices) - F.pad(before_E, (1, 0))[indices]
 
 
-def _place_by_position(routing_map):
+def place_by_position(routing_map):
     """[T, E] int64: the place of each token in its column: first the routed in order, then
     the others.
     """
@@ -664,48 +603,14 @@ def _place_by_position(routing_map):
     return torch.where(routing_map, place_of_routed_TE, place_of_others_TE) - 1
 
 
-def apply_router_token_dropping(
-    routing_probs: Tensor, routing_map: Tensor, router_topk: int, capacity_factor: float,
-    drop_policy: str = "probs", pad_to_capacity: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(probs, routing_map), both [T, E], with every expert cut to its capacity C.
-
-    C = get_capacity(T·router_topk, E, capacity_factor). drop_policy "probs" keeps the C
-    most probable tokens of an expert, equal ones in order; "position" keeps its first C.
-    With `pad_to_capacity` every column has exactly min(C, T) ones: the fillers are the
-    lowest-numbered tokens that are not routed to that expert, at prob 0.
-
-    >>> probs = torch.tensor([[0.2, 0.0], [0.9, 0.0], [0.0, 0.5]])
-    >>> apply_router_token_dropping(probs, probs > 0, router_topk=1, capacity_factor=0.5)[0]
-    tensor([[0.0000, 0.0000],
-            [0.9000, 0.0000],
-            [0.0000, 0.5000]])
-    """
-    check_known("drop_policy", drop_policy, ("probs", "position"))
-    routing_map = _as_map(routing_map)
-    check_shapes(routing_map=(routing_map, "T E"), routing_probs=(routing_probs, "T E"))
-    T, E = routing_map.shape
-    capacity = get_capacity(T * router_topk, E, capacity_factor)
-    if drop_policy == "position":
-        place_TE = _place_by_position(routing_map)
-    else:
-        place_TE = _place_by_key(routing_probs.detach().masked_fill(~routing_map, -math.inf))
-
-    within_TE = place_TE < capacity
-    kept_TE = routing_map & within_TE
-    probs_TE = routing_probs.masked_fill(~kept_TE, 0.0)
-    return probs_TE, (within_TE if pad_to_capacity else kept_TE)
-
-
 def get_updated_expert_bias(
     tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float,
     tp_dp_cp_group=None,
 ) -> Tensor:
     """bias + rate · sign(mean(n) - n): up for experts with too few tokens (arXiv 2408.15664).
 
-    tokens_per_expert n [.., E], whole numbers of any dtype, is first summed over
-    `tp_dp_cp_group`, in a copy. The result has expert_bias.dtype. Keep that fp32: in bf16 a
-    step of 1e-3 is lost.
+    tokens_per_expert n [.., E], whole numbers of any dtype, is first summed over `tp_dp_cp_group`,
+    in a copy. The result has expert_bias.dtype, best fp32: bf16 loses steps of 1e-3.
 
     >>> counts, bias = torch.tensor([5, 1, 3]), torch.zeros(3)
     >>> get_updated_expert_bias(counts, bias, expert_bias_update_rate=0.5)
@@ -732,17 +637,15 @@ def required_bias_histogram(
     scores: Tensor, expert_bias: Tensor, topk: int, num_bins: int = 1000,
     padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Row e counts, for each bin of a bias, the tokens that need this bias to choose expert
-    e: [E, num_bins] int32, the statistic of quantile balancing (Kimi K3 technical report,
-    section 2.3.3).
+    """[E, num_bins] int32: row e counts, for each bin of a bias, the tokens that need this bias to
+    choose expert e, for quantile balancing (Kimi K3 technical report, section 2.3.3).
 
-    scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. α_t is the (K+1)-th
-    largest of s_t + b, and r[t, e] = α_t - s[t, e] is the bias above which token t chooses
-    expert e. (For an expert that is not chosen now, the K-th largest would be exact; α_t is
-    taken for all.) The bins are uniform over [min b - 1, max b + 1], and values beyond an
-    end belong to the bin at that end. Tokens with padding_mask [T] True are left out.
-    Histograms of microbatches and ranks can be added: they are integers, so the sum is
-    exact. ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
+    scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. Token t chooses expert e above
+    the bias r[t, e] = α_t - s[t, e], where α_t is the (K+1)-th largest of s_t + b. (The K-th would
+    be exact for an expert that is not chosen now.) The bins are uniform over [min b - 1, max b +
+    1]; the outer ones take what lies beyond. Padding (padding_mask [T]) is left out. Histograms of
+    microbatches and ranks add up exactly. ValueError: shapes that do not fit, topk not below E, or
+    num_bins below 1.
     """
     check_shapes(
         scores=(scores, "T E"), expert_bias=(expert_bias, "E"), padding_mask=(padding_mask, "T"))
@@ -765,13 +668,12 @@ def required_bias_histogram(
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
-    """The new bias [E]. With it, and with the old thresholds α_t, a share K/E of the tokens
-    chooses each expert. The mean over E is then subtracted.
+    """The new bias [E], with which a share K/E of the tokens would choose each expert at the old
+    thresholds α_t; the mean over E is subtracted.
 
-    histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, and
-    expert_bias [E] is the bias that was given to it. The bias is the K/E quantile of the
-    expert's row, linear inside its bin: the first bin at which the running count reaches
-    K/E of all. An empty histogram changes nothing. The result has expert_bias.dtype.
+    histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, expert_bias [E]
+    the bias that was given to it. The bias is the K/E quantile of the expert's row, linear inside
+    its bin. An empty histogram changes nothing. The result has expert_bias.dtype.
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
@@ -806,10 +708,8 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 # ---- Permute, index form: what the layer runs on ----
-# Shapes are static, and a permutation has an inverse. So rows come back to their token by
-# a gather and a sum over k in order, forward and backward, without atomics: the same input
-# gives bitwise the same result. (count_experts adds integers, which is exact in any
-# order.)
+# A permutation has an inverse. So rows come back to their token by a gather and a sum over k in
+# order, forward and backward, without atomics: the same input gives bitwise the same result.
 
 class Plan(NamedTuple):
     """Where each of the N = T·K assignments goes when rows are grouped by expert."""
@@ -831,7 +731,7 @@ def _empty_plan(indices, num_experts):
 @op(_empty_plan)
 def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = indices.flatten()
-    # A card sorts digit by digit: in the narrowest dtype that holds E there are the fewest.
+    # A card sorts digit by digit; the narrowest dtype that holds E has the fewest.
     narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
     # Stable: an expert's tokens stay in order.
     order_N = ids_N.to(narrow).argsort(stable=True)
@@ -893,8 +793,7 @@ def _collect_rows(rows, order, inverse, offsets):
 
 
 def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
-    """tokens [T, H] -> rows [N, H] in expert order. Unrouted rows are zeros and pass no
-    gradient back.
+    """tokens [T, H] -> rows [N, H] in expert order. Unrouted rows are zeros without a gradient.
 
     >>> plan = plan_permutation(torch.tensor([[1], [0], [2]]), num_experts=2)     # 2: unrouted
     >>> gather_rows(torch.tensor([[1.], [2.], [3.]]), plan).flatten()
@@ -909,9 +808,7 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
     """rows [N, H] -> tokens [T, H]: y_t = Σ_k probs[t, k] · rows[inverse[t, k]]; without
     probs [T, K] they count as 1.
 
-    The sum is taken in fp32 at least, the result has rows.dtype. Unrouted rows are left
-    out by their number, so that a NaN there reaches nothing. Forward and backward are
-    gathers: the same input gives bitwise the same result.
+    The sum is in fp32 at least, the result in rows.dtype. A NaN in an unrouted row reaches nothing.
 
     >>> plan = plan_permutation(torch.tensor([[1, 0]]), num_experts=2)
     >>> combine_rows(torch.tensor([[1.], [2.]]), plan, probs=torch.tensor([[0.5, 3.0]]))
@@ -929,8 +826,7 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
 
 
 def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
-    """probs [T, K] -> [N, 1], the prob of each row. Unrouted rows get 0; the backward is a gather.
-    """
+    """probs [T, K] -> [N, 1], the prob of each row; 0 for unrouted rows."""
     by_assignment = plan._replace(inverse=plan.inverse.reshape(-1, 1))
     return gather_rows(probs.reshape(-1, 1), by_assignment)
 
@@ -967,170 +863,9 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     inverse = inverse.masked_fill(expert_TK == E, E * capacity)
 
     assignment_1N = torch.arange(N, device=counts.device)[None]
-    order = _scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
+    order = scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
     order = F.pad(order.flatten(), (0, 1))               # the last: any, it is masked
     return Plan(order, inverse, counts=counts, offsets=offsets)
-
-
-# ---- Permute, [T, E] form: Megatron's functions ----
-
-@functools.cache
-def _compiled(function):
-    return torch.compile(function, fullgraph=True, dynamic=True)
-
-
-def _assignment_probs(probs, token, expert):
-    """[rows]: probs[token, expert] of probs [T, E]; 0 for token T."""
-    padded = F.pad(probs, (0, 1, 0, 1))                  # zeros for token T and for expert E
-    return padded.flatten().index_select(0, token * padded.shape[1] + expert)
-
-
-def permute(
-    tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None,
-    num_out_tokens: int | None = None, fused: bool = False, drop_and_pad: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copies the tokens [T, H] to rows that are sorted by expert, and by token within an expert.
-
-    routing_map [T, E] is bool or 0/1. Returns (permuted_tokens [rows, H], permuted_probs
-    [rows] or None, sorted_indices [rows] int64): row i is token sorted_indices[i], its
-    prob comes from probs [T, E].
-
-    num_out_tokens: the number of rows, a static shape. Rows beyond the ones of the map are
-      zeros with prob 0 and sorted index T. With fewer rows than ones the last are cut off.
-      None: as many rows as the map has ones. This syncs and has a data-dependent shape, so
-      it is for eager mode only.
-    drop_and_pad: every expert has exactly C = num_out_tokens / E rows: its first C tokens,
-      then the lowest-numbered tokens that are not routed to it, with the prob that `probs`
-      holds there. If C > T, the last C - T rows of every expert are zeros with sorted index T.
-    fused: runs this same function through torch.compile.
-
-    On CUDA the backward adds with atomics; that of gather_rows does not.
-
-    >>> routing_map = torch.tensor([[0, 1], [1, 1]])
-    >>> rows, _, token = permute(torch.tensor([[1.], [2.]]), routing_map)
-    >>> rows.flatten(), token
-    (tensor([2., 1., 2.]), tensor([1, 0, 1]))
-    """
-    routing_map = _as_map(routing_map)
-    check_shapes(tokens=(tokens, "T H"), routing_map=(routing_map, "T E"), probs=(probs, "T E"))
-    T, E = routing_map.shape
-    if drop_and_pad and (num_out_tokens is None or num_out_tokens % E):
-        raise ValueError(f"num_out_tokens is {num_out_tokens}; "
-                         f"with drop_and_pad it needs a multiple of E = {E}")
-    if fused and num_out_tokens is None:
-        raise ValueError("num_out_tokens is None, which gives a data-dependent shape; "
-                         "fused=True needs a number")
-    if fused and not torch.compiler.is_compiling():
-        return _compiled(permute)(
-            tokens, routing_map, probs, num_out_tokens=num_out_tokens, drop_and_pad=drop_and_pad)
-    if num_out_tokens is None:
-        num_out_tokens = int(routing_map.sum())
-
-    row = torch.arange(num_out_tokens, device=tokens.device)
-    if drop_and_pad:
-        capacity = num_out_tokens // E
-        slot_TE = _place_by_position(routing_map).clamp(max=capacity)      # C: in no row
-        token_ET = torch.arange(T, device=tokens.device).expand(E, T)
-        token = _scatter_columns(token_ET, slot_TE.t(), columns=capacity, fill=T).flatten()
-        expert = row // max(capacity, 1)
-    else:
-        # Row i is the i-th one of the map, read column by column. It is found by bisection.
-        ones_so_far = rearrange(routing_map, "t e -> (e t)").cumsum(0)
-        place = torch.searchsorted(ones_so_far, row + 1)         # E·T beyond the last one
-        token = torch.where(place < E * T, place % max(T, 1), T)
-        expert = place // max(T, 1)
-
-    permuted = F.pad(tokens, (0, 0, 0, 1)).index_select(0, token)     # row T holds zeros
-    if probs is not None:
-        probs = _assignment_probs(probs, token, expert)
-    return permuted, probs, token
-
-
-def unpermute(
-    permuted_tokens: Tensor, sorted_indices: Tensor, restore_shape, probs: Tensor | None = None,
-    routing_map: Tensor | None = None, fused: bool = False, drop_and_pad: bool = False,
-) -> Tensor:
-    """Adds the rows [rows, H] of `permute` to their tokens: [T, H] = restore_shape.
-
-    With probs [T, E], which needs routing_map [T, E], each row is first multiplied by its
-    prob. Rows with sorted index T are ignored, whatever they hold. The sum is taken in
-    fp32 at least, the result has permuted_tokens.dtype. For fused and drop_and_pad see
-    permute. On CUDA the sum uses atomics; that of combine_rows does not.
-
-    >>> unpermute(torch.tensor([[2.], [1.], [2.]]), torch.tensor([1, 0, 1]), restore_shape=(2, 1))
-    tensor([[1.],
-            [4.]])
-    """
-    T, H = restore_shape
-    if routing_map is not None:
-        routing_map = _as_map(routing_map)
-    elif probs is not None:
-        raise ValueError("probs is given without routing_map, which says the expert of each row; "
-                         "pass the one given to permute")
-    check_shapes(
-        {"T": T, "H": H}, permuted_tokens=(permuted_tokens, "rows H"),
-        sorted_indices=(sorted_indices, "rows"), routing_map=(routing_map, "T E"),
-        probs=(probs, "T E"))
-    if fused and not torch.compiler.is_compiling():
-        return _compiled(unpermute)(
-            permuted_tokens, sorted_indices, restore_shape, probs=probs, routing_map=routing_map,
-            drop_and_pad=drop_and_pad)
-
-    rows = upcast(permuted_tokens)
-    if probs is not None:
-        row = torch.arange(rows.shape[0], device=rows.device)
-        if drop_and_pad:
-            expert = row // max(rows.shape[0] // probs.shape[1], 1)
-        else:
-            ends_E = routing_map.sum(0).cumsum(0)
-            expert = torch.bucketize(row, ends_E, right=True)
-        rows = rows * _assignment_probs(probs, sorted_indices, expert)[:, None]
-    out = rows.new_zeros(T + 1, H).index_add(0, sorted_indices, rows)     # row T takes the ignored
-    return out[:T].to(permuted_tokens.dtype)
-
-
-def sort_chunks_by_idxs(
-    input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Reorders the chunks of input [rows, ..]: chunk j of the output is chunk sorted_idxs[j].
-
-    split_sizes [n] and sorted_idxs [n], a permutation, are int tensors on the device. The
-    sizes must sum to `rows`. This is not checked: checking would sync the device. probs
-    [rows, ..] moves along. Returns (output, permuted_probs or None).
-
-    >>> sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
-    >>> sort_chunks_by_idxs(torch.tensor([10, 20, 21]), sizes, order)[0]
-    tensor([20, 21, 10])
-    """
-    check_shapes(split_sizes=(split_sizes, "chunks"), sorted_idxs=(sorted_idxs, "chunks"))
-    if probs is not None and probs.shape[0] != input.shape[0]:
-        raise ValueError(f"probs has {probs.shape[0]} rows and input {input.shape[0]}; "
-                         f"they need the same number")
-    starts = split_sizes.cumsum(0) - split_sizes
-    new_sizes = split_sizes[sorted_idxs].long()
-    new_starts = new_sizes.cumsum(0) - new_sizes
-    shifts = starts[sorted_idxs] - new_starts                    # new place of a chunk -> old one
-
-    row = torch.arange(input.shape[0], device=input.device)
-    source = row + shifts.repeat_interleave(new_sizes, output_size=input.shape[0])
-    if probs is not None:
-        probs = probs.index_select(0, source)
-    return input.index_select(0, source), probs
-
-
-def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """routing_map [T, E] (bool or 0/1) with more ones, in its dtype: the first zeros of each
-    column become ones, until its count is a multiple of pad_multiple, or T.
-
-    >>> pad_routing_map(torch.tensor([[0], [0], [1]]), pad_multiple=2).flatten()
-    tensor([1, 0, 1])
-    """
-    if pad_multiple < 1:
-        raise ValueError(f"pad_multiple is {pad_multiple}; needs 1 or more")
-    map_TE = _as_map(routing_map)
-    counts_E = map_TE.sum(0)
-    wanted_E = (counts_E + pad_multiple - 1) // pad_multiple * pad_multiple
-    return (_place_by_position(map_TE) < wanted_E).to(routing_map.dtype)
 
 
 # ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
@@ -1175,8 +910,8 @@ class SwiGLU(Activation):
         grad_b = g * act
         v = self.clamp_value
         if v is not None:
-            # The gradient passes at the bound. (That of torch.clamp does so only up to torch 2.13.)
-            # NaN counts as outside.
+            # The gradient passes at the bound, as torch.clamp's does up to torch 2.13 alone. NaN
+            # counts as outside.
             grad_a = grad_a.masked_fill(~(a <= v), 0.0)
             grad_b = grad_b.masked_fill(~(b.abs() <= v), 0.0)
         return act * linear, grad_a, grad_b
@@ -1315,7 +1050,7 @@ def _activate(y, probs, function, layout="(p f)"):
     return cast(value, y.dtype)
 
 
-def _activate_back(y, g, probs, function, layout="(p f)"):
+def activate_back(y, g, probs, function, layout="(p f)"):
     """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, the result of _activate). Without
     probs they count as 1, and the second is None.
     """
@@ -1346,12 +1081,12 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         kept, weights = ctx.saved_tensors
-        grad_y, grad_weights, _ = _activate_back(kept.to(g.dtype), g, weights, ctx.function)
+        grad_y, grad_weights, _ = activate_back(kept.to(g.dtype), g, weights, ctx.function)
         # y, weights, function, fp8_input_store
         return grad_y, grad_weights, None, None
 
 
-def _check_activation(y, weights, function, g=None):
+def check_activation(y, weights, function, g=None):
     *rows, width = y.shape
     if width % function.parts:
         raise ValueError(f"y has shape {list(y.shape)}; {type(function).__name__} needs an even "
@@ -1365,81 +1100,20 @@ def activation(
     y: Tensor, kind: str | Activation = "swiglu", weights: Tensor | None = None,
     fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
-    """The activation `kind` of y [.., 2F], times weights [.., 1] of any dtype -> [.., F] in
-    y.dtype.
+    """The activation `kind` of y [.., 2F] ("relu2", "gelu": [.., F]), times weights [.., 1] of any
+    dtype -> [.., F] in y.dtype, computed in fp32 at least and rounded once.
 
-    The kinds are those of ACTIVATIONS, and the constants are the fields of each: alpha,
-    linear_offset, clamp_value, beta, linear_beta. A kind may also be an Activation, with its
-    constants. "relu2" takes y [.., F]. The arithmetic is in fp32 at least, rounded once. Only
-    y and weights are kept for the backward; with fp8_input_store y is kept as fp8 e4m3,
-    clamped to ±448, while the forward still uses the unrounded y. ValueError: an unknown
-    kind, a constant that the kind does not have, or shapes that do not fit.
+    kind: a name in ACTIVATIONS, whose fields are the constants, or an Activation with its own.
+    Only y and weights are kept for the backward; with fp8_input_store y is kept as fp8 e4m3,
+    clamped to ±448, while the forward uses the unrounded y. ValueError: an unknown kind or
+    constant, or shapes that do not fit.
 
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])
     """
     function = make_activation(kind, **constants)
-    _check_activation(y, weights, function)
+    check_activation(y, weights, function)
     return _Activation.apply(y, weights, function, fp8_input_store)
-
-
-class _ActivationBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, g, y, weights, function):
-        grad_y, grad_weights, _ = _activate_back(y, g, weights, function)
-        return grad_y, grad_weights
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("activation_back has no derivative: this project has only first "
-                           "derivatives. Detach its results")
-
-
-def activation_back(
-    g: Tensor, y: Tensor, kind: str | Activation = "swiglu", weights: Tensor | None = None,
-    **constants: float | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The gradient of `activation`, given g [.., F]: grad_y in y.dtype.
-
-    With weights it is (grad_y, grad_weights [.., 1]); grad_weights is summed over F in
-    fp32 at least and has weights.dtype. At the bound of a clamp the gradient passes. The
-    results have no derivative: that is a RuntimeError, in compiled code they are constants.
-    """
-    function = make_activation(kind, **constants)
-    _check_activation(y, weights, function, g=g)
-    # The compiler cannot trace a backward that is an error.
-    with_error = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    with torch.set_grad_enabled(with_error):
-        grad_y, grad_weights = _ActivationBack.apply(g, y, weights, function)
-    return grad_y if weights is None else (grad_y, grad_weights)
-
-
-def swiglu(y: Tensor) -> Tensor:
-    """silu(a) · b for y = [a, b] [.., 2F] -> [.., F].
-
-    >>> swiglu(torch.tensor([0.0, 20.0, 5.0, 5.0]))
-    tensor([  0., 100.])
-    """
-    return activation(y)
-
-
-def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
-    """silu(a) · b · weights for y = [a, b] [.., 2F], weights [.., 1] of any dtype -> [..,
-    F] in y.dtype.
-    """
-    return activation(y, weights=weights)
-
-
-def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """The gradient of swiglu to y [.., 2F], given g [.., F]."""
-    return activation_back(g, y)
-
-
-def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of weighted_swiglu: (grad_y [.., 2F] in y.dtype, grad_weights [.., 1]
-    in weights.dtype).
-    """
-    return activation_back(g, y, weights=weights)
 
 
 # ---- Experts: gather, fc1, activation, fc2, combine ----
@@ -1450,9 +1124,8 @@ def _token_and_prob(order, probs):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """fc1 is [E, P·F, H]. Kept for the backward are fc1's output, this function's own
-    arguments and what where_read has read. The activation is cheap to compute again, and
-    would take another [N, F].
+    """fc1 is [E, P·F, H]. Kept for the backward: fc1's output, the arguments, and what where_read
+    has read. The activation is computed again.
     """
 
     @staticmethod
@@ -1483,8 +1156,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad = grad.contiguous()
         hidden = kept.to(grad.dtype)
 
-        # This makes the order depend on grad. Else the compiler could compute token_N and the
-        # rows in the forward, and keep them.
+        # Otherwise the compiler could compute token_N and the rows in the forward, and keep them.
         order = copy_after(order, grad)
         token_N, probs_N1 = _token_and_prob(order, probs)
 
@@ -1492,7 +1164,7 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_p = Σ_f grad_act · activation(hidden)
         if need_tokens or need_probs or need_fc1 or need_fc1_bias:
             grad_act = grouped.product(grad, fc2, read, token_N)
-            grad_hidden, grad_probs_N1, act = _activate_back(
+            grad_hidden, grad_probs_N1, act = activate_back(
                 hidden, grad_act, probs_N1, *ctx.activation)
             del grad_act
         else:
@@ -1519,10 +1191,8 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _add_output_bias(y, probs, plan, fc2_bias):
-    """y_t + Σ_k p_tk · fc2_bias[i_tk], in y.dtype.
-
-    The sum is a product of probs [T, E] and fc2_bias [E, H], computed in fp32 at least. No
-    fp32 copy of the bias is kept.
+    """y_t + Σ_k p_tk · fc2_bias[i_tk], in y.dtype: a product of probs [T, E] and fc2_bias [E, H] in
+    fp32 at least.
     """
     to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
@@ -1539,8 +1209,8 @@ def _interleaved(fc1, fc1_bias):
 
 
 def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function):
-    """expert_mlp for decoding, in a graph without gradients. Products with one row are bound by the
-    reading of the weights, and the compiler's kernels read those of the K experts where they are.
+    """expert_mlp for decoding, in a graph without gradients: the compiler's kernels read the
+    weights of the K experts where they are, and reading is what a product with one row costs.
     """
     E = len(fc1)
     expert_K = grouped.expert_of(plan.inverse, plan.offsets)[0]
@@ -1564,17 +1234,16 @@ def expert_mlp(
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where expert_e(x) is
     fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
 
-    tokens [T, H], probs [T, K], the plan of the indices [T, K], fc1 [E, P, F, H] (P = 2:
-    gate and up; 1 for relu2), fc2 [E, H, F], fc1_bias [E, P, F], fc2_bias [E, H] -> [T,
-    H]. Tokens and weights have one dtype, which is the result's. probs have any dtype; they
-    are multiplied in between the two products, so that fc2's output need not be kept.
+    tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
+    not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, gelu), fc2 [E, H, F],
+    fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
     kind, fp8_input_store and the constants: see `activation`.
 
-    fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory. No
-    weight is copied as long as P and F are adjacent axes there. The plan is one of
-    plan_permutation, not of pad_plan. Only the arguments and fc1's output [N, P·F] are kept
-    for the backward (with fp8_input_store as fp8 e4m3). With fc2_bias, a [T, E] tensor is kept
-    too. ValueError and TypeError: shapes and dtypes that do not fit.
+    fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory; no weight is
+    copied as long as P and F are adjacent axes there. The probs are multiplied in before fc2, so
+    that its output need not be kept: kept for the backward are the arguments and fc1's output
+    [N, P·F], with fc2_bias a [T, E] too. ValueError and TypeError: shapes and dtypes that do not
+    fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
     >>> fc1, fc2 = torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[10.0]]])
@@ -1605,3 +1274,7 @@ def expert_mlp(
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
     return y
+
+
+# permute, has_autocast and others that were here
+__getattr__ = compat.names_of(__package__, "megatron", "compat", "grouped")

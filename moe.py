@@ -15,7 +15,7 @@ After the section "Experts" you have read the layer. Seven files make it:
                              └─> SharedExpertMLP ──────────────────────────────────────────┴─> sum
 
 Where is it?
-    tokens over capacity        TopKRouter._is_over_capacity; kernels.apply_router_token_dropping
+    tokens over capacity        TopKRouter._is_over_capacity; kernels.place_in_expert
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
                                 the gradient
     counts, and activation      RouterCounts; _WriteInBackward
@@ -41,35 +41,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Some of these are here for those who import them from moe.py.
 if __package__:
-    from . import compat, kernels, parallel
-    from .parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
-        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, sharded_state_dict, wait)
-    from .router import (
-        LOAD_BALANCING_TYPES, LOGGED, LOSS_NAMES, METRICS, MoEAuxLossAutoScaler, Router,
-        RouterCounts, RoutingRecord, TopKRouter, finish_step, load_balancing_metrics,
-        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
-    from .shared_experts import (
-        OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap, overlap_state_check,
-        set_tensor_grad_fn_sequence_sr)
+    from . import compat, kernels
+    from .parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
+    from .router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
+    from .shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
+    from .sharding import ParallelModule
 else:
     import compat
     import kernels
-    import parallel
-    from parallel import (
-        AllToAll, Dispatch, ExpertParallel, Local, ParallelModule, ProcessGroups, Splits, all_sum,
-        enter_tp, exchange, gathered, gradient_norm, group_rank, group_size, leave_tp,
-        reduce_gradients, sharded_state_dict, wait)
-    from router import (
-        LOAD_BALANCING_TYPES, LOGGED, LOSS_NAMES, METRICS, MoEAuxLossAutoScaler, Router,
-        RouterCounts, RoutingRecord, TopKRouter, finish_step, load_balancing_metrics,
-        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
-    from shared_experts import (
-        OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap, overlap_state_check,
-        set_tensor_grad_fn_sequence_sr)
+    from parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
+    from router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
+    from shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
+    from sharding import ParallelModule
 
 
 # ---- Config ----
@@ -86,18 +70,16 @@ _CONSTANTS = {
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """What a layer computes. A setting that cannot work is a ValueError here, which names
-    the fields and the way out.
+    """What a layer computes. A setting that cannot work is a ValueError that names the fields and
+    the way out. (topk = 1 with normalised probs is refused in training alone.)
 
-    Most names are Megatron's, without the prefix moe_ or moe_router_. hidden_size is H,
-    ffn_hidden_size is F of one expert, num_experts is E, topk is K. For score_function to
-    scaling_factor see kernels.topk_routing_with_score_function, for the activation fields
-    kernels.activation. apply_probs_on: "activation" is p · expert(x), with p multiplied in
-    before fc2; "input" is expert(p·x), another function, for topk = 1. load_balancing_type and
-    aux_loss_coeff are one type and a float, or tuples of the same length; every balance
-    loss needs a positive coefficient. batch_first says which axis is the sequence. It
-    matters only to seq_aux_loss, which needs True or False for an input with two token axes;
-    elsewhere None is False.
+    Most names are Megatron's, without the prefix moe_ or moe_router_. H is hidden_size, F is
+    ffn_hidden_size (of one expert), E is num_experts, K is topk. For score_function to
+    scaling_factor see kernels.topk_routing, for the activation fields kernels.activation.
+
+    apply_probs_on: "activation" is p · expert(x), "input" is expert(p·x), for topk = 1.
+    load_balancing_type, aux_loss_coeff: one type and a positive float, or tuples of one length.
+    batch_first: which axis is the sequence. Only seq_aux_loss asks, if there are two token axes.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing
     {'none': 0.0}
@@ -119,7 +101,7 @@ class MoEConfig:
     pre_softmax: bool = False                      # probs are a softmax over all E, not the chosen
     norm_topk_prob: bool | None = None             # None: Megatron's convention
     norm_eps: float = 1e-20
-    num_groups: int | None = None                  # of experts: see kernels.group_limited_topk
+    num_groups: int | None = None                  # of experts: see megatron.group_limited_topk
     group_topk: int | None = None
     group_score_topk: int | None = None            # None: topk // group_topk
     scaling_factor: float | None = None
@@ -221,14 +203,13 @@ class MoELayer(ParallelModule):
     layer.shared_experts; the last three are None if not configured. With batch_first
     hidden_states are [B, S, H], and masks and given indices [B, S, ..].
 
-    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. (CUDA
-    graphs do not go together with shared_expert_overlap.) The same input and state give
-    bitwise the same output and gradients, unless input_jitter_eps or force_load_balancing
-    draw numbers. Under ep each rank has E / ep experts and tokens of its own. Every rank
-    must run every forward and backward, also with T = 0. With pad_to_capacity all ranks
-    need the same T, with sequence_parallel the same S over tp. ValueError: sizes that ep
-    or tp do not divide, tp without sequence_parallel or with batch_first, and in the forward
-    wrong shapes.
+    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph (CUDA graphs:
+    without shared_expert_overlap). The same input and state give bitwise the same output and
+    gradients, unless input_jitter_eps or force_load_balancing draw numbers. Under ep each rank
+    has E / ep experts and tokens of its own, and must run every forward and backward, also with
+    T = 0. pad_to_capacity needs the same T on all ranks, sequence_parallel the same S over tp.
+    ValueError: sizes that ep or tp do not divide, tp without sequence_parallel or with batch_first,
+    and in the forward wrong shapes.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape
@@ -253,9 +234,8 @@ class MoELayer(ParallelModule):
         self, hidden_states: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [S, B, H] or [T, H]. padding_mask [S, B] or [T] bool: a token with
-        True gets no routed expert. topk_indices [T, K] or [S, B, K] replaces the router's
-        choice. cu_seqlens [n + 1] are the bounds of packed sequences. See TopKRouter.forward.
+        """hidden_states [S, B, H] or [T, H]. padding_mask, topk_indices (the choice) and cu_seqlens
+        (the bounds of a pack): see TopKRouter.forward.
         """
         config = self.config
         shared = self.shared_experts
@@ -420,10 +400,10 @@ def select_experts(
     """A layer with these experts of `layer`, in this order. Leave some out to prune; name some
     twice to grow, as [*range(E), 0].
 
-    The router's rows and expert bias go along, counts start anew, all else is copied. With an
-    optimizer the new parameters take the place of the old ones in it, and their state goes along.
-    The new layer is not compiled. ValueError: several ranks, a number that is no expert's, state of
-    an unknown shape, and what the config refuses.
+    The router's rows and expert bias go along, counts start anew, all else is copied. In an
+    optimizer the new parameters take the place of the old ones, with their state. The new layer is
+    not compiled. ValueError: several ranks, a number that is no expert's, state of an unknown
+    shape, and what the config refuses.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> select_experts(layer, [3, 0, 2]).router.weight.shape
@@ -550,7 +530,7 @@ def _refused_values(c):
     for needed, names in _NEEDED_BY.items():
         for name in names.split():
             if getattr(c, needed) in (None, False) and _changed(c, name):
-                yield f"{name} {needed}", f"{name} is nothing without {needed}; set it too"
+                yield f"{name} {needed}", f"{name} has no effect unless {needed} is set"
 
 
 def _refused_balancing(c):
@@ -610,3 +590,7 @@ def _refused_experts(c):
         yield ("apply_probs_on topk",
                '"input" is for topk = 1: it makes another input for every expert of a token; leave '
                "apply_probs_on out")
+
+
+# finish_step and others that people import from here
+__getattr__ = compat.names_of(__package__, "router", "shared_experts", "parallel", "sharding")

@@ -1,5 +1,7 @@
-"""The router: logits, choice, drops, balance losses and counts; then what is done to all routers
-of a model.
+"""The router: logits, choice, drops, balance losses, counts. Then the functions for all routers of
+a model: finish_step, record and replay, metrics.
+
+Open it to see how tokens find their experts.
 """
 import contextlib
 import math
@@ -13,11 +15,13 @@ from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import compat, kernels
-    from .parallel import ParallelModule, ProcessGroups, all_sum, gathered, group_size
+    from .parallel import ProcessGroups, all_sum, group_size
+    from .sharding import ParallelModule, gathered
 else:
     import compat
     import kernels
-    from parallel import ParallelModule, ProcessGroups, all_sum, gathered, group_size
+    from parallel import ProcessGroups, all_sum, group_size
+    from sharding import ParallelModule, gathered
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -41,8 +45,8 @@ def _counted(name):
 
 
 class Router(ParallelModule, ABC):
-    """The base of a router: weight [E, H], the logits, the expert bias and what is counted. A
-    subclass turns the logits into a choice. With only `forward` and `routing` it works in a layer.
+    """The base of a router: weight [E, H], logits, expert bias and counts. A subclass turns logits
+    into a choice; `forward` and `routing` suffice to work in a layer.
     """
 
     def __init__(self, config: "MoEConfig", pg_collection: ProcessGroups | None = None):
@@ -86,12 +90,9 @@ class Router(ParallelModule, ABC):
         self, input: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(probs [T, K], indices [T, K] int64), the form that the layer runs on, made of what
-        forward(input) returns.
-
-        They are the ones of each row of the map, by descending prob. A row with fewer than K
-        ones ends with index E and prob 0, one with more is cut to K. Padding is unrouted.
-        ValueError: topk_indices or cu_seqlens are given. Override this to take them.
+        """(probs [T, K], indices [T, K] int64), made of the map that forward(input) returns: the K
+        most probable experts of each row. A row with fewer ends with index E and prob 0. Padding
+        is unrouted. ValueError: topk_indices or cu_seqlens; override this to take them.
         """
         for name, given in (("topk_indices", topk_indices), ("cu_seqlens", cu_seqlens)):
             if given is not None:
@@ -155,11 +156,11 @@ class Router(ParallelModule, ABC):
         return self.training and torch.is_grad_enabled()
 
     def _apply_expert_bias(self, routing_map):
-        """Adds the counts of the map [T, E], which is before dropping and without padding,
-        to those of the expert bias, in the backward of this training forward. For a router of your
-        own, in its forward; TopKRouter counts its indices.
+        """Counts the tokens of the map [T, E], before dropping and without padding. Call it in the
+        forward of a router of your own; the backward adds them. TopKRouter counts by itself.
         """
         if self._in_training_forward():
+            self._bring_counts()
             self.counts.count(None, routing_map.sum(0))
 
     def _count_biases(self, probs, logits_TE, padding_T):
@@ -170,10 +171,8 @@ class Router(ParallelModule, ABC):
         return self.counts.write(probs, self.bias_histogram, histogram, add=True)
 
     def reset_bias_histogram(self) -> None:
-        """Empties the histogram of bias_update="quantile", which was made with the old bias.
-
-        Call it after writing the expert bias by hand. load_state_dict does so for you, and
-        empties local_tokens_per_expert too.
+        """Empties the histogram of bias_update="quantile". Call it after writing the expert bias by
+        hand, since the histogram is of the old bias; load_state_dict does so by itself.
         """
         self.counts.zero("bias_histogram")
 
@@ -195,6 +194,8 @@ class Router(ParallelModule, ABC):
     def _bring_counts(self):
         if self.counts.last_tokens_per_expert.device != self.weight.device:
             self.counts.follow(self.weight.device)
+        if self.counts.waiting:                      # of a forward that had no backward
+            self.counts.wait([])
 
     def _maintain_float32_expert_bias(self):
         """Casts the expert bias back if something other than `_apply` has cast it."""
@@ -229,18 +230,14 @@ class _RandomLogits(torch.autograd.Function):
 class TopKRouter(Router):
     """Sends each token to its top K experts.
 
-    forward(input)   -> (probs [T, E], routing_map [T, E]), Megatron's form
-    route(input)     -> (probs [T, K], indices [T, K]), the same choice in the layer's form
+    route(input)     -> (probs [T, K], indices [T, K]), the form that the layer runs on
+    forward(input)   -> (probs [T, E], routing_map [T, E]), Megatron's form of the same choice
     routing(logits)  -> (probs [T, E], routing_map [T, E]), from given logits
     gating(input)    -> logits
     choose(logits)   -> (probs [T, K], indices [T, K]): override it for a routing of your own
 
-    A router works without a layer, as below. finish_step and load_balancing_metrics then take
-    the router as the model.
-
-    In training, with grad enabled, balance losses are attached to the probs and the z-loss
-    to the logits. So the losses are in the gradient already: do not add them. What it counts
-    is in `counts`, a RouterCounts.
+    In training balance losses are attached to the probs, and the z-loss to the logits. They are
+    in the gradient already: do not add them. Counts are in `counts`, a RouterCounts.
 
     >>> router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> probs, indices = router.route(torch.randn(5, 3, 8))
@@ -257,17 +254,13 @@ class TopKRouter(Router):
         probs_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
         indices [T, K] int64), where index E is unrouted and has prob 0.
 
-        padding_mask [S, B] or [T] bool: tokens with True are unrouted. topk_indices [T, K] or
-        [S, B, K] in [0, E], of any integer dtype, takes the place of the choice (replay, hash
-        routing). An expert that it names more than once for a token counts once: see
-        kernels.topk_routing_with_score_function. The range is not checked: checking would
-        sync the device.
-
-        cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: sequence i of a pack has
-        the tokens from cu_seqlens[i] to before cu_seqlens[i + 1]. The input is [T, H], or one
-        of its two token axes has length 1. Only seq_aux_loss uses it: it is then the mean
-        over the sequences that have tokens. Within tp_cp every rank gives the bounds of its
-        own part, for the same n sequences. The values are checked only in eager mode on a CPU.
+        padding_mask [S, B] or [T] bool: tokens with True are unrouted.
+        topk_indices [T, K] or [S, B, K] in [0, E], of any integer dtype: the choice (replay, hash
+          routing). The range is not checked: checking would sync the device.
+        cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: the bounds of a pack's
+          sequences, for seq_aux_loss alone. The pack is [T, H], or has one token axis of length 1.
+          Within tp_cp each rank gives the bounds of its own part, for the same n sequences. The
+          values are checked only in eager mode on a CPU.
         """
         axes = list(input.shape[:-1])
         if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:
@@ -276,8 +269,10 @@ class TopKRouter(Router):
             padding_mask = _check_mask(padding_mask, axes)
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, axes)
-        _, probs_TK, indices_TK = self.route_with_logits(
-            input, padding_mask, topk_indices, cu_seqlens=cu_seqlens)
+        if self.config.input_jitter_eps:
+            input = self.apply_input_jitter(input)
+        probs_TK, indices_TK = self.route_logits(
+            self.gating(input), padding_mask, topk_indices, cu_seqlens=cu_seqlens)
         return (probs_TK, indices_TK) if dense_output else self._to_map(probs_TK, indices_TK)
 
     def route(
@@ -287,35 +282,11 @@ class TopKRouter(Router):
         """forward in the [T, K] form that the layer runs on: (probs [T, K], indices [T, K])."""
         return self(input, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
 
-    def route_with_logits(
-        self, input: Tensor, padding_T: Tensor | None = None, topk_indices: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits [.., E], probs [T, K], indices [T, K]): forward without its checks, and the
-        padding as [T].
-        """
-        if topk_indices is not None or self._replayed is not None:
-            topk_indices = self._given_indices(topk_indices, list(input.shape[:-1]))
-        self._bring_counts()
-        if self.counts.waiting:                      # of a forward that had no backward
-            self.counts.wait([])
-
-        if self.config.input_jitter_eps:
-            input = self.apply_input_jitter(input)
-        logits = self.gating(input)
-        probs_TK, indices_TK = self._route_logits(
-            logits, padding_T, topk_indices, cu_seqlens=cu_seqlens)
-        return logits, probs_TK, indices_TK
-
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (probs [T, E], routing_map [T, E] bool)."""
-        axes = list(logits.shape[:-1])
         if padding_mask is not None:
-            padding_mask = _check_mask(padding_mask, axes)
-        topk_indices = None
-        if self._replayed is not None:
-            topk_indices = self._given_indices(None, axes)
-        return self._to_map(*self._route_logits(logits, padding_mask, topk_indices))
+            padding_mask = _check_mask(padding_mask, list(logits.shape[:-1]))
+        return self._to_map(*self.route_logits(logits, padding_mask))
 
     # -- the choice --
 
@@ -328,9 +299,17 @@ class TopKRouter(Router):
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
-    def _route_logits(self, logits, padding_T, topk_indices=None, cu_seqlens=None):
-        """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K])."""
+    def route_logits(
+        self, logits: Tensor, padding_T: Tensor | None = None, topk_indices: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K]), as forward does, without
+        its checks.
+        """
         config = self.config
+        if topk_indices is not None or self._replayed is not None:
+            topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))
+        self._bring_counts()
         if cu_seqlens is None and config.batch_first is None and "seq_aux_loss" in config.losses:
             _check_order(config, list(logits.shape[:-1]))
         if config.always_one and self.weight.requires_grad and self._in_training_forward():
@@ -382,10 +361,10 @@ class TopKRouter(Router):
         """logits [T, E] -> (probs [T, K], indices [T, K] int64 in [0, E]), before padding
         and dropping.
 
-        Override this for a routing of your own. Index E is unrouted, and its prob must be
-        0. The balance losses still see the plain top K of the logits. padding_mask [T]
-        bool and topk_indices [T, K] are those of `forward`, or None. The given indices may
-        name an expert twice, the returned ones may not: see kernels.merge_repeats.
+        Override this for a routing of your own. Index E is unrouted; its prob is 0. The balance
+        losses still see the plain top K of the logits. padding_mask [T] and topk_indices [T, K]
+        are forward's, or None. Given indices may name an expert twice, returned ones may not: see
+        kernels.merge_repeats.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
@@ -394,30 +373,27 @@ class TopKRouter(Router):
             logits, expert_bias=self.expert_bias, precomputed_indices=topk_indices,
             **config.routing_options)
 
-    def _choose_by_sinkhorn(
-        self, logits, padding_mask=None, topk_indices=None, dense_output=True,
-    ):
+    def _choose_by_sinkhorn(self, logits, padding_mask=None, topk_indices=None):
         K = self.config.topk
         if topk_indices is None:
             balanced_TE = compat.upcast(logits.detach())
             if self.training:
                 balanced_TE = kernels.sinkhorn(balanced_TE, padding_mask=padding_mask)
             topk_indices = balanced_TE.topk(K, dim=1).indices
-        return kernels.topk_routing_with_score_function(
+        return kernels.topk_routing(
             logits, K, score_function="sigmoid" if K == 1 else "softmax", norm_topk_prob=False,
-            precomputed_indices=topk_indices, dense_output=dense_output)
+            precomputed_indices=topk_indices)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [.., E] -> (probs [T, E], routing_map [T, E]).
-
-        The choice is the top K of sinkhorn(logits) in training, of the logits in eval. The
-        probs are, at the chosen, the sigmoid (K = 1) or the softmax over all E, not
-        normalised again. They have the dtype of the logits.
+        """logits [.., E] -> (probs [T, E], routing_map [T, E]): the top K of sinkhorn(logits) in
+        training, of the logits in eval. The probs are the sigmoid (K = 1) or the softmax over all
+        E, not normalised again, in the dtype of the logits.
         """
-        return self._choose_by_sinkhorn(logits.flatten(0, -2), dense_output=False)
+        probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
+        return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
 
     def _force(self, logits_TE, topk_indices):
-        """(logits, indices) of force_load_balancing. Given indices stay."""
+        """(logits, indices) under force_load_balancing. Given indices stay."""
         if self.config.force_load_balancing != "round_robin":
             return _RandomLogits.apply(logits_TE), topk_indices
         if topk_indices is None:
@@ -443,31 +419,28 @@ class TopKRouter(Router):
     # -- drop --
 
     def _is_over_capacity(self, probs_TK, indices_TK):
-        """[T, K] bool, True for what is unrouted already too. An expert keeps its C tokens with the
-        highest prob, or its first (arXiv 2006.16668). The other probs are not normalised again.
+        """[T, K] bool, also True for unrouted assignments. An expert keeps its C most probable
+        tokens, or its first C (arXiv 2006.16668). The other probs are not normalised again.
         """
-        probs_TE, map_TE = kernels.routing_to_map(
-            probs_TK.detach(), indices_TK, self.config.num_experts)
-        return ~kernels.pick(self._cut_to_capacity(probs_TE, map_TE), indices_TK)
+        E = self.config.num_experts
+        by = probs_TK.detach() if self.config.token_drop_policy == "probs" else None
+        place_TK = kernels.place_in_expert(indices_TK, by, E)
+        return (place_TK >= self._capacity(len(indices_TK))) | (indices_TK == E)
 
     def _unroute(self, probs_TK, indices_TK, where):
         unrouted_TK = indices_TK.masked_fill(where, self.config.num_experts)
         return probs_TK.masked_fill(where, 0.0), unrouted_TK
 
-    def _cut_to_capacity(self, probs_TE, map_TE, pad=False):
-        """The routing_map of kernels.apply_router_token_dropping."""
+    def _capacity(self, num_tokens):
         config = self.config
-        return kernels.apply_router_token_dropping(
-            probs_TE, map_TE, config.topk, capacity_factor=config.capacity_factor,
-            drop_policy=config.token_drop_policy, pad_to_capacity=pad)[1]
+        return kernels.get_capacity(
+            num_tokens * config.topk, config.num_experts, config.capacity_factor)
 
     def _to_map(self, probs_TK, indices_TK):
-        """The [T, E] form. With pad_to_capacity the map also marks the fillers, for which
-        the [T, K] form has no place.
-        """
+        """The [T, E] form. With pad_to_capacity the map also marks the fillers."""
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
         if self.config.pad_to_capacity:
-            map_TE = self._cut_to_capacity(probs_TE.detach(), map_TE, pad=True)
+            map_TE = kernels.place_by_position(map_TE) < self._capacity(len(map_TE))
         return probs_TE, map_TE
 
     # -- losses --
@@ -481,10 +454,8 @@ class TopKRouter(Router):
         return bool(self.config.losses)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """logits [.., E] with the z-loss attached, in training with grad (arXiv 2202.08906).
-
-        Over tp_cp each rank has its part: coeff · Σ logsumexp² over its valid tokens,
-        divided by the valid tokens of all.
+        """logits [.., E] with the z-loss attached in training (arXiv 2202.08906): coeff ·
+        Σ logsumexp² over this rank's valid tokens, divided by the valid tokens of tp_cp.
         """
         coeff = self.config.z_loss_coeff
         group = self.pg_collection.tp_cp
@@ -525,8 +496,7 @@ class TopKRouter(Router):
         """(the sequence of each token [T], how many there are)."""
         token_T = torch.arange(math.prod(axes), device=device)
         if cu_seqlens is not None:
-            # Sequence 0 has no tokens: it keeps the compiler from taking n = 1 for a case of its
-            # own.
+            # Sequence 0 has no tokens. This avoids a separate graph for n = 1.
             return torch.searchsorted(cu_seqlens.long(), token_T, right=True), len(cu_seqlens)
         if len(axes) == 1:
             return torch.zeros_like(token_T), 1
@@ -536,27 +506,25 @@ class TopKRouter(Router):
         return token_T % max(second, 1), second
 
     def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map):
-        """probs with the switch loss attached (arXiv 2101.03961).
-
-        scores and routing_map [T, E] are those of the balance losses, zero where padding
-        is. Counts and T are those of tp_cp.
+        """probs with the switch loss attached (arXiv 2101.03961). scores and routing_map [T, E] are
+        zero at padding; counts and T are summed over tp_cp.
         """
         group = self.pg_collection.tp_cp
         counts_E = all_sum(routing_map.sum(0), group)
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
-        """probs with the switch loss of each sequence attached: the mean over B = bsz sequences
-        of S = seq_length tokens on this rank, where token s·B + b is of sequence b. Each has
-        its own counts and its own valid tokens, over tp_cp. A sequence of padding gives 0.
+        """probs with the mean of the switch losses of B = bsz sequences attached. Token s·B + b
+        belongs to sequence b. Each has its own counts and valid tokens, summed over tp_cp. A
+        sequence of padding gives 0.
         """
         sequence_T = torch.arange(seq_length * bsz, device=probs.device) % max(bsz, 1)
         return self._apply_loss_of_sequences(
             probs, scores_for_aux_loss, routing_map, sequence_T=sequence_T, num_sequences=bsz)
 
     def _apply_loss_of_sequences(self, probs, scores, routing_map, sequence_T, num_sequences):
-        """As _apply_seq_aux_loss, for tokens that are of these sequences: the mean over those that
-        have tokens on any rank of tp_cp.
+        """_apply_seq_aux_loss for any sequence_T [T]: the mean over the sequences that have tokens
+        on any rank of tp_cp.
         """
         group = self.pg_collection.tp_cp
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
@@ -570,8 +538,8 @@ class TopKRouter(Router):
             valid_token_count=counts[:, :-1].sum().to(scores.dtype) / self.config.topk)
 
     def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
-        """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are those
-        of tp_dp_cp, averaged over this forward and those that have had their backward since
+        """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are summed
+        over tp_dp_cp, and averaged over this forward and those that have had their backward since
         reset_global_aux_loss_tracker.
         """
         groups = self.pg_collection
@@ -589,8 +557,8 @@ class TopKRouter(Router):
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
 
     def _attach_switch_loss(self, kind, probs, scores, counts_E, group, valid=None):
-        """probs with the switch loss of the counts of the group. `valid` is the count of valid
-        tokens, if the counts do not say it.
+        """probs with the switch loss of these counts. valid: the valid tokens, where the counts do
+        not say it.
         """
         config = self.config
         coeff = self.get_aux_loss_coeff(kind)
@@ -608,10 +576,8 @@ class TopKRouter(Router):
         reduce_group, reduce_group_has_dp: bool = False,
         valid_token_count: int | Tensor | None = None,
     ) -> Tensor:
-        """activation, with aux_loss in its backward.
-
-        The loss divided by its coefficient is kept for load_balancing_metrics. With
-        reduce=True that sums it over reduce_group, and averages it over the data-parallel
+        """activation, with aux_loss in its backward, and the loss / coefficient kept for
+        load_balancing_metrics, which sums it over reduce_group and averages it over data-parallel
         ranks unless reduce_group_has_dp. With calculate_per_token_loss the loss is attached
         times valid_token_count (default: the rows of the activation over tp_cp).
         ValueError: an unknown aux_loss_name.
@@ -649,12 +615,11 @@ def _add_loss_scale(device):
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
-    """Sets the factor on the gradients of all balance losses and z-losses.
+    """Sets the factor on the gradients of all balance losses and z-losses in this process.
 
-    Give the factor by which you multiply the main loss before its backward: a loss
-    scaler's, or 1 / microbatches. It is a float or a 0-d tensor. It is one value for the
-    whole process. It holds for every backward from now on, also of forwards that have run
-    already, and in compiled code without a recompile.
+    Give the factor by which you multiply the main loss: a loss scaler's, or 1 / microbatches, as
+    a float or a 0-d tensor. It holds for every backward from now on, in compiled code without a
+    recompile.
     """
     if isinstance(scale, Tensor) and scale.ndim:
         raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
@@ -664,10 +629,8 @@ def set_aux_loss_scale(scale: float | Tensor) -> None:
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """activation -> activation. In the backward `loss` gets the gradient `scale`, a 0-d
-    tensor, as if scale · loss had been added to the main loss.
-
-    Megatron's set_loss_scale is set_aux_loss_scale here.
+    """activation -> activation. In the backward `loss` gets the gradient `scale` (0-d), as if
+    scale · loss had been added to the main loss. Megatron's set_loss_scale is set_aux_loss_scale.
     """
 
     @staticmethod
@@ -725,12 +688,9 @@ class _WriteInBackward(torch.autograd.Function):
 
 
 class RouterCounts:
-    """What a router counts, beside its state dict. It follows the router from device to device.
-
-    These are plain tensors, not buffers: DistributedDataParallel would overwrite buffers with
-    those of rank 0. They are in fp32, the histogram in int32. They are updated in place, in the
-    backward of a training forward: a forward without one is not counted. None stands for what the
-    config does not ask for.
+    """What a router counts: plain tensors in fp32 (the histogram in int32), updated in place in the
+    backward of a training forward. They are no buffers, since DistributedDataParallel would
+    overwrite those by rank 0's. None: the config does not ask for it.
 
     local_tokens_per_expert [E]      since the last update_expert_bias
     bias_histogram [E, 1000]         of needed biases, since that too
@@ -813,9 +773,9 @@ class RouterCounts:
             getattr(self, name).fill_(math.nan)
 
     def move(self, fn):
-        """As nn.Module._apply does, but each keeps its dtype, in bf16 a large count no longer grows
-        by 1, and its values: those of to_empty are what was in memory. On the meta device there are
-        none, so these begin anew.
+        """To the device that fn moves to. Unlike parameters they keep their dtype (in bf16 a large
+        count no longer grows by 1) and, under to_empty, their values. From the meta device they
+        begin anew.
         """
         was_meta = self.last_tokens_per_expert.is_meta
         for name, tensor in self.tensors().items():
@@ -826,8 +786,8 @@ class RouterCounts:
             self.reset()
 
     def follow(self, device):
-        """To the router's device: fully_shard, and load_state_dict(assign=True) from the meta
-        device, move parameters and buffers without `_apply`.
+        """To the router's device, if fully_shard or load_state_dict(assign=True) has moved the
+        router without `_apply`.
         """
         with torch.inference_mode(False):            # else training could not update them
             self.move(lambda tensor: torch.empty_like(tensor, device=device))
@@ -848,15 +808,11 @@ def _named_routers(model):
 
 
 def finish_step(model: nn.Module) -> None:
-    """Ends a training step. Call it after the optimizer's step.
-
-    It updates the expert biases (update_expert_bias) and starts the averages of the global
-    loss anew (reset_global_aux_loss_tracker). With accumulation a step is all microbatches.
-    Called after each of them, it would move the biases by the counts of that one alone: so in
-    Lightning override `optimizer_step`, and call it there after super's; `on_train_batch_end` is
-    once a microbatch. Under torch.distributed.pipelining give the stage its shapes,
-    PipelineStage(.., input_args=.., output_args=..): else it may find them by a step on empty
-    tensors, whose tokens are counted. This is collective.
+    """Ends a training step: updates the expert biases and starts the averages of the global loss
+    anew. Call it after the optimizer's step, once for all microbatches: in Lightning in
+    `optimizer_step`, after super's, since `on_train_batch_end` is once a microbatch. Give a
+    PipelineStage its shapes (input_args, output_args): else it may find them by a step on empty
+    tensors, which is counted. Collective.
     """
     update_expert_bias(model)
     for router in _routers(model):
@@ -874,12 +830,10 @@ def _check_one_process(otherwise):
 
 
 def update_expert_bias(model: nn.Module) -> None:
-    """Updates the expert bias of every router. finish_step calls it.
-
-    It uses the tokens of all ranks since the last update. With bias_update="sign" the bias
-    moves by bias_update_rate towards an even load (arXiv 2408.15664). With "quantile" it
-    becomes that of kernels.quantile_expert_bias. This is collective. ValueError: several
-    ranks run, and the router does not know over which to pool the counts.
+    """Updates the expert bias of every router from the tokens of all ranks since the last update:
+    by bias_update_rate towards an even load (arXiv 2408.15664), or, with bias_update="quantile", by
+    kernels.quantile_expert_bias. finish_step calls it. Collective. ValueError: several ranks run,
+    and a router has no group over which to sum its counts.
     """
     routers = [router for router in _routers(model) if router.expert_bias is not None]
     for router in routers:
@@ -904,7 +858,7 @@ def update_expert_bias(model: nn.Module) -> None:
 
 
 class RoutingRecord:
-    """What the routers chose: see record_routing. names: those of the routers in the model."""
+    """What the routers chose: see record_routing. names: the routers' names in the model."""
 
     def __init__(self, routers):
         self.names = list(routers)
@@ -914,15 +868,13 @@ class RoutingRecord:
     @property
     def indices(self) -> list[Tensor | None]:
         """Each router's latest choice [T, K] int64 before dropping, in module order. Index
-        E is unrouted. None for a router that has not run.
+        E is unrouted. None: the router has not run.
         """
         return [indices for indices, _ in self._latest()]
 
     @property
     def probs(self) -> list[Tensor | None]:
-        """The probs [T, K] of these indices, detached: what the experts multiply by. They are 0
-        where an assignment was dropped.
-        """
+        """The probs [T, K] of these indices, detached, 0 where an assignment was dropped."""
         return [probs for _, probs in self._latest()]
 
     def _latest(self):
@@ -931,10 +883,8 @@ class RoutingRecord:
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module):
-    """A context that gives a RoutingRecord of what the model's routers choose inside it.
-
-    It works in training and in eval, and in compiled code. A forward takes the place of the one
-    before it. To keep those of all forwards, as of a `generate`:
+    """A context that gives a RoutingRecord of what the model's routers choose inside it, in eager
+    and compiled code. It holds the latest forward. To keep all, as of a `generate`:
     `kept = []; model.register_forward_hook(lambda *_: kept.append(record.indices))`.
     ValueError: no router, or nested on one model.
 
@@ -966,12 +916,10 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     """A context in which every router of the model takes `indices` as its choice.
 
     indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
-    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1,
-    which needs a signed dtype, is routed by the router itself: inference engines write -1 for
-    what they do not know. The probs are computed anew. An activation checkpoint runs the routers
-    again in the backward: run the backward inside the context too. Outside of it a non-reentrant
-    checkpoint raises an error, but a reentrant one routes anew, and its gradients are wrong
-    without an error. A topk_indices argument is not used meanwhile.
+    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1 is
+    routed by the router itself: inference engines write -1 for what they do not know. The probs
+    are computed anew. With activation checkpoints run the backward inside the context too: outside
+    of it a reentrant one routes anew, and its gradients are wrong without an error.
     ValueError: no router, another number of layers, or nested on one model; in the forward,
     naming the router, a wrong shape or dtype, or None.
     """
@@ -991,19 +939,18 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
 
 
 def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
-    """Metrics of each router's latest training forward. Layers are in module order.
+    """Metrics of each router's latest training forward that has had its backward, for logging only:
+    the losses are in the gradient already. Layers are in module order.
 
     "tokens_per_expert" [layers, max E] int64: before dropping, without padding; -1 where a
-    layer has no such expert.
-    "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664), NaN where nothing
-    was counted. "dropped" [layers], if any layer has a capacity: the assignments over it, NaN
-    for a layer without one. And each loss that is on in any layer, [layers], divided by its
-    coefficient, NaN for a layer without it. The metrics are for logging only: the losses
-    are in the gradient already, do not add them.
+      layer has no such expert.
+    "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664).
+    "dropped" [layers]: assignments over capacity, if any layer has one.
+    the name of each loss that is on in any layer, [layers]: divided by its coefficient.
+    NaN: a layer without it, or nothing counted yet.
 
-    Without reduce the counts are those of this rank, and a loss over several ranks is this
-    rank's share of it. reduce: over all ranks. Counts are summed; losses are summed over the
-    ranks that share them and averaged over the others. This is collective. ValueError: several
+    reduce: over all ranks, collective; counts are summed, losses summed over the ranks that share
+    them and averaged over the others. Without it the values are this rank's. ValueError: several
     ranks run, and a router knows no group of them.
     """
     counts, logged, violations = [], [], []

@@ -1,4 +1,6 @@
 """The shared expert: an MLP for every token, in one call or in five steps beside the routed path.
+
+Open it to see how the steps overlap with communication.
 """
 import contextlib
 import enum
@@ -12,11 +14,13 @@ from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import compat, kernels
-    from .parallel import Dispatch, ParallelModule, ProcessGroups, enter_tp, group_size, leave_tp
+    from .parallel import Dispatch, ProcessGroups, enter_tp, group_size, leave_tp
+    from .sharding import ParallelModule
 else:
     import compat
     import kernels
-    from parallel import Dispatch, ParallelModule, ProcessGroups, enter_tp, group_size, leave_tp
+    from parallel import Dispatch, ProcessGroups, enter_tp, group_size, leave_tp
+    from sharding import ParallelModule
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -46,8 +50,8 @@ _CACHED_IN = {
 def overlap_state_check(required_state: SharedExpertState, next_state: SharedExpertState):
     """Decorator of a step: it runs only in `required_state`, and leads to `next_state`.
 
-    RuntimeError, and nothing changes, if overlap is off, the state is another, or a tensor
-    of the step before is missing. An exception inside the step drops all caches.
+    RuntimeError, before anything changes: overlap is off, the state is another, or a tensor of the
+    step before is missing. An exception inside the step drops all caches.
     """
     def decorate(step):
         @compat.writes_to_module
@@ -82,9 +86,8 @@ def _check_step(shared, step, required_state):
 
 
 # ---- Shared expert: to the side stream and back ----
-# A tensor that comes back to the current stream, in the forward or in the backward, passes
-# an op that waits and copies. In a graph of torch 2.13 a wait alone could move behind the op
-# that reads the data, and the graph of a backward could not be split there.
+# A tensor that comes back to the current stream, forward or backward, passes an op that waits and
+# copies. In a graph of torch 2.13 a wait alone could move behind the op that reads the data.
 
 _SIDE_STREAMS = {}                           # device -> torch.Stream
 
@@ -135,9 +138,9 @@ class _ToSideStream(torch.autograd.Function):
     """(input, *weights) -> (input and weights for the side stream, input for the current stream).
 
     With `wait` the input for the side stream is a copy, for which that stream waits. In the
-    backward the current stream waits for the gradients of the side stream. The join takes the
-    gradient of the current stream's path as an argument, if the input needs one: in a graph it
-    then stands behind that path, and the two overlap.
+    backward the current stream waits for the side stream's gradients. That join takes the gradient
+    of the current stream's path as an argument: in a graph it then comes after that path, so that
+    the two overlap.
     """
 
     # Without grad, Dynamo up to torch 2.14 calls a forward without its ctx if that fits the
@@ -189,9 +192,8 @@ class _ToSideStream(torch.autograd.Function):
 
 
 class _BackwardStreamWait(torch.autograd.Function):
-    """input -> input. In the backward the side stream waits for the current one.
-
-    What runs there next starts after what is launched already for the routed path.
+    """input -> input. In the backward the side stream waits for what the routed path has launched
+    on the current one.
     """
 
     @staticmethod
@@ -206,12 +208,12 @@ class _BackwardStreamWait(torch.autograd.Function):
 
 
 class _FromSideStream(torch.autograd.Function):
-    """A copy of output. The current stream waits for the side stream first. In the backward
-    the side stream waits for the current one.
+    """A copy of output, after the current stream has waited for the side stream; in the backward
+    the other way round.
 
-    A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a
-    tensor, on the stream of that node. This node is the first, and it is on the current
-    stream. On the side stream nobody would wait for the recomputation.
+    A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a tensor,
+    on that node's stream. This node is the first, on the current stream: nobody would wait for a
+    recomputation on the side stream.
     """
 
     @staticmethod
@@ -227,9 +229,8 @@ class _FromSideStream(torch.autograd.Function):
 
 
 def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
-    """Sets the priority of the tensor's node: of the nodes that are ready, the backward
-    takes the one with the highest number first. Without a tensor or a grad_fn this does
-    nothing.
+    """Sets the priority of the tensor's node: of those that are ready, the backward takes the
+    highest first. Does nothing without a tensor or a grad_fn.
     """
     node = getattr(tensor, "grad_fn", None)
     if node is not None:
@@ -241,15 +242,13 @@ def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
 class SharedExpertMLP(ParallelModule):
     """An MLP for every token, of width Fs = shared_expert_intermediate_size.
 
-    It has the activation of the config and no biases. With `gate` its output is multiplied
-    by sigmoid(x · gate_weightᵀ). hidden_states [.., H] -> the same shape. Over tp, with
-    sequence_parallel, the first axis is each rank's part of the sequence; without it every
-    rank holds all of it.
+    hidden_states [.., H] -> the same shape, without biases. With `gate` the output is multiplied by
+    sigmoid(x · gate_weightᵀ). Over tp, with sequence_parallel, the first axis is each rank's part
+    of the sequence; without it every rank holds all of it.
 
-    `forward` computes all in one call. With shared_expert_overlap five steps do the same on
-    the side stream `stream`: pre_forward_comm, linear_fc1_forward_and_act,
-    linear_fc2_forward, post_forward_comm, get_output. OverlappedDispatch runs the middle
-    ones beside a dispatcher's communication. A step out of order is a RuntimeError.
+    `forward` computes all in one call. With shared_expert_overlap five steps do the same on the
+    side stream: pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward,
+    post_forward_comm, get_output. A step out of order is a RuntimeError.
     """
 
     def __init__(self, config: "MoEConfig", gate: bool, pg_collection: ProcessGroups | None = None):
@@ -273,8 +272,8 @@ class SharedExpertMLP(ParallelModule):
         output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
-    # The parts take their weights as arguments: in steps they get those that _ToSideStream
-    # has returned, so that the gradients of the weights wait for the side stream.
+    # The weights are arguments: in steps they come from _ToSideStream, so that their gradients wait
+    # for the side stream.
 
     def _score(self, x, gate_weight=None):
         H = self.config.hidden_size
@@ -314,11 +313,9 @@ class SharedExpertMLP(ParallelModule):
 
     @overlap_state_check(_State.IDLE, _State.PRE_FORWARD_COMM_DONE)
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> Tensor:
-        """Computes the score of the gate, and gathers the tokens of all tp ranks.
-
-        Returns the input for the path beside this one. If that path goes on from it, the
-        graph of a backward waits for the side stream behind that path, not before it. Without
-        wait_current_stream the side stream must have waited for the input already.
+        """Computes the score of the gate, and gathers the tokens of all tp ranks. Returns the input
+        from which the path beside this one has to go on. Without wait_current_stream the side
+        stream must have waited for the input already.
         """
         if isinstance(self.fc1, DTensor):
             raise RuntimeError("pre_forward_comm needs whole weights, found a DTensor: fully_shard "
@@ -340,11 +337,8 @@ class SharedExpertMLP(ParallelModule):
 
     @overlap_state_check(_State.PRE_FORWARD_COMM_DONE, _State.FC1_FORWARD_DONE)
     def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Computes fc1 and the activation.
-
-        overlapped_comm_output is the result of the communication that runs beside this
-        step, for a dispatcher of your own. Its backward is launched first. The backward of
-        this step waits for the current stream.
+        """Computes fc1 and the activation. overlapped_comm_output: the result of the communication
+        beside this step, for a dispatcher of your own; its backward is launched first.
         """
         with self._beside():
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
@@ -448,7 +442,7 @@ class OverlappedDispatch(NamedTuple):
 
 def ends_overlap(forward):
     """Decorator of the layer's forward: the shared expert keeps nothing after it, also after an
-    exception. (A checkpoint ends its recomputation by one.)
+    exception, by which a checkpoint ends its recomputation.
     """
     @functools.wraps(forward)
     def ended(self, *args, **kwargs):

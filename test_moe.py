@@ -42,16 +42,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:                                      # copied into a package
-    from . import compat, grouped, kernels, moe, parallel, shared_experts
+    from . import compat, grouped, kernels, megatron, moe, parallel, shared_experts, sharding
     from . import router as router_file
     from .kernels import (
-        activation, activation_back, apply_router_token_dropping, combine_rows,
-        compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-        get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
-        plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn,
-        sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
-        topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
-        z_loss_func)
+        activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
+        get_capacity, get_updated_expert_bias, grouped_mm, plan_permutation, quantile_expert_bias,
+        required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, z_loss_func)
+    from .megatron import (
+        activation_back, apply_router_token_dropping, group_limited_topk, pad_routing_map, permute,
+        sort_chunks_by_idxs, swiglu, swiglu_back, topk_routing_with_score_function, unpermute,
+        weighted_swiglu, weighted_swiglu_back)
     from .moe import (
         MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
         finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
@@ -60,24 +60,27 @@ else:
     import compat
     import grouped
     import kernels
+    import megatron
     import moe
     import parallel
     import router as router_file
     import shared_experts
+    import sharding
     from kernels import (
-        activation, activation_back, apply_router_token_dropping, combine_rows,
-        compute_routing_scores_for_aux_loss, expert_mlp, gather_rows, get_capacity,
-        get_updated_expert_bias, group_limited_topk, grouped_mm, pad_routing_map, permute,
-        plan_permutation, quantile_expert_bias, required_bias_histogram, sinkhorn,
-        sort_chunks_by_idxs, swiglu, swiglu_back, switch_load_balancing_loss_func,
-        topk_routing_with_score_function, unpermute, weighted_swiglu, weighted_swiglu_back,
-        z_loss_func)
+        activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
+        get_capacity, get_updated_expert_bias, grouped_mm, plan_permutation, quantile_expert_bias,
+        required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, z_loss_func)
+    from megatron import (
+        activation_back, apply_router_token_dropping, group_limited_topk, pad_routing_map, permute,
+        sort_chunks_by_idxs, swiglu, swiglu_back, topk_routing_with_score_function, unpermute,
+        weighted_swiglu, weighted_swiglu_back)
     from moe import (
         MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
         finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
         set_aux_loss_scale, update_expert_bias)
 
-SOURCES = compat, grouped, kernels, parallel, router_file, shared_experts, moe
+SOURCES = (
+    compat, grouped, kernels, megatron, parallel, sharding, router_file, shared_experts, moe)
 INF = math.inf
 NAN = math.nan
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -1276,7 +1279,7 @@ def test_permute_gradients(drop_and_pad):
 @pytest.mark.parametrize("drop_and_pad", [False, True])
 def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backend):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    kernels._compiled.cache_clear()
+    megatron._compiled.cache_clear()
     routing_map = torch.rand(6, 4) < 0.5
 
     inputs = fp32_leaf(6, 3), fp32_leaf(6, 4)
@@ -1285,7 +1288,7 @@ def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backe
         for fused in (True, False)]
     close(fused, plain, 1e-5)
     assert graphs_made() == 2
-    kernels._compiled.cache_clear()
+    megatron._compiled.cache_clear()
 
 
 def test_permute_index_form_gradients():
@@ -2001,10 +2004,10 @@ def test_config_errors():
         config(pre_softmax=True, score_function="sigmoid") => pre_softmax = True
         config(router_dtype=torch.int64); config(params_dtype="bf16") => a floating torch.dtype
         config(probs_dtype=torch.int64) => needs a floating torch.dtype, or None
-        config(num_groups=4); config(group_topk=4); config(group_score_topk=1) => is nothing without
-        config(token_drop_policy="position"); config(pad_to_capacity=True) => is nothing without
-        config(shared_expert_gate=True); config(shared_expert_overlap=True) => is nothing without
-        config(latent_norm=True); quantile(enable_expert_bias=False) => is nothing without
+        config(num_groups=4); config(group_topk=4); config(group_score_topk=1) => has no effect
+        config(token_drop_policy="position"); config(pad_to_capacity=True) => has no effect
+        config(shared_expert_gate=True); config(shared_expert_overlap=True) => has no effect
+        config(latent_norm=True); quantile(enable_expert_bias=False) => has no effect
         groups(num_groups=3) => num_groups = 3 does not divide
         groups(group_topk=1, topk=3) => cannot hold topk = 3
         groups(group_topk=4) => group_score_topk is 0
@@ -3875,17 +3878,23 @@ def test_parallel_router_dtypes_under_autocast(rank, ranks):
 @over_ranks(4)
 def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
     """What is sent, forward and backward, has the bytes that docs/ranks.md says, and what is kept
-    those of docs/results.md (in fp32; with a spare row)."""
+    those of docs/results.md (in fp32; with a spare row). No row is made for an expert alone."""
     T, H, F, E, K = 40, 8, 4, 8, 3
-    sent = []
+    sent, made = [], []
     all_to_all = parallel.compat.all_to_all
+    functions = parallel.kernels.gather_rows, parallel.kernels.combine_rows
 
     def counted(rows, send, receive, group):
         others = sum(send) - send[group.rank()]
         sent.append(others * rows[0].numel() * rows.itemsize if len(rows) else 0)
         return all_to_all(rows, send, receive, group)
 
+    def watched(function, x, plan):
+        made.append(len(plan.order))
+        return function(x, plan)
+
     for R in (2, 4):
+        D = min(K, R)
         groups = ProcessGroups.from_mesh(mesh_of(dp=ranks // R, ep=R))
         layer = MoELayer(small_config(topk=K, num_experts=E), groups)
         x = torch.randn(T, H, requires_grad=True)
@@ -3899,14 +3908,18 @@ def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
         m, n = (all_rows - to_R2[me, 0] for all_rows in (to_R2[:, 0].sum(), M))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(parallel.compat, "all_to_all", counted)
+            for function in functions:
+                patch.setattr(parallel.kernels, function.__name__,
+                              functools.partial(watched, function))
             layer(x).sum().backward()
         assert sum(sent) == (m + n) * (2 * H * 4 + 8 * K) + 16 * (R - 1)
         assert len(sent) == 7                                # three of them in the backward
-        sent.clear()
+        assert made == 3 * [T * D + 1]                   # tokens; probs and experts; the way back
+        sent.clear(), made.clear()
         if DEVICE != "cpu":                                  # a card keeps the rows of batches too
             continue
         kept = saved_bytes(lambda: layer(x), exclude=layer.parameters())
-        assert kept == (4 * T * H + 28 * T * K + 8 + 8 * (assignments + 1) * F
+        assert kept == (4 * T * H + 12 * T * K + 16 * T * D + 8 + 8 * (assignments + 1) * F
                         + M * (4 * H + 24 * K) + 4 * (R + E // R) + 8 * E)
 
 
@@ -4921,9 +4934,9 @@ def test_compile_ops_pass_opcheck():
     for op, *args in [
             (kernels._plan_permutation, indices, 4),
             (kernels.copy_after, torch.ones(()), x),
-            (kernels._place_by_key, x),
-            (kernels._scatter_columns, torch.rand(9, 2), indices, 4),
-            (kernels._scatter_columns, indices, indices, 4, 7),
+            (megatron._place_by_key, x),
+            (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
+            (kernels.scatter_columns, indices, indices, 4, 7),
             (kernels._sinkhorn, x, 1e-4, None),
             (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
             (grouped._rows_times_weights, h, None, w, None, offsets, None),

@@ -1,0 +1,451 @@
+"""What each rank holds: the parts of the weights, state dicts of parts, and the sums of gradients.
+
+Open it to save, load or train over ranks; the forward does not need it.
+"""
+import re
+from collections import defaultdict
+from typing import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import (
+    DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor)
+
+if __package__:
+    from . import compat
+    from .parallel import ProcessGroups, all_sum, group_rank, group_size
+else:
+    import compat
+    from parallel import ProcessGroups, all_sum, group_rank, group_size
+
+
+# ---- Modules whose weights may be parts ----
+
+def gathered(parameter: Tensor | None) -> Tensor | None:
+    """The whole parameter. FSDP2 has gathered it in the call of a module that it shards; if you
+    call the router of a sharded layer directly, it is gathered here, and its gradient averaged.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    average = [Partial("avg")] * parameter.device_mesh.ndim
+    return parameter.full_tensor(grad_placements=average)
+
+
+# parameter -> the value with which all of it begins; the others are drawn
+_FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
+
+
+def _own_part(parameter, group, axis):
+    """(this rank's part [experts, ..], the shape of one unsharded expert, where the part begins).
+    What has no axis of experts gets one of length 1.
+    """
+    own = parameter
+    shape = list(parameter.shape)
+    starts = [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        own = parameter.to_local()
+        starts = list(compat.place_of_part(parameter))
+    if axis is not None:
+        starts[axis] += group_rank(group) * shape[axis]
+        shape[axis] *= group_size(group)
+    if axis == 0:
+        return own, shape[1:], starts
+    return own[None], shape, [0, *starts]
+
+
+class ParallelModule(nn.Module):
+    """A module of the layer, which knows over which group each parameter is sharded and over which
+    its gradient is summed.
+    """
+    # parameter -> the field of the config with the standard deviation that it is drawn with
+    std_fields = {
+        "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
+
+    def __init__(self, config, pg_collection: ProcessGroups | None):
+        super().__init__()
+        self._config = config
+        self.pg_collection = pg_collection or ProcessGroups()
+        self.register_state_dict_post_hook(_give_shards)
+        self.register_load_state_dict_pre_hook(_take_shards)
+
+    @property
+    def config(self):
+        return self._config
+
+    @config.setter
+    def config(self, config):
+        raise AttributeError(
+            f"a config is set once; needs a new {type(self).__name__} of "
+            f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
+
+    def set_config(self, config) -> None:
+        """Sets it for this module and its parts, if their tensors fit it already."""
+        for part in self.modules():
+            if isinstance(part, ParallelModule):
+                part._config = config
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws this module's own weights anew (normal). Biases become zero, norms one.
+
+        A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
+        torch's default generator draws a seed for each parameter, from which, with its number, each
+        expert is drawn, unsharded and in fp32. A rank draws its own experts and keeps its part.
+        """
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in _FILLED_WITH:
+                parameter.fill_(_FILLED_WITH[name])
+            elif name in self.std_fields and compat.has_values(parameter):
+                std = getattr(self.config, self.std_fields[name])
+                own, shape, (first, *starts) = _own_part(parameter, *self.shard(name))
+                part = tuple(slice(at, at + size) for at, size in zip(starts, own.shape[1:]))
+                seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+                generator = torch.Generator(own.device)
+                for e, expert in enumerate(own, first):
+                    generator.manual_seed(seed + e)
+                    drawn = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32,
+                                         device=own.device)
+                    expert.copy_(drawn[part])
+
+    def shard(self, name: str) -> tuple:
+        """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
+        return self.pg_collection.tp, None
+
+    def gradient_group(self, name: str):
+        """The group over which the gradients of parameter `name` are summed."""
+        return self.pg_collection.tp_dp_cp
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
+    ) -> dict[str, Tensor]:
+        """prefix + name -> tensor: see the function sharded_state_dict.
+
+        ValueError: sharded_offsets or metadata are not empty.
+        """
+        if sharded_offsets or metadata:
+            raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
+                             f"both need to be empty: layers are told apart by their prefix")
+        state = sharded_state_dict(self)
+        return {prefix + path: tensor for path, tensor in state.items()}
+
+
+def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
+    """For a module that is no ParallelModule: over_ep its tensors are this rank's experts, along
+    axis 0. Else they are whole on every rank.
+    """
+    vars(module)["_shared_out"] = groups, over_ep
+    if over_ep:
+        module.register_state_dict_post_hook(_give_shards)
+        module.register_load_state_dict_pre_hook(_take_shards)
+
+
+def _place(module, path, tensor, prefix=""):
+    """(group, axis, gradient group) of the tensor at this path, from ParallelModule or share_out;
+    else None.
+
+    The tensors of a parametrization (torch.nn.utils.parametrize) are sharded like the parameter
+    that they make: each needs as many axes, and its size on the sharded one. (So with one expert a
+    rank an adapter for all experts cannot be told from one of the rank's own.)
+    """
+    made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
+    owner, _, name = made.rpartition(".")
+    owner = module.get_submodule(owner)
+    if not isinstance(owner, ParallelModule):
+        groups, over_ep = vars(owner).get("_shared_out", (ProcessGroups(), False))
+        if over_ep:
+            return groups.ep, 0, groups.expt_dp
+        return None, None, groups.tp_dp_cp
+    group, axis = owner.shard(name)
+    if made != path and axis is not None and group_size(group) > 1:
+        whole = getattr(owner.parametrizations[name], "original", None)
+        if whole is None:
+            whole = getattr(owner, name)
+        if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
+            raise ValueError(
+                f"{prefix}{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is "
+                f"sharded along axis {axis}: needs as many axes and that size there, else the "
+                f"ranks' copies would drift apart")
+    return group, axis, owner.gradient_group(name)
+
+
+# ---- State dicts ----
+
+def sharded_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Tensor]:
+    """Name -> tensor, of a model and its optimizer, for torch.distributed.checkpoint.
+
+    Pass it to save or load; no other step is needed. The tensors are the model's and the
+    optimizer's own, DTensors where they are sharded: so it loads at other sizes of tp and ep, and
+    without any process group. The optimizer's are optimizer.NAME.KEY, without hyperparameters such
+    as lr. Names leave out torch.compile and checkpoint_wrapper. A parameter that the optimizer has
+    not stepped yet gets the state of step 0 here.
+    ValueError: the optimizer has a parameter that the model lacks, or keeps something other than
+    tensors, of the parameter's shape where that is sharded.
+
+    >>> model = nn.Linear(2, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    >>> list(sharded_state_dict(model, optimizer))
+    ['weight', 'bias', 'optimizer.weight.momentum_buffer', 'optimizer.bias.momentum_buffer']
+    """
+    state = {}
+    for path, tensor in model.state_dict().items():
+        state[_unwrapped(path)] = tensor
+    if optimizer is None:
+        return state
+    _make_optimizer_state(optimizer)
+    others = set(optimizer.state)
+    for path, parameter in model.named_parameters():
+        others.discard(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                name = f"optimizer.{_unwrapped(path)}.{key}"
+                state[name] = _moment(model, path, parameter, name, value)
+    if others:
+        raise ValueError(f"optimizer has {len(others)} parameters that model lacks; needs the "
+                         f"model that holds all of them")
+    return state
+
+
+def _unwrapped(path):
+    return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", path)
+
+
+def _moment(module, path, parameter, name, value):
+    """A value of the state that the optimizer keeps for the parameter, sharded as that is."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}; needs a tensor, to be loaded into")
+    group, axis, _ = _place(module, path, parameter)
+    if axis is None or group_size(group) == 1 or value.ndim == 0:
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(f"{name} has shape {list(value.shape)} and its parameter, which is "
+                         f"sharded over ranks, {list(parameter.shape)}; needs the same")
+    return as_shard(name, value, group, axis)
+
+
+def _make_optimizer_state(optimizer):
+    """Gives parameters without a state that of step 0, by a stand-in's step, without its hooks."""
+    groups = optimizer.param_groups
+    _keep_first_step_undamped(optimizer)
+    hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
+    try:
+        vars(optimizer).update({name: {} for name in hooks})
+        for group in groups:
+            for parameter in group["params"]:
+                if optimizer.state.get(parameter) or not parameter.requires_grad:
+                    continue
+                stand_in = nn.Parameter(torch.zeros_like(parameter))
+                stand_in.grad = torch.zeros_like(parameter)
+                optimizer.param_groups = [{**group, "params": [stand_in]}]
+                optimizer.step()
+                made = optimizer.state.pop(stand_in, {})
+                for key, value in {**_FIRST_VALUES, "eta": group.get("lr")}.items():
+                    if isinstance(made.get(key), Tensor):
+                        made[key].fill_(value)
+                optimizer.state[parameter] = made
+    finally:
+        optimizer.param_groups = groups
+        vars(optimizer).update(hooks)
+
+
+_STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+# What a step without gradients changes in the state of torch's optimizers: the values before it.
+_FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
+
+
+def _keep_first_step_undamped(optimizer):
+    """SGD's first momentum is the gradient; from a momentum of zeros it would be 1 - dampening
+    times that. So zeros that are new, made here or loaded, are taken out in the next step.
+    """
+    def momentum(parameter):
+        return optimizer.state.get(parameter, {}).get("momentum_buffer")
+
+    damped = [parameter for group in optimizer.param_groups if group.get("dampening")
+              for parameter in group["params"]
+              if momentum(parameter) is None or momentum(parameter).any()]
+
+    def take_out(*_):
+        handle.remove()
+        for parameter in damped:
+            if momentum(parameter) is not None and not momentum(parameter).any():
+                optimizer.state[parameter]["momentum_buffer"] = None
+
+    if damped:
+        handle = optimizer.register_step_pre_hook(take_out)
+
+
+def _own_shards(module, prefix):
+    """(path, tensor, group, axis) of what the module itself shards over more than one rank. For a
+    parameter with a parametrization: of the tensors that make it.
+    """
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    if "parametrizations" in module._modules:
+        makers = module.parametrizations
+        tensors += makers.named_parameters("parametrizations", remove_duplicate=False)
+        tensors += makers.named_buffers("parametrizations", remove_duplicate=False)
+    for path, tensor in tensors:
+        group, axis, _ = _place(module, path, tensor, prefix)
+        if axis is not None and group_size(group) > 1:
+            yield path, tensor, group, axis
+
+
+def _give_shards(module, state, prefix, _):
+    """Runs after state_dict() of every ParallelModule: what is sharded becomes DTensors."""
+    for path, _, group, axis in _own_shards(module, prefix):
+        if prefix + path in state:
+            state[prefix + path] = as_shard(prefix + path, state[prefix + path], group, axis)
+
+
+def as_shard(name, tensor, group, axis):
+    """This rank's part along the axis as a DTensor over the group, in the part's memory. A part
+    that FSDP2 holds is sharded over the group, then over FSDP2's dims. RuntimeError: FSDP2 holds it
+    over ranks of other parts.
+    """
+    if not isinstance(tensor, DTensor):
+        mesh = DeviceMesh.from_group(group, tensor.device.type)
+        return DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False)
+    ranks = torch.tensor(dist.get_process_group_ranks(group), device="cpu")
+    inner = tensor.device_mesh
+    alike = inner.mesh.cpu()                             # the ranks that hold the same part
+    plain = all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+    if not plain or torch.isin(alike, ranks).sum() != 1:
+        raise RuntimeError(
+            f"{name} is a DTensor with {tensor.placements} over ranks {alike.tolist()}, beside a "
+            f"group of ranks {ranks.tolist()} that hold other parts; needs fully_shard over ranks "
+            f"that hold the same part, such as mesh['dp']")
+    # Of each rank of the group, the ranks that hold its part are placed as here.
+    mesh_ranks = (ranks - dist.get_rank()).view(-1, *[1] * inner.ndim) + alike
+    mesh = DeviceMesh.from_group(
+        [group, *inner.get_all_groups()], inner.device_type, mesh=mesh_ranks,
+        mesh_dim_names=tuple(f"dim_{i}" for i in range(1 + inner.ndim)))
+    shape = _whole_shape(tensor, group, axis)
+    return DTensor.from_local(
+        tensor.to_local(), mesh, [Shard(axis), *tensor.placements], run_check=False, shape=shape,
+        stride=torch.empty(shape, device="meta").stride())
+
+
+def _whole_shape(part, group, axis):
+    shape = list(part.shape)
+    shape[axis] *= group_size(group)
+    return torch.Size(shape)
+
+
+@torch.no_grad()
+def _take_shards(module, state, prefix, metadata, *_):
+    """Runs before load_state_dict() of every ParallelModule: takes this rank's part of DTensors
+    and of whole tensors.
+    """
+    for path, own, group, axis in _own_shards(module, prefix):
+        given = state.get(prefix + path)
+        if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):
+            part = part_of(prefix + path, given, own, group, axis)
+            if metadata.get("assign_to_params_buffers"):
+                part = part.clone()                      # else it would hold the whole in memory
+            state[prefix + path] = part
+
+
+def part_of(name, given, own, group, axis):
+    """Of the whole tensor, a DTensor or not: the part that `own` holds, in its layout."""
+    if isinstance(given, DTensor):
+        mesh = given.device_mesh
+        like = as_shard(name, own.detach(), group, axis)
+        same_ranks = mesh.mesh.tolist() == like.device_mesh.mesh.tolist()
+        as_here = same_ranks and given.placements == like.placements
+        here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+        unpickled_elsewhere = here != [list(mesh.get_coordinate() or ())]
+        if not as_here and not unpickled_elsewhere:
+            sizes = [mesh.get_group(dim).size() for dim in range(mesh.ndim)]
+            unpickled_elsewhere = sizes != list(mesh.shape)
+        if unpickled_elsewhere:
+            raise RuntimeError(
+                f"{name} is the part of another rank, or of a run with other ranks; needs the "
+                f"file that this rank has saved, or torch.distributed.checkpoint")
+        if not as_here:
+            given = given.full_tensor()
+        elif not isinstance(own, DTensor):
+            return given.to_local()
+        else:
+            return DTensor.from_local(
+                given.to_local(), own.device_mesh, own.placements, run_check=False,
+                shape=own.shape, stride=own.stride())
+    part = given.chunk(group.size(), axis)[group.rank()]
+    if isinstance(own, DTensor):
+        part = distribute_tensor(part, own.device_mesh, own.placements, src_data_rank=None)
+    return part
+
+
+# ---- Gradients ----
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them. Call it
+    before the optimizer step if you train without FSDP or DDP. Collective.
+
+    The ranks are tp_dp_cp for router and latent weights, dp_cp for the shared expert (its gate:
+    tp_dp_cp with sequence_parallel), expt_dp for experts. A parameter without a gradient counts as
+    zero. A parametrization's parameters (LoRA) go with the one that they make. ValueError: that
+    is sharded along an axis that they lack.
+    """
+    for path, parameter in module.named_parameters():
+        _, _, group = _place(module, path, parameter)
+        if group_size(group) > 1 and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def _shards_of_module(module, groups):
+    """(parameter, the groups over which the layer shards it) of all parameters."""
+    for path, parameter in module.named_parameters():
+        group, axis, _ = _place(module, path, parameter)
+        is_sharded = axis is not None and group_size(group) > 1
+        if is_sharded and group not in (groups.ep, groups.tp):
+            raise ValueError(f"{path} is sharded over a group that groups lacks; "
+                             f"needs the layer's own, layer.pg_collection")
+        yield parameter, [group] if is_sharded else []
+
+
+@torch.no_grad()
+def gradient_norm(
+    module_or_parameters: nn.Module | Iterable[Tensor], groups: ProcessGroups | None,
+) -> Tensor:
+    """The L2 norm of the gradients as one process would get it, 0-d, in fp32 at least: each expert,
+    each shard over tp or of a DTensor (FSDP2), and what ranks hold alike count once.
+
+    `groups` are the layer's own, layer.pg_collection; None: one process. Call it after the
+    gradients have been reduced. Collective. A parameter without a gradient counts as zero.
+    ValueError: parameters instead of the module, with more than one rank in ep or tp.
+    """
+    groups = groups or ProcessGroups()
+    if isinstance(module_or_parameters, nn.Module):
+        shards = _shards_of_module(module_or_parameters, groups)
+    else:
+        ep, tp = group_size(groups.ep), group_size(groups.tp)
+        if max(ep, tp) > 1:
+            raise ValueError(f"module_or_parameters is no module, with {ep} ranks of ep and {tp} "
+                             f"of tp; needs the module: parameters do not say which are sharded")
+        shards = [(parameter, []) for parameter in module_or_parameters]
+
+    squares = defaultdict(float)                 # groups -> the sum over the parameters sharded so
+    for parameter, over in shards:
+        grad = parameter.grad
+        if grad is None:
+            grad = torch.zeros_like(parameter)
+        if isinstance(parameter, DTensor):
+            grad = grad.redistribute(placements=parameter.placements).to_local()
+            for dim, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    over.append(parameter.device_mesh.get_group(dim))
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        square = torch.linalg.vector_norm(grad, dtype=dtype).square()
+        squares[tuple(over)] += square
+    sums = []
+    for over, square in squares.items():
+        for group in over:
+            square = all_sum(square, group)
+        sums.append(square)
+    return torch.stack(sums).sum().sqrt()
