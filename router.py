@@ -180,6 +180,19 @@ class Router(ParallelModule, ABC):
         """Starts the averages of the global loss anew. finish_step calls it."""
         self.counts.zero("global_tokens_per_expert", "ga_steps")
 
+    def add_in_backward(self, activation: Tensor, buffer: Tensor, value: Tensor) -> Tensor:
+        """activation, whose backward adds value to buffer: for a count of your own in `choose`. So
+        nothing is added twice under an activation checkpoint, nor without a backward.
+        """
+        if not self._in_training_forward():
+            return activation
+        return self.counts.write(activation, buffer, value, add=True)
+
+    def end_step(self) -> None:
+        """Does nothing. Override it to update a state of your own: finish_step calls it, after the
+        update of the expert biases.
+        """
+
     # -- the expert bias stays in fp32: in bf16 an update of 1e-3 is rounded away --
 
     def _apply(self, fn, recurse=True):
@@ -817,6 +830,7 @@ def finish_step(model: nn.Module) -> None:
     update_expert_bias(model)
     for router in _routers(model):
         router.reset_global_aux_loss_tracker()
+        router.end_step()
 
 
 def _check_one_process(otherwise):

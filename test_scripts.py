@@ -1559,10 +1559,19 @@ def test_docs_threshold():
     means = []
     for _ in range(40):
         layer(x).square().mean().backward()
-        scope["update_thresholds"](layer, tokens=200)
+        finish_step(layer)
         means.append(load_balancing_metrics(layer)["tokens_per_expert"].sum() / 200)
     assert means[0] > 2.5 and abs(means[-1] - 2) < 0.3
     same(compiled(layer)(x), layer(x))
+
+    seen = layer.router.seen
+    for way in ("plain", "non-reentrant", "reentrant", "compiled", "compiled around non-reentrant"):
+        WAYS[way](layer)(x.clone().requires_grad_()).sum().backward()
+        counted = load_balancing_metrics(layer)["tokens_per_expert"].sum()
+        assert seen.tolist() == [counted, 200]
+        seen.zero_()
+    layer.eval()(x).sum().backward()
+    assert not seen.any()
 
 
 # ---- Overlap: streams and order (docs/overlap.md) ----
