@@ -43,13 +43,11 @@ def group_limited_topk(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int,
     group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top K of scores [T, E] within the best `group_topk` of `num_groups` equal groups
-    of experts (arXiv 2405.04434, 2412.19437).
+    """(the chosen scores [T, K], indices [T, K]): the top K of scores [T, E] within the best
+    `group_topk` of `num_groups` equal groups of experts (arXiv 2405.04434, 2412.19437).
 
-    A group's score is the sum of its `group_score_topk` best scores. The default is topk
-    // group_topk; DeepSeek-V2 takes 1, DeepSeek-V3 2. The other groups are masked with
-    -inf, so that even a negative score beats them. Returns (the chosen scores [T, K],
-    indices [T, K]).
+    A group's score is the sum of its `group_score_topk` best scores (default: topk // group_topk;
+    DeepSeek-V2 takes 1, DeepSeek-V3 2). Even a negative score beats the other groups.
 
     >>> scores = torch.tensor([[5.0, 0.0, 4.0, 4.0]])
     >>> group_limited_topk(scores, topk=2, num_tokens=1, num_experts=4, num_groups=2, group_topk=1)
@@ -140,16 +138,15 @@ def permute(
     [rows] or None, sorted_indices [rows] int64): row i is token sorted_indices[i], its
     prob comes from probs [T, E].
 
-    num_out_tokens: the number of rows, a static shape. Rows beyond the ones of the map are
-      zeros with prob 0 and sorted index T. With fewer rows than ones the last are cut off.
-      None: as many rows as the map has ones. This syncs and has a data-dependent shape, so
-      it is for eager mode only.
-    drop_and_pad: every expert has exactly C = num_out_tokens / E rows: its first C tokens,
-      then the lowest-numbered tokens that are not routed to it, with the prob that `probs`
-      holds there. If C > T, the last C - T rows of every expert are zeros with sorted index T.
+    num_out_tokens: the number of rows, a static shape. Rows beyond the map's ones are zeros with
+      prob 0 and sorted index T; ones beyond the rows are cut off. None: a row for each one, which
+      syncs and has a data-dependent shape (eager mode only).
+    drop_and_pad: every expert has C = num_out_tokens / E rows: its first C tokens, then the
+      lowest-numbered tokens that are not routed to it, with their prob in `probs`. If C > T, the
+      last C - T rows of every expert are zeros with sorted index T.
     fused: runs this same function through torch.compile.
 
-    On CUDA the backward adds with atomics; that of gather_rows does not.
+    On CUDA the backward adds with atomics, unlike gather_rows.
 
     >>> routing_map = torch.tensor([[0, 1], [1, 1]])
     >>> rows, _, token = permute(torch.tensor([[1.], [2.]]), routing_map)
@@ -198,10 +195,10 @@ def unpermute(
 ) -> Tensor:
     """Adds the rows [rows, H] of `permute` to their tokens: [T, H] = restore_shape.
 
-    With probs [T, E], which needs routing_map [T, E], each row is first multiplied by its
-    prob. Rows with sorted index T are ignored, whatever they hold. The sum is taken in
-    fp32 at least, the result has permuted_tokens.dtype. For fused and drop_and_pad see
-    permute. On CUDA the sum uses atomics; that of combine_rows does not.
+    With probs [T, E], which needs routing_map [T, E], each row is first multiplied by its prob.
+    Rows with sorted index T are ignored. The sum is in fp32 at least, the result in
+    permuted_tokens.dtype. fused, drop_and_pad: see permute. On CUDA the sum uses atomics, unlike
+    combine_rows.
 
     >>> unpermute(torch.tensor([[2.], [1.], [2.]]), torch.tensor([1, 0, 1]), restore_shape=(2, 1))
     tensor([[1.],
@@ -240,9 +237,9 @@ def sort_chunks_by_idxs(
 ) -> tuple[Tensor, Tensor | None]:
     """Reorders the chunks of input [rows, ..]: chunk j of the output is chunk sorted_idxs[j].
 
-    split_sizes [n] and sorted_idxs [n], a permutation, are int tensors on the device. The
-    sizes must sum to `rows`. This is not checked: checking would sync the device. probs
-    [rows, ..] moves along. Returns (output, permuted_probs or None).
+    split_sizes [n] and sorted_idxs [n], a permutation, are int tensors on the device. The sizes
+    must sum to `rows` (not checked: checking would sync). probs [rows, ..] moves along. Returns
+    (output, permuted_probs or None).
 
     >>> sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
     >>> sort_chunks_by_idxs(torch.tensor([10, 20, 21]), sizes, order)[0]
@@ -297,11 +294,10 @@ def activation_back(
     g: Tensor, y: Tensor, kind: str | kernels.Activation = "swiglu", weights: Tensor | None = None,
     **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The gradient of `activation`, given g [.., F]: grad_y in y.dtype.
-
-    With weights it is (grad_y, grad_weights [.., 1]); grad_weights is summed over F in
-    fp32 at least and has weights.dtype. At the bound of a clamp the gradient passes. The
-    results have no derivative: that is a RuntimeError, in compiled code they are constants.
+    """The gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
+    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). At the bound of a clamp
+    the gradient passes. A derivative of the results is a RuntimeError; in compiled code they are
+    constants.
     """
     function = kernels.make_activation(kind, **constants)
     kernels.check_activation(y, weights, function, g=g)
