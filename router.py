@@ -304,8 +304,8 @@ class TopKRouter(Router):
     # -- the choice --
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961). The experts
-        see the input without it.
+        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961). The experts see the
+        input without it.
         """
         eps = self.config.input_jitter_eps
         if not self.training:
@@ -358,8 +358,7 @@ class TopKRouter(Router):
             counts_E = kernels.count_experts(chosen_TK, config.num_experts)
             probs_TK = self.counts.count(probs_TK, counts_E)
             if config.capacity_factor is not None:
-                kept_E = kernels.count_experts(indices_TK, config.num_experts)
-                dropped = counts_E.sum() - kept_E.sum()
+                dropped = (indices_TK != chosen_TK).sum()
                 probs_TK = self.counts.log(probs_TK, "dropped", dropped, sharers=None)
             if self.bias_histogram is not None:
                 probs_TK = self._count_biases(probs_TK, logits_TE, padding_T)
@@ -371,13 +370,12 @@ class TopKRouter(Router):
         self, logits: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logits [T, E] -> (probs [T, K], indices [T, K] int64 in [0, E]), before padding
-        and dropping.
+        """logits [T, E] -> (probs [T, K], indices [T, K] int64 in [0, E]), before padding and
+        dropping. Override this for a routing of your own.
 
-        Override this for a routing of your own. Index E is unrouted; its prob is 0. The balance
-        losses still see the plain top K of the logits. padding_mask [T] and topk_indices [T, K]
-        are forward's, or None. Given indices may name an expert twice, returned ones may not: see
-        kernels.merge_repeats.
+        Index E is unrouted; its prob is 0. The balance losses still see the plain top K of the
+        logits. padding_mask [T] and topk_indices [T, K] are forward's, or None. Given indices may
+        name an expert twice, returned ones may not: see kernels.merge_repeats.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
