@@ -607,7 +607,7 @@ class TopKRouter(Router):
         return valid_token_count
 
 
-# ---- Kept: the loss scale, and a loss in the backward ----
+# ---- You have read the router. What it keeps: the loss scale, and a loss in the backward ----
 
 _CPU = torch.device("cpu")
 with torch.inference_mode(False):            # this file may be imported inside an inference_mode
@@ -658,7 +658,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         return grad, compat.copy_after(ctx.scale, grad).to(ctx.dtype), None
 
 
-# ---- Kept: counts, written in the backward ----
+# ---- What it keeps: counts, written in the backward ----
 # A checkpoint runs a forward twice, but its backward once.
 
 @compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
