@@ -642,10 +642,10 @@ def required_bias_histogram(
 
     scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. Token t chooses expert e above
     the bias r[t, e] = α_t - s[t, e], where α_t is the (K+1)-th largest of s_t + b. (The K-th would
-    be exact for an expert that is not chosen now.) The bins are uniform over [min b - 1, max b +
-    1]; the outer ones take what lies beyond. Padding (padding_mask [T]) is left out. Histograms of
-    microbatches and ranks add up exactly. ValueError: shapes that do not fit, topk not below E, or
-    num_bins below 1.
+    be exact for an expert that is not chosen now.) The bins are uniform from min b - 1 to
+    max b + 1; the outer ones take what lies beyond. Padding (padding_mask [T]) is left out.
+    Histograms of microbatches and ranks add up exactly. ValueError: shapes that do not fit, topk
+    not below E, or num_bins below 1.
     """
     check_shapes(
         scores=(scores, "T E"), expert_bias=(expert_bias, "E"), padding_mask=(padding_mask, "T"))

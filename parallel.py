@@ -257,7 +257,7 @@ class ExpertParallel:
         local = E // ranks                                   # experts of one rank
         rank_TK, _ = kernels.merge_repeats(indices_TK // local, ranks)
         # The slots that name no rank go to the end, beyond D. The others keep their order.
-        slots_TD = (rank_TK == ranks).argsort(dim=1, stable=True)[:, :min(K, ranks)]
+        slots_TD = (rank_TK == ranks).argsort(dim=1, stable=True)[:, :ranks]
         plan = kernels.plan_permutation(rank_TK.gather(1, slots_TD), ranks)
         if capacity_factor is not None:
             most = local * min(T, kernels.get_capacity(T * K, E, capacity_factor))

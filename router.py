@@ -98,6 +98,7 @@ class Router(ParallelModule, ABC):
             if given is not None:
                 raise ValueError(f"{name} is given, and {type(self).__name__}.route is that of "
                                  f"Router, which calls only forward(input); override route")
+        self._prepare_counts()
         probs_TE, map_TE = self(input)
         kept_TE = probs_TE.detach().masked_fill(~map_TE, -math.inf)
         probs_TE = self.counts.carried_by(probs_TE)
@@ -160,7 +161,7 @@ class Router(ParallelModule, ABC):
         forward of a router of your own; the backward adds them. TopKRouter counts by itself.
         """
         if self._in_training_forward():
-            self._bring_counts()
+            self._prepare_counts()
             self.counts.count(None, routing_map.sum(0))
 
     def _count_biases(self, probs, logits_TE, padding_T):
@@ -204,7 +205,7 @@ class Router(ParallelModule, ABC):
         _loss_scale(self.weight.device)
         return self
 
-    def _bring_counts(self):
+    def _prepare_counts(self):
         if self.counts.last_tokens_per_expert.device != self.weight.device:
             self.counts.follow(self.weight.device)
         if self.counts.waiting:                      # of a forward that had no backward
@@ -219,7 +220,7 @@ class Router(ParallelModule, ABC):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
-        self._bring_counts()                         # and any device
+        self._prepare_counts()                         # and any device
         self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
 
     def _save_to_state_dict(self, *args, **kwargs):
@@ -322,7 +323,7 @@ class TopKRouter(Router):
         config = self.config
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))
-        self._bring_counts()
+        self._prepare_counts()
         if cu_seqlens is None and config.batch_first is None and "seq_aux_loss" in config.losses:
             _check_order(config, list(logits.shape[:-1]))
         if config.always_one and self.weight.requires_grad and self._in_training_forward():

@@ -1414,6 +1414,8 @@ def test_permute_integer_routing_maps(dtype):
     def all_of_it(routing_map):
         router = TopKRouter(small_config(num_experts=4, **BIASED))
         router._apply_expert_bias(routing_map)
+        router.counts.carried_by(fp32_leaf(1)).backward()
+        assert router.local_tokens_per_expert.sum() == routing_map.sum()
         padded = pad_routing_map(routing_map, 4)
         assert padded.dtype == routing_map.dtype
         results = [permute(x, routing_map)[0], router.local_tokens_per_expert, padded.bool()]
@@ -2724,6 +2726,36 @@ def test_router_of_two_methods_in_a_layer():
     assert "topk_indices is given, and Thresholded.route is that of Router" in text
     assert "cu_seqlens is given" in error(
         layer.router.route, x[:, 0], cu_seqlens=torch.tensor([0, 5]))
+
+
+class Counting(Thresholded):
+    """It counts as Megatron's routers do, in its forward."""
+
+    def forward(self, input):
+        probs, routing_map = super().forward(input)
+        self._apply_expert_bias(routing_map)
+        return probs, routing_map
+
+
+@pytest.mark.parametrize("way", ["plain", "reentrant", "non-reentrant", "compiled"])
+def test_router_of_ones_own_counts_once(way):
+    """In a layer, and by route alone; in eval mode, and without a backward, not."""
+    layer = small_layer(topk=3, enable_expert_bias=True)
+    layer.router = Counting(layer.config)
+    counts = layer.router.local_tokens_per_expert
+    x = fp32_leaf(7, 8)
+    once = layer.router.routing(layer.router.gating(x))[1].sum(0)
+    function = WAYS[way](layer)
+    for n in (1, 2):
+        function(x).sum().backward()
+        same(counts, n * once.float())
+    layer.router.route(x)[0].sum().backward()
+    same(counts, 3 * once.float())
+    layer.router(x), layer.router(x)                         # leave nothing to the next forward
+    assert len(layer.router.counts.waiting) == 2             # and keep one forward's two counts
+    layer.eval()(x).sum().backward()
+    layer.train()(x).sum().backward()
+    same(counts, 4 * once.float())
 
 
 def test_router_errors():
@@ -4624,6 +4656,7 @@ def test_trainer_replay_refuses_what_does_not_fit():
         with context(model, *args), context(model, *args):
             pass
     a, b = random_choices(5)
+    model(torch.randn(5, 8)).sum().backward()
     check_error_table("""
         replay(a) => is for 1 layers; the model has 2 routers: first.router, second.router
         twice(replay_routing, [a, b]) => is replaying already; leave replay_routing first
@@ -4635,7 +4668,7 @@ def test_trainer_replay_refuses_what_does_not_fit():
         replay(a, b.float()) => second.router is [5, 2] torch.float32; needs [5, 2] or [5, 2]
         """, a=a, b=b, replay=replay, twice=twice)
     for router in router_file._routers(model):
-        assert not router.local_tokens_per_expert.any()
+        assert router.local_tokens_per_expert.sum() == 10    # what is refused changes nothing
     with pytest.raises(ZeroDivisionError):
         with replay_routing(model, [a, b]), record_routing(model):
             raise ZeroDivisionError
