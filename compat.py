@@ -1,5 +1,5 @@
-"""What torch makes necessary: custom ops, casts, exact products in fp32, checks of shapes, and
-every private name of torch that these files use. Open it where another file's call is not clear.
+"""What torch makes necessary: custom ops, casts, exact fp32 products, checks of shapes, and every
+private name of torch that these files use.
 """
 import contextlib
 import functools
@@ -13,10 +13,10 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar, statically_known
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
-# Dynamo of torch 2.11 cannot trace is_autocast_available. So its answer is a constant.
+# Dynamo of torch 2.11 cannot trace is_autocast_available.
 @torch.compiler.assume_constant_result
 def has_autocast(device_type: str) -> bool:
-    """Whether tensors of this type of device can be under autocast."""
+    """Whether tensors on this type of device can be under autocast."""
     return torch.amp.is_autocast_available(device_type)
 
 
@@ -30,10 +30,10 @@ def without_autocast(x: Tensor):
 def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
     """Decorator: registers a function as a custom op. Its annotations are the op's schema.
 
-    The compiler calls the op as it is, and autocast does not reach inside. `fake` takes the same
-    arguments and returns empty results. cudagraph_unsafe: it decides something on the host, so the
-    compiler leaves it out of CUDA graphs. `flops` takes the same arguments, shapes in place of
-    tensors, and returns what torch.utils.flop_counter is to count.
+    The compiler calls the op as it is; autocast does not reach inside. `fake` takes the same
+    arguments and returns empty results. cudagraph_unsafe: it decides something on the host, so CUDA
+    graphs leave it out. `flops` takes shapes in place of tensors and returns what
+    torch.utils.flop_counter counts.
     """
     tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
 
@@ -43,7 +43,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
             with op_without_autocast():
                 return function(*args, **kwargs)
 
-        # The name of the module is part of it, so that copies of a file do not collide.
+        # With the module's name, so that copies of a file do not collide.
         namespace = "moe_" + re.sub(r"\W", "_", function.__module__, flags=re.ASCII)
         name = function.__name__.strip("_")
         registered = torch.library.custom_op(
@@ -51,7 +51,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
         registered.register_fake(fake)
         if flops is not None:
             packet = getattr(getattr(torch.ops, namespace), name)
-            if packet not in flop_registry:                # a second copy of a module has its ops
+            if packet not in flop_registry:                # a module may be imported twice
                 register_flop_formula(packet)(
                     lambda *args, out_shape, **kwargs: flops(*args, **kwargs))
         return registered
@@ -60,9 +60,9 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
 
 
 def once_differentiable(backward):
-    """Decorator for the backward of an autograd function: create_graph=True is a RuntimeError. A
-    second derivative would take what the forward has kept for constants, and be wrong without an
-    error. (torch's decorator of this name lets some pass; in compiled code torch raises one.)
+    """Decorator for the backward of an autograd function: create_graph=True is a RuntimeError,
+    since a second derivative would take what the forward kept for constants. (torch's decorator of
+    this name lets some pass; in compiled code torch raises one.)
     """
     @functools.wraps(backward)
     def checked(ctx, *grads):
@@ -83,18 +83,18 @@ def _refuse_second_derivative(backward):
 def copy_after(value: Tensor, made_before: Tensor) -> Tensor:
     """A copy of value, which the compiler makes after the other tensor.
 
-    copy_after(value, grad) is made in the backward. Otherwise the compiler may move what is derived
-    from `value` into the forward, and keep it for the backward; and a value that changes in
-    between, as the loss scale does, would be read too early.
+    copy_after(value, grad) is made in the backward. Otherwise what derives from `value` may move
+    into the forward and be kept, and a value that changes in between, like the loss scale, would be
+    read too early.
     """
     return value.clone()
 
 
-# Torch 2.11 gives wrong gradients to a compiled autograd function whose forward ends in a cast
-# without effect. So where the dtype fits there is no cast.
+# On torch 2.11 a compiled autograd function whose forward ends in a cast without effect gets wrong
+# gradients. So where the dtype fits there is no cast.
 
 def cast(x, dtype):
-    """x in dtype; x itself if it has that dtype already."""
+    """x in dtype; x itself if it has that dtype."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -105,15 +105,15 @@ def upcast(x):
 
 @op(lambda x, dtype: torch.empty_like(x, dtype=dtype))
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype, for a rounding that decides a choice: inside a kernel of the compiler's a
-    cast to bf16 or fp16 rounds nothing.
+    """x in another dtype, for a rounding that decides a choice: inside a compiled kernel a cast to
+    bf16 or fp16 rounds nothing.
     """
     return x.to(dtype)
 
 
 def names_of(package: str, *files: str):
     """The __getattr__ of a module for names that people import from it and that are in these files,
-    which are imported at the first use.
+    imported at the first use.
     """
     def find(name):
         for file in files:
@@ -131,11 +131,10 @@ def check_known(name, value, known):
 
 
 def check_shapes(known: dict[str, int] | None = None, **tensors) -> None:
-    """ValueError unless every tensor has the axes that are named for it; TypeError: it is no
-    tensor.
+    """ValueError unless every tensor has the axes named for it; TypeError: no tensor.
 
     `check_shapes({"E": 4}, rows=(rows, "N H"), weights=(weights, "E H F"))`: a letter is the same
-    size everywhere, and `known` gives some sizes. None is not checked.
+    size everywhere, `known` gives some sizes, and None is not checked.
     """
     sizes = dict(known or {})
     for name, (tensor, axes) in tensors.items():
@@ -167,23 +166,23 @@ def _refuse_dtypes(tensors):
 
 
 def is_integer(x: Tensor) -> bool:
-    """Whether x has an integer dtype. Boolean is none."""
+    """Whether x has an integer dtype, which bool is not."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-_precision_lock = threading.Lock()                  # a backward has a thread for each device
+_precision_lock = threading.Lock()                  # a backward has threads
 _PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 
 
 @contextlib.contextmanager
 def exact_fp32():
-    """Products in fp32 are in fp32 here, also where torch.set_float32_matmul_precision or
-    torch.backends has replaced them by TF32 or bf16. For the bodies of ops, since a graph cannot
-    change these global settings.
+    """fp32 products are in fp32 here, even if torch.set_float32_matmul_precision or torch.backends
+    has replaced them by TF32 or bf16. For bodies of ops: a graph cannot change these global
+    settings.
 
-    A setting of another precision is changed for the time of the product, which other threads see.
-    A setting that equals the one above it is inherited afterwards. XPU's own switch,
-    torch.backends.mkldnn.allow_tf32, stays.
+    Another precision is changed for the time of the product, visibly to other threads. A setting
+    equal to the one above it is inherited afterwards. XPU's switch torch.backends.mkldnn.allow_tf32
+    stays.
     """
     with _precision_lock:
         found = [(setting, setting.fp32_precision) for setting in _PRECISIONS]
@@ -194,30 +193,28 @@ def exact_fp32():
             yield
         finally:
             for setting, precision in lowered:
-                setting.fp32_precision = "none"     # now it is inherited
+                setting.fp32_precision = "none"     # inherited
                 if setting.fp32_precision != precision:
                     setting.fp32_precision = precision
 
 
 # ---- Private names of torch ----
-# All that these files use of them stands here. test_sources_private_names_of_torch finds a name
-# that stands elsewhere, and test_compile_private_names_of_torch what a new torch has changed.
+# All are here: test_sources_private_names_of_torch finds others, and
+# test_compile_private_names_of_torch what a new torch has changed.
 
 def as_number(x: float) -> float:
-    """x as a plain number: with dynamic=True Dynamo makes floats symbolic, which an autograd
-    function cannot take.
-    """
+    """x as a plain number: with dynamic=True Dynamo makes floats symbolic."""
     return guard_scalar(x)
 
 
 def always_holds(condition: bool) -> bool:
-    """Whether a condition on sizes holds in every run of this graph, without a guard. In eager mode
-    it is the condition itself.
+    """Whether a condition on sizes holds in every run of this graph, without a guard; in eager mode
+    the condition itself.
     """
     return statically_known_true(condition)
 
 
-# A context for the body of an op, on any device. Dynamo cannot trace it: see without_autocast.
+# A context for the body of an op, on any device; Dynamo cannot trace it.
 op_without_autocast = torch._C._DisableAutocast
 
 # torch.utils.flop_counter has no formula for F.grouped_mm.
@@ -242,15 +239,13 @@ def cpu_multiplies_in(dtype: torch.dtype) -> bool:
 
 
 def as_no_view(x: Tensor, shape) -> Tensor:
-    """x in this shape, which autograd does not take for a view: FSDP2 warns of a module that
-    returns views.
-    """
+    """x in this shape, no view to autograd: FSDP2 warns of modules that return views."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
 def writes_to_module(method):
-    """Decorator of a method that writes to its module, which Dynamo refuses inside a checkpointed
-    region of a graph. It is safe here: a recomputation writes the same, or a later step drops it.
+    """Decorator of a method that writes to its module, which Dynamo refuses in a checkpointed
+    region of a graph. It is safe: a recomputation writes the same, or a later step drops it.
     """
     @functools.wraps(method)
     def run(self, *args, **kwargs):
@@ -261,13 +256,13 @@ def writes_to_module(method):
 
 
 def in_backward() -> bool:
-    """Whether a node of autograd is running, and not a forward outside of it."""
+    """Whether a node of autograd is running."""
     return torch._C._current_autograd_node() is not None
 
 
 def with_fixed_address(tensor: Tensor) -> Tensor:
-    """The tensor, whose shape and address the compiler may rely on. Otherwise dynamic=True would
-    take its shape for a variable, the same as an equal length of the first input.
+    """The tensor, with a shape and address on which the compiler may rely. Otherwise dynamic=True
+    would tie its shape to an equal length of the first input.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
     torch._dynamo.mark_static(tensor)
@@ -280,7 +275,7 @@ def reads_on_host():
 
 
 def makes_cuda_graphs() -> bool:
-    """Whether what is being compiled becomes CUDA graphs. Only the compiler knows."""
+    """Whether what is being compiled becomes CUDA graphs."""
     from torch._inductor import config
     return config.triton.cudagraphs
 
@@ -301,17 +296,17 @@ def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tens
 
 
 def wait_for(buffer: Tensor) -> Tensor:
-    """What is in flight, once it has arrived."""
+    """What is in flight, once it arrived."""
     return torch.ops._c10d_functional.wait_tensor(buffer)
 
 
 def as_one_dim(mesh):
-    """A DeviceMesh of one dim, over all ranks of this one. Collective."""
+    """A DeviceMesh of one dim over all ranks of this one. Collective."""
     return mesh._flatten()
 
 
 def has_values(x: Tensor) -> bool:
-    """False on the meta device and under FakeTensorMode, where a tensor is a shape and a dtype."""
+    """False on the meta device and under FakeTensorMode."""
     from torch._subclasses.fake_tensor import is_fake
     return not (x.is_meta or is_fake(x))
 

@@ -1,10 +1,9 @@
-"""The grouped matrix product: row block e times matrix e, forward and backward, on every kind of
-device.
+"""The grouped matrix product: row block e times matrix e, forward and backward, on every device.
 
-Open it to see which product runs where. In bf16, on some cards and CPUs, it is torch's own, which
-reads the offsets where they are; if you need nothing else, call F.grouped_mm instead. Elsewhere it
-is a custom op that reads a copy of the offsets on the host: expert after expert on a CPU, batches
-of experts of similar size on a card, where single ones would be bound by their launches.
+In bf16, on some cards and CPUs, it is torch's own, which reads the offsets where they are; if you
+need nothing else, call F.grouped_mm. Elsewhere it is a custom op that reads a copy of the offsets
+on the host: expert after expert on a CPU, batches of experts of similar size on a card, where
+launches would bound single ones.
 """
 import functools
 import math
@@ -29,9 +28,9 @@ else:
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, H] · weights [E, H, F] -> [N, F]: row block e times weights[e].
 
-    rows, weights and the result have one dtype, also under autocast. offsets [E] int32, ascending,
-    are the ends of the row blocks (not checked: checking would sync). Rows at or beyond offsets[-1]
-    come out as zeros with zero gradients; an expert without rows gets a zero weight gradient.
+    All have one dtype, also under autocast. offsets [E] int32, ascending, are the ends of the row
+    blocks (not checked: that would sync). Rows at or beyond offsets[-1] come out as zeros with zero
+    gradients; an expert without rows gets a zero weight gradient.
 
     In bf16 this is F.grouped_mm, without a sync, on H100, H200, B200, B300 and on a CPU with matrix
     instructions for bf16, if H and F are multiples of 8, E is below 1024, and data pointers are
@@ -98,11 +97,10 @@ class Read(NamedTuple):
 
 
 def where_read(offsets, num_rows, *operands):
-    """The Read for products of the operands, and of their gradients, with N = num_rows rows.
-
-    One copy and one index serve forward and backward of a layer. The copy is their one sync.
+    """The Read for products of the operands, and of their gradients, with N = num_rows rows. One
+    copy, the only sync, and one index serve forward and backward.
     """
-    # For an empty [0, H], Inductor computes strides of the transpose that torch's product refuses.
+    # For [0, H] Inductor computes strides of the transpose that torch's product refuses.
     if _native(*operands) and not always_holds(num_rows == 0):
         return Read(offsets, native=True)
     if offsets.is_cpu:
@@ -110,12 +108,12 @@ def where_read(offsets, num_rows, *operands):
     return Read(*_read_in_batches(offsets, num_rows))
 
 
-# Where a token_N is given, the rows of a product are x[token_N]. They are gathered just before they
-# are multiplied: in a CPU's cache, in small blocks, and where the compiler cannot keep them.
+# With a token_N, the rows are x[token_N], gathered just before they are multiplied: in a CPU's
+# cache, in small blocks, and where the compiler cannot keep them.
 
 def product(x, weights, read, token_N=None, bias=None):
-    """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O].
-    Unrouted rows are zeros, but uninitialised where the product is native.
+    """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]. Unrouted
+    rows are zeros, or uninitialised where the product is native.
     """
     if read.native:
         return _native_product(_rows(x, token_N), weights, read.offsets, bias)
@@ -130,14 +128,14 @@ def weight_grad(a, b, read, token_a=None, token_b=None):
 
 
 def bias_grad(rows, read):
-    """rows [N, O] -> [E, O]: the sum of each row block. As a product it needs no atomics."""
+    """rows [N, O] -> [E, O]: the sum of each row block, as a product, without atomics."""
     if read.native:
         return _native_weight_grad(rows, _ones_beside(rows), read.offsets)[..., 0]
     return _block_sums(rows, read.offsets, read.index)
 
 
 def _ones_beside(rows):
-    return rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
+    return rows.new_ones(rows.shape[0], 8)               # 8: aligned
 
 
 def _count(x, token_N):
@@ -152,7 +150,7 @@ def _rows(x, token_N, block=slice(None)):
 
 @torch.compiler.assume_constant_result
 def _cuda_generation(device):
-    """The major number of the compute capability of a card from NVIDIA, else 0."""
+    """The major number of an NVIDIA card's compute capability, else 0."""
     if device.type != "cuda" or torch.version.hip:
         return 0
     return torch.cuda.get_device_capability(device)[0]
@@ -167,9 +165,7 @@ def _has_native_product(device):
 
 
 def _aligned(*operands):
-    """Whether widths and strides are multiples of 16 bytes, as torch's grouped product
-    needs them.
-    """
+    """Whether widths and strides are multiples of 16 bytes, for torch's grouped product."""
     for x in operands:
         steps = [step or 1 for step in x.stride() if step != 1]        # stride 0 is not aligned
         if any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps)):
@@ -182,8 +178,7 @@ def _begins_aligned(x):
 
 
 def _native(*operands):
-    """Whether torch's grouped product takes the operands, rows or matrices [E, ..], as they are,
-    and reads the offsets on their device: see grouped_mm.
+    """Whether torch's grouped product takes rows or matrices [E, ..] as they are: see grouped_mm.
     """
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
@@ -209,18 +204,18 @@ def _native_product(rows, weights, offsets, bias):
 
 def _native_weight_grad(a, b, offsets):
     grad = F.grouped_mm(a.t(), b, offs=offsets)
-    # A CUTLASS before 4.3 leaves empty blocks uninitialised there (pytorch #172439).
+    # CUTLASS before 4.3 leaves empty blocks uninitialised (pytorch #172439).
     if _cuda_generation(offsets.device) == 10:
         rows_E = offsets.diff(prepend=offsets.new_zeros(1))
         grad = grad.masked_fill(rows_E[:, None, None] == 0, 0.0)
     return grad
 
 
-# ---- The rest is for devices and dtypes whose product reads the offsets on the host ----
+# ---- The rest: products that read the offsets on the host ----
 
 @functools.cache
 def _slow_on_cpu(dtype):
-    """Whether this CPU has no matrix instructions for dtype: 10 to 100 times as slow as fp32."""
+    """Whether this CPU lacks matrix instructions for dtype: 10 to 100 times slower than fp32."""
     return dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies_in(dtype)
 
 
@@ -236,22 +231,22 @@ def _mm(a, b, bias=None, out=None):
     return torch.baddbmm(bias[:, None], a, b, out=out)
 
 
-@functools.lru_cache(maxsize=128)                # so that the products of one forward share it
+@functools.lru_cache(maxsize=128)                # shared by the products of a forward
 def _plan_batches(ends):
-    """(alone, parts) of the offsets `ends`; every expert with rows is in one of them.
+    """(alone, parts) of the offsets `ends`: every expert with rows is in one of them.
 
-    Alone is an expert with a twelfth of all rows or more. The others form classes of similar size:
-    a class takes experts in descending order, each with as many slots as its first has rows, while
-    all slots so far are at most 1.3 times the rows.
+    An expert with a twelfth of all rows or more is alone. The others form classes of similar size:
+    in descending order, each takes as many slots as its class's first has rows, while all slots so
+    far are at most 1.3 times the rows.
 
-    Parts bound the memory of a product: lists of batches (experts, size), each for one torch.bmm. A
+    Parts bound the memory of a product: lists of batches (experts, size), each one torch.bmm. A
     part ends with the expert that completes a quarter of all slots, or four slots an expert if that
     is more. A batch is of one class, with at most a third of the experts, unless they are
     neighbours, whose weights are not copied.
     """
     rows = {e: end - start for e, (start, end) in enumerate(zip((0, *ends), ends)) if end > start}
     alone = [e for e in rows if 12 * rows[e] >= ends[-1]]
-    classes = {}                                 # by size, which differs from class to class
+    classes = {}                                 # by size
     size = total = slots = 0
     for e in sorted(rows.keys() - alone, key=lambda e: (-rows[e], e)):
         total += rows[e]
@@ -263,7 +258,7 @@ def _plan_batches(ends):
     others = len(rows) - len(alone)
     quarter = max(slots / 4, 4 * others)
     parts = []
-    left = 0                                     # of the quarter of this part
+    left = 0                                     # of this part's quarter
     for size, experts in classes.items():
         experts.sort()
         while experts:
@@ -290,8 +285,8 @@ def _neighbours(experts):
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
-    The index [E + L] int32 holds the experts of the batches in order, then the row of each of
-    L = 13 N // 10 slots, N for a spare slot.
+    The index [E + L] int32 holds the experts of the batches in order, then the row of each of L =
+    13 N // 10 slots, N for a spare one.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = tuple(on_host.tolist())
@@ -306,11 +301,11 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
             slot += size
             slot_ends.append(slot)
             row_ends.append(ends[e])
-    # Slots beyond the last batch are those of an expert without rows.
+    # Slots beyond the last batch belong to an expert without rows.
     table = [
         column + [beyond] * (len(starts) - len(column))
         for column, beyond in ((ids, 0), (slot_ends, L), (shifts, 0), (row_ends, 0))]
-    # Elsewhere than on CUDA and ROCm a copy that does not block may read freed memory.
+    # Except on CUDA and ROCm, a copy that does not block may read freed memory.
     table = torch.tensor(table, dtype=torch.int32, device="cpu")
     table = table.to(offsets.device, non_blocking=offsets.is_cuda)
     id_E, slot_end_E, shift_E, row_end_E = table.unbind()
@@ -323,8 +318,8 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _alone(offsets, index):
-    """[(expert, slice of its rows)] of the experts with rows that are in no batch. Without an
-    index, on a CPU, there are no batches.
+    """[(expert, slice of its rows)] of the experts with rows that are in no batch: on a CPU,
+    without an index, all.
     """
     ends = offsets.tolist()
     starts = 0, *ends
@@ -349,7 +344,7 @@ def _parts(offsets, index):
         for experts, size in part:
             ids = id_E[n:n + len(experts)]
             if _neighbours(experts):
-                ids = slice(experts[0], experts[-1] + 1)         # then their weights are not copied
+                ids = slice(experts[0], experts[-1] + 1)         # a view of the weights
             n += len(experts)
             slots = slice(stop - start, stop - start + len(experts) * size)
             stop = start + slots.stop
@@ -396,7 +391,7 @@ def _batches_times_weights(out, x, token_N, weights, bias, offsets, index):
             bias_b = bias if bias is None else bias[experts]
             _mm(batch, weights[experts], bias_b, out=of_batch)
         out.index_copy_(0, row_L[part], product)
-        del block, product, batch, of_batch              # before the next part needs memory
+        del block, product, batch, of_batch              # frees memory
 
 
 @op(lambda a, token_a, b, token_b, offsets, index:
@@ -409,7 +404,7 @@ def _rows_times_rows(
 ) -> Tensor:
     out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
     if 0 in offsets.diff(prepend=offsets.new_zeros(1)):
-        out.zero_()                                      # an expert without rows is nowhere
+        out.zero_()                                      # for experts without rows
     for e, rows in _alone(offsets, index):
         _mm(_rows(a, token_a, rows).t(), _rows(b, token_b, rows), out=out[e])
     if index is not None:
@@ -431,10 +426,10 @@ def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
         for experts, slots, size in batches:
             batch_a, batch_b = [block[slots].unflatten(0, (-1, size)) for block in blocks]
             out[experts] = torch.bmm(batch_a.mT, batch_b)
-        del blocks, batch_a, batch_b                     # before the next part needs memory
+        del blocks, batch_a, batch_b                     # frees memory
 
 
-# An op for exact_fp32, since a sum must not be rounded as products may be.
+# An op for exact_fp32: a sum must not be rounded as products may be.
 @op(lambda rows, offsets, index: rows.new_empty(offsets.shape[0], rows.shape[1]),
     cudagraph_unsafe=True)
 @exact_fp32()

@@ -1,23 +1,21 @@
-"""Mixture-of-Experts as plain tensor functions: first the definition; then, in the order a token
-meets them, gate, route, balance, permute, activations, experts.
+"""Mixture-of-Experts as plain tensor functions: the definition, then gate, route, balance, permute,
+activations, experts, in the order a token meets them.
 
 Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b; with batch_first
           b·S + s), M rows that arrive at a rank, H hidden size, E experts, K experts per
           token, N = T·K assignments, F expert FFN size, P parts of fc1's output (2: gate and
-          up), ℓ latent size, C expert capacity, G groups of experts. Capitals at the end of a
-          name are the tensor's axes: rows_NH is [N, H], probs_N1 is [N, 1].
+          up), ℓ latent size, C expert capacity, G groups of experts. Capitals that end a name
+          are the tensor's axes: rows_NH is [N, H], probs_N1 is [N, 1].
 Words     logits: the router's raw output. scores: logits after the score function. probs:
           the factors that combine the experts' outputs. routing_map [T, E] bool and
           indices [T, K] int64: which experts each token goes to.
 Unrouted  An assignment with index E: dropped, or of padding. It sorts after all experts, is
           never computed, adds nothing, and has gradient 0.
-Masks     A padding_mask is boolean. True means padding.
-Autocast  Nothing here follows autocast: a product is in the dtype of its operands, the
-          router's in router_dtype. In moe.py Experts casts its operands.
+Masks     In a padding_mask True means padding.
+Autocast  is not followed: a product is in its operands' dtype, the router's in router_dtype.
 
-Open it to read the mathematics. Nothing here has state, a config, or a process group beyond an
-argument. Each function compiles to one graph, forward and backward, for every T from 2 on;
-exceptions say so.
+Nothing here has state, a config, or a process group beyond an argument. Each function is one graph,
+forward and backward, for every T from 2 on, unless its docstring says otherwise.
 """
 import functools
 import math
@@ -47,9 +45,8 @@ else:
 # ---- The definition ----
 
 def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> Tensor:
-    """What a Mixture-of-Experts layer computes (arXiv 1701.06538), by plain loops: each token goes
-    to the `topk` experts with the highest logits, whose outputs are added with the weights
-    softmax(those logits). The rest of the project is this, fast, with its variants.
+    """What a Mixture-of-Experts layer computes (arXiv 1701.06538): each token goes to the `topk`
+    experts with the highest logits, whose outputs are added with the weights softmax(those logits).
 
     x [T, H], router [E, H], fc1 [E, 2, F, H] (gate and up), fc2 [E, H, F] -> [T, H].
 
@@ -68,16 +65,15 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 # ---- Gate: tokens -> logits ----
 
-# Sums over tokens are ops: Inductor's code for a CPU is made for up to 4096 rows or for more, so
-# that crossing this recompiles, and it adds row after row, which rounds more than torch's blocks.
+# Sums over tokens are ops: on CPUs Inductor recompiles where T crosses 4096, and adds row after
+# row, which rounds more than torch's blocks.
 @op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
-    """[columns]: the sum over the first axis of x [rows, columns], in x.dtype."""
+    """x [rows, columns] -> [columns], in x.dtype."""
     return x.sum(0)
 
 
-# An op for exact_fp32. Otherwise the compiler would also make the backward's fp32 copies in the
-# forward, and keep them.
+# An op: otherwise the compiler would keep the forward's fp32 copies for the backward.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
@@ -90,13 +86,13 @@ def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype
 
 
 def _multiplies_into_fp32(a, b, dtype, out_dtype):
-    """Whether CUDA takes both in bf16 and gives fp32: exact products, without copies in fp32."""
+    """Whether CUDA multiplies these bf16 operands into fp32 exactly, without copies."""
     bf16 = a.dtype == b.dtype == torch.bfloat16
     return bf16 and dtype == out_dtype == torch.float32 and torch.version.hip is None
 
 
 def _product_and_bias_in(a, b, bias, dtype):
-    """a · b + bias, with a and b in dtype. The sum is rounded to dtype once."""
+    """a · b + bias, with a and b in dtype, rounded to dtype once."""
     wide = torch.promote_types(dtype, torch.float32)
     if wide == dtype:
         return _product_in(a, b, dtype=wide, out_dtype=wide) + bias.to(wide)
@@ -105,11 +101,11 @@ def _product_and_bias_in(a, b, bias, dtype):
 
 
 class _LinearIn(torch.autograd.Function):
-    """tokens [.., H] · weightᵀ + bias -> [T, E], computed in dtype and returned in it."""
+    """tokens [.., H] · weightᵀ + bias -> [T, E], computed and returned in dtype."""
 
     @staticmethod
     def forward(ctx, dtype, tokens, weight, bias):
-        ctx.save_for_backward(tokens, weight)        # not the rows below, which may be a copy
+        ctx.save_for_backward(tokens, weight)        # the rows below may be a copy
         ctx.dtype = dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         tokens_TH = tokens.reshape(-1, tokens.shape[-1])
@@ -144,7 +140,7 @@ def router_gating_linear(
 
     The product is in router_dtype, whatever the operands' dtypes, autocast and
     torch.set_float32_matmul_precision are, and rounded once, with the bias. Gradients have the
-    operands' dtypes. The operands are kept for the backward as they are, without copies.
+    operands' dtypes. The operands are kept without copies.
 
     >>> tokens, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4)
     >>> router_gating_linear(tokens, weight, bias=None, router_dtype=torch.float32)
@@ -157,28 +153,25 @@ def router_gating_linear(
 
 # ---- Route: logits -> which experts, with which probs ----
 
-# An op, since Inductor's code for CPUs may read the target too early (pytorch #185509).
+# An op: Inductor's CPU code may read the target too early (pytorch #185509).
 @op(lambda values, indices, columns, fill=0:
      values.new_empty(values.shape[0], columns))
 def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
-    """[T, columns]: values[t, k] in column indices[t, k], and `fill` elsewhere.
-
-    Index `columns` stands for no column.
-    """
+    """[T, columns]: values[t, k] in column indices[t, k], unless that is `columns`; else `fill`."""
     out = values.new_full((values.shape[0], columns + 1), fill)
     out.scatter_(1, indices, values)
     return out[:, :columns].contiguous()
 
 
 def _gather_columns(values, indices):
-    """[T, K]: values[t, indices[t, k]], and 0 for the index after the last column."""
+    """[T, K]: values[t, indices[t, k]]; 0 for the index after the last column."""
     return F.pad(values, (0, 1)).gather(1, indices)
 
 
 def _sum_columns(values, indices, columns):
-    """[T, columns]: as scatter_columns, where a column that is named twice gets the sum."""
+    """[T, columns]: as scatter_columns, but repeated columns get the sum."""
     same_TKK = indices[:, :, None] == indices[:, None, :]
-    # Every slot of a column holds its sum: it does not matter which is written last.
+    # All slots of a column hold its sum, so any may be written last.
     sums_TK = torch.where(same_TKK, upcast(values)[:, None, :], 0.0).sum(-1)
     return scatter_columns(cast(sums_TK, values.dtype), indices, columns)
 
@@ -195,13 +188,13 @@ class Adjoint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        tensors = ctx.saved_tensors      # read once: under a checkpoint a second read would fail
+        tensors = ctx.saved_tensors      # once: under a checkpoint a second read fails
         # x, functions, *tensors
         return ctx.adjoint(grad, *tensors), None, *[None] * len(tensors)
 
 
 def pick(scores: Tensor, indices: Tensor) -> Tensor:
-    """[T, K]: scores[t, indices[t, k]] of scores [T, E]; 0 for index E."""
+    """scores [T, E] -> [T, K]: scores[t, indices[t, k]]; 0 for index E."""
     back = functools.partial(scatter_columns, columns=scores.shape[1])
     return Adjoint.apply(scores, (_gather_columns, back), indices)
 
@@ -212,8 +205,7 @@ def _map_of(indices, num_experts):
 
 
 def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool), without what is
-    unrouted.
+    """(probs [T, K], indices [T, K]) -> (probs [T, E], routing_map [T, E] bool), without index E.
 
     >>> routing_to_map(torch.tensor([[0.7, 0.3]]), torch.tensor([[2, 0]]), num_experts=3)
     (tensor([[0.3000, 0.0000, 0.7000]]), tensor([[ True, False,  True]]))
@@ -225,30 +217,29 @@ def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Te
 
 
 def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(indices, copies), both [T, K] int64, of given indices [T, K] in [0, E], of any integer
-    dtype.
+    """(indices, copies), both [T, K] int64, of indices [T, K] in [0, E] of any integer dtype.
 
-    An expert that is named more than once for a token keeps its first slot; the later slots become
-    E. `copies` says how often each slot's expert is named: 0 for E.
+    An expert that a token names twice keeps its first slot; later slots become E. `copies` is how
+    often each slot's expert is named: 0 for E.
 
     >>> merge_repeats(torch.tensor([[1, 0, 1]]), num_experts=2)
     (tensor([[1, 0, 2]]), tensor([[2, 1, 0]]))
     """
     indices_TK = indices.long()
     same_TKK = indices_TK[:, :, None] == indices_TK[:, None, :]
-    repeats_TK = same_TKK.tril(-1).any(-1)               # the same as an earlier slot
+    repeats_TK = same_TKK.tril(-1).any(-1)               # as an earlier slot
     indices_TK = indices_TK.masked_fill(repeats_TK, num_experts)
     return indices_TK, same_TKK.sum(-1).masked_fill(indices_TK == num_experts, 0)
 
 
 def _sqrtsoftplus(x):
-    # Below -87 softplus underflows. The clamp keeps the gradient 0 there instead of NaN.
+    # Below -87 softplus underflows: with the clamp the gradient is 0 there, not NaN.
     tiny = torch.finfo(x.dtype).tiny
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
 
 
-# A score function must be increasing, so that logits and scores have the same top K, and not
-# negative, since scores are divided by their sum.
+# Increasing, so that logits and scores have the same top K; not negative, since scores are
+# divided by their sum.
 SCORE_FUNCTIONS = {
     "softmax": functools.partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
@@ -256,14 +247,14 @@ SCORE_FUNCTIONS = {
 }
 
 
-# An op, since the compiler would leave out the roundings between the steps.
+# An op: the compiler would leave out the roundings between the steps.
 @op(lambda logits, score_function: torch.empty_like(logits))
 def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
     return SCORE_FUNCTIONS[score_function](logits)
 
 
 def _with_copies(chosen, copies, as_logits):
-    """The chosen scores, or logits, with n copies of an expert as one."""
+    """The chosen scores, or logits, where n copies of an expert count n times."""
     if not as_logits:
         return chosen * copies
     # n · exp(x) = exp(x + log n); finite for n = 0 too
@@ -286,8 +277,8 @@ def topk_routing(
        With `expert_bias` [E] it is the top K of scores + bias (arXiv 2408.15664). With
        `num_groups` it comes from the best `group_topk` groups: see only_best_groups.
        `precomputed_indices` [T, K] in [0, E], of any integer dtype, replaces the choice. An
-       expert that it names twice counts once, in its first slot, with the sum of both probs. The
-       range is not checked: checking would sync the device.
+       expert named twice counts once, in its first slot, with the sum of both probs. The range
+       is not checked: that would sync the device.
     3. The probs are the chosen experts' scores, without the bias. `norm_topk_prob` says whether
        they are divided by (their sum + norm_eps); use_pre_softmax then has no effect. With
        norm_topk_prob None, Megatron's convention holds:
@@ -299,9 +290,9 @@ def topk_routing(
     4. The probs are multiplied by `scaling_factor`.
 
     Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, or
-    probs_dtype. With that the arithmetic is in the wider of the two dtypes; where it is bf16 or
-    fp16 every step is rounded, and the choice is the top K of the rounded scores. ValueError: an
-    unknown score function, or sizes that do not fit.
+    probs_dtype. With that the arithmetic is in the wider of the two; if that is bf16 or fp16, every
+    step is rounded and the choice is the top K of the rounded scores. ValueError: an unknown score
+    function, or sizes that do not fit.
 
     >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
     >>> probs, indices = topk_routing(logits, topk=1, use_pre_softmax=True)
@@ -365,8 +356,8 @@ def topk_routing(
 
 
 def only_best_groups(scores, num_groups, group_topk, group_score_topk):
-    """scores [T, E] with -inf outside of each token's best groups (arXiv 2405.04434, 2412.19437).
-    A group's score is the sum of its group_score_topk best scores.
+    """scores [T, E] with -inf outside each token's best groups (arXiv 2405.04434, 2412.19437). A
+    group's score is the sum of its group_score_topk best scores.
     """
     grouped = rearrange(scores, "t (g e) -> t g e", g=num_groups)
     score_TG = grouped.topk(group_score_topk, dim=-1).values.sum(-1)
@@ -378,8 +369,7 @@ def only_best_groups(scores, num_groups, group_topk, group_score_topk):
 def check_groups(
     topk: int, num_experts: int, num_groups: int, group_topk: int, group_score_topk: int | None,
 ) -> int:
-    """group_score_topk, with its default topk // group_topk. ValueError: sizes that do not fit.
-    """
+    """group_score_topk, by default topk // group_topk. ValueError: sizes that do not fit."""
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(f"num_groups = {num_groups} does not divide num_experts = {num_experts}; "
                          f"groups need equal sizes")
@@ -401,9 +391,9 @@ def check_groups(
 def compute_routing_scores_for_aux_loss(
     logits: Tensor, topk: int, score_function: str, padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(routing_map [T, E] bool, scores [T, E]) for the balance losses, from logits [T, E]: the
-    plain top K of the logits, without bias and groups, and the scores in fp32 at least, divided by
-    their sum over E. Both are zero at padding (padding_mask [T]).
+    """(routing_map [T, E] bool, scores [T, E]) for the balance losses, from logits [T, E]: the top
+    K of the logits, without bias and groups, and the scores in fp32 at least, divided by their sum.
+    Both are zero at padding (padding_mask [T]).
     """
     check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(logits=(logits, "T E"), padding_mask=(padding_mask, "T"))
@@ -423,23 +413,23 @@ def compute_routing_scores_for_aux_loss(
 @op(lambda scores, factors, sequence: scores.new_empty(()))
 def _sum_weighted(scores: Tensor, factors: Tensor, sequence: Tensor | None) -> Tensor:
     if sequence is None:
-        return (scores.sum(0) * factors).sum()           # an op, see _sum_tokens
+        return (scores.sum(0) * factors).sum()           # an op: see _sum_tokens
     return (scores * factors[sequence]).sum()
 
 
 def weighted_token_sum(
     scores: Tensor, factors: Tensor, sequence: Tensor | None = None,
 ) -> Tensor:
-    """Σ_e factors[e] · Σ_t scores[t, e], 0-d. With sequence [T] int64 and factors [n, E]:
-    Σ_t Σ_e factors[sequence[t], e] · scores[t, e].
+    """Σ_e factors[e] · Σ_t scores[t, e], 0-d. With sequence [T] int64 and factors [n, E]: Σ_t Σ_e
+    factors[sequence[t], e] · scores[t, e].
 
-    scores [T, E] are taken in fp32 at least. Factors get no gradient. The backward uses the factors
-    of this forward, even if a checkpoint's recomputation computes others.
+    scores [T, E] are taken in fp32 at least. Factors get no gradient, and the backward uses this
+    forward's, even if a checkpoint recomputes others.
     """
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
-    # The factors are no arguments of Adjoint: a checkpoint would replace them by recomputed ones.
+    # Factors as arguments would be replaced by a checkpoint's recomputed ones.
     def add(x):
         return _sum_weighted(x, factors, sequence)
 
@@ -455,13 +445,11 @@ def switch_load_balancing_loss_func(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int,
     num_experts: int, moe_aux_loss_coeff: float | Tensor,
 ) -> Tensor:
-    """coeff · E / (K·T²) · Σ_e n_e · Σ_t probs[t, e], a 0-d tensor (arXiv 2101.03961; its
-    global form is arXiv 2501.11873).
+    """coeff · E / (K·T²) · Σ_e n_e · Σ_t probs[t, e], 0-d (arXiv 2101.03961; global: 2501.11873).
 
-    probs [T, E] are the scores, which sum to 1 per token. tokens_per_expert n [E] and
-    total_num_tokens T, an int or a 0-d tensor, are counted over the same tokens: one
-    batch, or the batches of all ranks. T is taken as at least 1. With an even load the
-    value is coeff.
+    probs [T, E] are scores that sum to 1 per token. tokens_per_expert n [E] and total_num_tokens T,
+    an int or a 0-d tensor, are counted over the same tokens: one batch, or the batches of all
+    ranks. T counts as at least 1. With an even load the value is coeff.
 
     >>> even = torch.full((6, 3), 1 / 3)
     >>> switch_load_balancing_loss_func(even, torch.tensor([4, 4, 4]), total_num_tokens=6, topk=2,
@@ -480,8 +468,8 @@ def switch_load_balancing_loss_func(
 @op(lambda routing_map, sequence, num_sequences: routing_map.new_empty(
     num_sequences, routing_map.shape[1] + 1, dtype=torch.int64))
 def sequence_counts(routing_map: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """counts [n, E + 1] int64 of n sequences: the tokens of each expert, and in the last column all
-    tokens. routing_map [T, E] bool; sequence [T] int64 in [0, n), the sequence of each token.
+    """counts [n, E + 1] int64 of n sequences: each expert's tokens, then all tokens. routing_map
+    [T, E] bool; sequence [T] int64 in [0, n), the sequence of each token.
     """
     counts = sequence.new_zeros(num_sequences, routing_map.shape[1] + 1)
     return counts.index_add_(0, sequence, F.pad(routing_map.long(), (0, 1), value=1))
@@ -490,9 +478,9 @@ def sequence_counts(routing_map: Tensor, sequence: Tensor, num_sequences: int) -
 def switch_loss_of_sequences(
     probs: Tensor, counts: Tensor, sequence: Tensor, topk: int, moe_aux_loss_coeff: float,
 ) -> Tensor:
-    """The mean of the switch losses of the sequences that have tokens (arXiv 2412.19437), 0-d.
-    Each has its own counts (see sequence_counts) and its own T, without padding. probs [T, E] are
-    the scores, which sum to 1 per token.
+    """The mean of the switch losses of the sequences that have tokens (arXiv 2412.19437), 0-d. Each
+    has its own counts (see sequence_counts) and T, without padding. probs [T, E] sum to 1 per
+    token.
     """
     probs = upcast(probs)
     counts_nE, length_n = counts[:, :-1], counts[:, -1]
@@ -503,10 +491,9 @@ def switch_loss_of_sequences(
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
-    """coeff · the mean over the valid tokens of logsumexp(logits[t])², a 0-d tensor (arXiv
-    2202.08906).
+    """coeff · the mean over valid tokens of logsumexp(logits[t])², 0-d (arXiv 2202.08906).
 
-    logits [.., E], padding_mask [..] with True for padding.
+    logits [.., E], padding_mask [..].
 
     >>> z_loss_func(torch.zeros(5, 1), z_loss_coeff=0.1), z_loss_func(torch.ones(5, 1), 0.1)
     (tensor(0.), tensor(0.1000))
@@ -514,7 +501,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     logits = upcast(logits)
     if padding_mask is None:
         padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
-    # The logits too, so that no NaN of a padding token reaches the gradient.
+    # The logits too: a NaN at padding must not reach the gradient.
     lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1)
     lse = lse.masked_fill(padding_mask, 0.0)
     valid = (~padding_mask).sum().clamp(min=1).to(lse.dtype)
@@ -537,8 +524,7 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         d0_T = (1 / tokens) / (A_TE @ start_E + 1e-8)
         d1_E = (1 / E) / (d0_T @ A_TE + 1e-8)
         done = (d1_E - start_E).abs().mean() <= tol
-        # On a CPU the loop ends here. On other devices a read of `done` would sync: there
-        # all 256 rounds run, and once done each repeats the last one.
+        # Elsewhere a read of `done` would sync: all 256 rounds run, the later ones without effect.
         if cost.device.type == "cpu" and done:
             break
         start_E = torch.where(done, start_E, d1_E)
@@ -548,11 +534,10 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
 def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
     """exp(cost) [T, E] with its rows scaled to sum to about 1/T and its columns to about 1/E.
 
-    A = exp(cost - its row's maximum), which never overflows. From ones, d0 = (1/T) / (A·d1 +
-    1e-8) and d1 = (1/E) / (Aᵀ·d0 + 1e-8), until the mean absolute change of d1 is at most
-    tol, or for 256 rounds. The result is d1 · A · d0[:, None]. It is finite for costs up to
-    ±1e4 and has no gradient. Tokens with padding_mask [T] True have no mass: the others are
-    treated as if they were alone.
+    A = exp(cost - its row's maximum). From d1 = 1, d0 = (1/T) / (A·d1 + 1e-8) and d1 = (1/E) /
+    (Aᵀ·d0 + 1e-8), until the mean absolute change of d1 is at most tol, or for 256 rounds. The
+    result is d1 · A · d0[:, None]: finite for costs up to ±1e4, without a gradient. Padding
+    (padding_mask [T]) has no mass: the other tokens are treated as if alone.
     """
     check_shapes(cost=(cost, "T E"), padding_mask=(padding_mask, "T"))
     return _sinkhorn(upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
@@ -561,9 +546,8 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
 def get_capacity(
     num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None,
 ) -> int:
-    """C = ceil(num_tokens / num_experts · capacity_factor), and at least min_capacity.
-
-    num_tokens counts assignments, T·K.
+    """C = ceil(num_tokens / num_experts · capacity_factor), at least min_capacity. num_tokens
+    counts assignments, T·K.
 
     >>> get_capacity(num_tokens=10, num_experts=4, capacity_factor=1.5)
     4
@@ -572,11 +556,11 @@ def get_capacity(
     return max(capacity, min_capacity or 0)
 
 
-# An op, since the compiler's code for a sort is made for one length.
+# An op: the compiler's code for a sort is made for one length.
 @op(lambda indices, probs, num_experts: torch.empty_like(indices))
 def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     """[T, K] int64: how many assignments of the same expert come before this one: those with a
-    higher prob, equal ones in order; without probs the earlier ones. indices [T, K], probs [T, K].
+    higher prob, or equal and earlier; without probs the earlier ones. indices [T, K], probs [T, K].
 
     >>> place_in_expert(torch.tensor([[0], [0], [1]]), torch.tensor([[0.2], [0.9], [0.5]]), 2)
     tensor([[1],
@@ -595,9 +579,7 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
 
 
 def place_by_position(routing_map):
-    """[T, E] int64: the place of each token in its column: first the routed in order, then
-    the others.
-    """
+    """[T, E] int64: each token's place in its column: the routed ones in order, then the others."""
     place_of_routed_TE = routing_map.cumsum(0)
     place_of_others_TE = (~routing_map).cumsum(0) + routing_map.sum(0)
     return torch.where(routing_map, place_of_routed_TE, place_of_others_TE) - 1
@@ -620,8 +602,7 @@ def get_updated_expert_bias(
         counts = tokens_per_expert.to(torch.int64, copy=True)
         if tp_dp_cp_group is not None and tp_dp_cp_group.size() > 1:
             torch.distributed.all_reduce(counts, group=tp_dp_cp_group)
-        # The sum against E·n, not the mean against n: in integers, so that an even load
-        # gives exactly 0, however many tokens there are.
+        # The sum against E·n, in integers: an even load gives exactly 0.
         missing = counts.sum(-1, keepdim=True) - counts * counts.shape[-1]
         return expert_bias + missing.sign().to(expert_bias.dtype) * expert_bias_update_rate
 
@@ -637,15 +618,14 @@ def required_bias_histogram(
     scores: Tensor, expert_bias: Tensor, topk: int, num_bins: int = 1000,
     padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """[E, num_bins] int32: row e counts, for each bin of a bias, the tokens that need this bias to
-    choose expert e, for quantile balancing (Kimi K3 technical report, section 2.3.3).
+    """[E, num_bins] int32: row e counts, per bin, the tokens that need a bias in this bin to choose
+    expert e: for quantile balancing (Kimi K3 technical report, section 2.3.3).
 
     scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. Token t chooses expert e above
-    the bias r[t, e] = α_t - s[t, e], where α_t is the (K+1)-th largest of s_t + b. (The K-th would
-    be exact for an expert that is not chosen now.) The bins are uniform from min b - 1 to
-    max b + 1; the outer ones take what lies beyond. Padding (padding_mask [T]) is left out.
-    Histograms of microbatches and ranks add up exactly. ValueError: shapes that do not fit, topk
-    not below E, or num_bins below 1.
+    the bias r[t, e] = α_t - s[t, e], with α_t the (K+1)-th largest of s_t + b. The bins are uniform
+    from min b - 1 to max b + 1; the outer ones take what lies beyond. Padding (padding_mask [T]) is
+    left out. Histograms of microbatches and ranks add up exactly. ValueError: shapes that do not
+    fit, topk not below E, or num_bins below 1.
     """
     check_shapes(
         scores=(scores, "T E"), expert_bias=(expert_bias, "E"), padding_mask=(padding_mask, "T"))
@@ -660,7 +640,7 @@ def required_bias_histogram(
         bins_TE = (alpha_T1 - scores_TE - low) / width
         bins_TE = bins_TE.nan_to_num().clamp(0, num_bins - 1).long()
 
-        # One count for all: bin i of expert e is slot e · num_bins + i.
+        # Bin i of expert e is slot e · num_bins + i.
         slots_TE = torch.arange(E, device=scores.device) * num_bins + bins_TE
         if padding_mask is not None:
             slots_TE = slots_TE.masked_fill(padding_mask[:, None], E * num_bins)     # not counted
@@ -672,8 +652,8 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     thresholds α_t; the mean over E is subtracted.
 
     histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, expert_bias [E]
-    the bias that was given to it. The bias is the K/E quantile of the expert's row, linear inside
-    its bin. An empty histogram changes nothing. The result has expert_bias.dtype.
+    the bias it was given. The result is the K/E quantile of each row, linear inside its bin, in
+    expert_bias.dtype. An empty histogram changes nothing.
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
@@ -682,7 +662,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     low, width = _bias_bins(expert_bias, num_bins)
     histogram = histogram.long()
     running = histogram.cumsum(1)
-    # Counts are compared times E: K/E would not be exact.
+    # Times E: K/E would not be exact.
     wanted_E1 = running[:, -1:] * topk
     bin_E1 = (running * E < wanted_E1).sum(1, keepdim=True)
     inside_E1 = histogram.gather(1, bin_E1)
@@ -695,8 +675,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
 
 @op(lambda indices, num_experts: indices.new_empty(num_experts))
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; index E is not
-    counted.
+    """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; E is not counted.
 
     >>> count_experts(torch.tensor([[0, 2], [2, 3]]), 3)
     tensor([1, 0, 2])
@@ -708,8 +687,8 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 # ---- Permute, index form: what the layer runs on ----
-# A permutation has an inverse. So rows come back to their token by a gather and a sum over k in
-# order, forward and backward, without atomics: the same input gives bitwise the same result.
+# By the inverse permutation rows return to their token as a gather and a sum over k, forward and
+# backward, without atomics: the same input gives bitwise the same result.
 
 class Plan(NamedTuple):
     """Where each of the N = T·K assignments goes when rows are grouped by expert."""
@@ -731,7 +710,7 @@ def _empty_plan(indices, num_experts):
 @op(_empty_plan)
 def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = indices.flatten()
-    # A card sorts digit by digit; the narrowest dtype that holds E has the fewest.
+    # A card sorts digit by digit: a narrow dtype has few.
     narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
     # Stable: an expert's tokens stay in order.
     order_N = ids_N.to(narrow).argsort(stable=True)
@@ -745,8 +724,8 @@ def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
     """The Plan of indices [T, K] int64 in [0, E].
 
-    Rows are sorted by expert, unrouted ones (index E) last, and by token within an expert.
-    The range of the indices is not checked: that would sync the device.
+    Rows are sorted by expert, unrouted ones (index E) last, and by token within an expert. The
+    range is not checked: that would sync the device.
 
     >>> plan = plan_permutation(torch.tensor([[2, 0], [0, 1]]), num_experts=3)
     >>> plan.order.tolist(), plan.counts.tolist()
@@ -755,7 +734,7 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
     if indices.ndim != 2 or indices.dtype != torch.int64:
         _refuse_indices(indices)
     order, inverse_KT, counts, offsets = _plan_permutation(indices, num_experts)
-    # The inverse lies in memory as [K, T]: the rows of one choice are contiguous.
+    # [K, T] in memory: the rows of one choice are contiguous.
     return Plan(order, inverse_KT.t(), counts=counts, offsets=offsets)
 
 
@@ -766,8 +745,8 @@ def _refuse_indices(indices):
 def _sum_rows(rows, inverse, offsets=None):
     """[T, H]: Σ_k rows[inverse[t, k]], summed in fp32 at least, in rows.dtype.
 
-    With offsets, unrouted rows are left out. Without, they have to be zeros already.
-    Compiled, the loop over K is one kernel of gathers and sums, without a tensor [T, K, H].
+    With offsets, unrouted rows are left out. Without, they must be zeros. Compiled, this is one
+    kernel, without a tensor [T, K, H].
     """
     total_TH = None
     if offsets is not None:
@@ -805,8 +784,7 @@ def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
 
 
 def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
-    """rows [N, H] -> tokens [T, H]: y_t = Σ_k probs[t, k] · rows[inverse[t, k]]; without
-    probs [T, K] they count as 1.
+    """rows [N, H] -> tokens [T, H]: y_t = Σ_k probs[t, k] · rows[inverse[t, k]]. No probs: all 1.
 
     The sum is in fp32 at least, the result in rows.dtype. A NaN in an unrouted row reaches nothing.
 
@@ -826,37 +804,34 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
 
 
 def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
-    """probs [T, K] -> [N, 1], the prob of each row; 0 for unrouted rows."""
+    """probs [T, K] -> [N, 1], each row's prob; 0 for unrouted rows."""
     by_assignment = plan._replace(inverse=plan.inverse.reshape(-1, 1))
     return gather_rows(probs.reshape(-1, 1), by_assignment)
 
 
 def cut_plan(plan: Plan, num_rows: int) -> Plan:
-    """The plan with its first num_rows rows, among which is all that is routed, and one more for
-    all that is unrouted.
-    """
+    """The plan with its first num_rows rows, all that are routed, and one row for the others."""
     inverse = plan.inverse.clamp(max=num_rows)
     return plan._replace(order=plan.order[:num_rows + 1], inverse=inverse)
 
 
 def pad_plan(plan: Plan, capacity: int) -> Plan:
-    """The plan with exactly C = `capacity` rows an expert: row e·C + c is the c-th row of
-    expert e.
+    """The plan with exactly C = `capacity` rows an expert: row e·C + c is the c-th row of expert e.
 
         rows of the plan      a b | c d e | u v         two experts; u and v are unrouted
         with capacity = 3     a b - | c d e | *
 
-    "-" is a filler: its order is T·K, and gather_rows makes it zeros. "*" is row E·C, beyond the
-    last offset: the inverse of all unrouted assignments. So the order has E·C + 1 entries. No
-    expert may have more than C rows. This is not checked: checking would sync the device.
+    "-" is a filler: its order is T·K, and gather_rows makes it zeros. "*" is row E·C, the inverse
+    of all unrouted assignments. So the order has E·C + 1 entries. No expert may have more than C
+    rows. This is not checked: that would sync the device.
     """
     E = len(plan.counts)
     N = plan.order.shape[0]
     counts = torch.full_like(plan.counts, capacity)
-    # Not a cumsum of the counts: Inductor of torch 2.13 fails on that where C is symbolic.
+    # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
     offsets = (capacity * torch.arange(1, E + 1, device=counts.device)).int()
 
-    # By how much an expert's rows move: from their old start to the new one.
+    # How far an expert's rows move.
     moved_E = (offsets - counts) - (plan.offsets - plan.counts)
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     inverse = plan.inverse + moved_E[expert_TK.clamp(max=E - 1)]
@@ -864,17 +839,17 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
 
     assignment_1N = torch.arange(N, device=counts.device)[None]
     order = scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
-    order = F.pad(order.flatten(), (0, 1))               # the last: any, it is masked
+    order = F.pad(order.flatten(), (0, 1))               # the last one is masked
     return Plan(order, inverse, counts=counts, offsets=offsets)
 
 
 # ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
-# y is fc1's output; a is the gate half, b the up half.
+# y is fc1's output, a its gate half, b its up half.
 
 class Activation:
-    """A frozen dataclass: its fields are the constants. value(*parts) is the output for the
-    parts of y; back(g, *parts) is (the output, the gradient of each part). They compute in the
-    dtype they are given.
+    """A frozen dataclass: its fields are the constants. value(*parts) is the output for the parts
+    of y; back(g, *parts) is (the output, each part's gradient). They compute in the dtype they are
+    given.
     """
     parts: ClassVar[int] = 2
 
@@ -882,7 +857,7 @@ class Activation:
 @dataclass(frozen=True)
 class SwiGLU(Activation):
     """act(a) · (b + linear_offset), where act is SiLU (arXiv 2002.05202). clamp_value v first
-    clamps a to a <= v, and b to -v <= b <= v.
+    clamps a to a <= v and b to -v <= b <= v.
     """
     linear_offset: float = 0.0
     clamp_value: float | None = None
@@ -910,8 +885,7 @@ class SwiGLU(Activation):
         grad_b = g * act
         v = self.clamp_value
         if v is not None:
-            # The gradient passes at the bound, as torch.clamp's does up to torch 2.13 alone. NaN
-            # counts as outside.
+            # The gradient passes at the bound, on every torch (torch.clamp's: to 2.13), not at NaN.
             grad_a = grad_a.masked_fill(~(a <= v), 0.0)
             grad_b = grad_b.masked_fill(~(b.abs() <= v), 0.0)
         return act * linear, grad_a, grad_b
@@ -944,9 +918,7 @@ class QuickGeGLU(SwiGLU):
 
 @dataclass(frozen=True)
 class SiTU(Activation):
-    """beta · tanh(a / beta) · sigmoid(a) · b. With linear_beta b becomes
-    linear_beta · tanh(b / linear_beta).
-    """
+    """beta · tanh(a / beta) · sigmoid(a) · b. linear_beta l replaces b by l · tanh(b / l)."""
     beta: float = 1.0
     linear_beta: float | None = None
 
@@ -1009,10 +981,7 @@ ACTIVATIONS = {
 
 @torch.compiler.assume_constant_result           # Dynamo cannot trace dataclasses.fields
 def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
-    """The names of an activation's constants: the fields of its dataclass.
-
-    TypeError: the class is no frozen dataclass, or has no value or back.
-    """
+    """The names of an activation's constants. TypeError: no frozen dataclass, no value, no back."""
     made = ACTIVATIONS.get(kind, kind)
     frozen = is_dataclass(made) and made.__dataclass_params__.frozen
     if not frozen or not hasattr(made, "value") or not hasattr(made, "back"):
@@ -1021,8 +990,7 @@ def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
 
 
 def make_activation(kind: str | Activation, **constants: float | None) -> Activation:
-    """The activation of this name with these constants. An Activation has its constants already.
-    """
+    """The activation of this name with these constants; an Activation is given without any."""
     if isinstance(kind, Activation):
         if constants:
             raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)}")
@@ -1036,14 +1004,13 @@ def make_activation(kind: str | Activation, **constants: float | None) -> Activa
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
                              f"{', '.join(known) or 'none'}")
-    # An autograd function cannot take the compiler's symbolic floats. So a graph makes its own
-    # activation, with numbers.
+    # An autograd function cannot take the compiler's symbolic floats: a graph makes its own.
     numbers = {name: x if x is None else as_number(x) for name, x in constants.items()}
     return made(**numbers)
 
 
 def _activate(y, probs, function, layout="(p f)"):
-    """The activation of y, times probs, in y.dtype. layout says how the parts lie in y."""
+    """The activation of y, times probs, in y.dtype. layout: how the parts lie in y."""
     value = function.value(*rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts))
     if probs is not None:
         value = value * probs
@@ -1052,7 +1019,7 @@ def _activate(y, probs, function, layout="(p f)"):
 
 def activate_back(y, g, probs, function, layout="(p f)"):
     """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, the result of _activate). Without
-    probs they count as 1, and the second is None.
+    probs the second is None.
     """
     g = upcast(g)
     parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
@@ -1103,10 +1070,10 @@ def activation(
     """The activation `kind` of y [.., 2F] ("relu2", "gelu": [.., F]), times weights [.., 1] of any
     dtype -> [.., F] in y.dtype, computed in fp32 at least and rounded once.
 
-    kind: a name in ACTIVATIONS, whose fields are the constants, or an Activation with its own.
-    Only y and weights are kept for the backward; with fp8_input_store y is kept as fp8 e4m3,
-    clamped to ±448, while the forward uses the unrounded y. ValueError: an unknown kind or
-    constant, or shapes that do not fit.
+    kind: a name in ACTIVATIONS, whose fields are the constants, or an Activation with its own. Kept
+    for the backward are y and weights; with fp8_input_store y as fp8 e4m3, clamped to ±448, while
+    the forward uses the unrounded y. ValueError: an unknown kind or constant, or shapes that do not
+    fit.
 
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])
@@ -1119,14 +1086,12 @@ def activation(
 # ---- Experts: gather, fc1, activation, fc2, combine ----
 
 def _token_and_prob(order, probs):
-    """(the token of each row [N], its prob [N, 1])."""
+    """(each row's token [N], its prob [N, 1])."""
     return order // probs.shape[1], probs.flatten().index_select(0, order)[:, None]
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """fc1 is [E, P·F, H]. Kept for the backward: fc1's output, the arguments, and what where_read
-    has read. The activation is computed again.
-    """
+    """fc1 is [E, P·F, H]. Kept: the arguments, fc1's output, what where_read read."""
 
     @staticmethod
     def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
@@ -1156,7 +1121,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad = grad.contiguous()
         hidden = kept.to(grad.dtype)
 
-        # Otherwise the compiler could compute token_N and the rows in the forward, and keep them.
+        # Otherwise the compiler could compute token_N and the rows in the forward.
         order = copy_after(order, grad)
         token_N, probs_N1 = _token_and_prob(order, probs)
 
@@ -1173,7 +1138,7 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
             grad_fc2 = grouped.weight_grad(grad, act, read, token_a=token_N)
-        del act                                          # its memory is free for what follows
+        del act                                          # frees its memory
         if need_fc1:
             grad_fc1 = grouped.weight_grad(grad_hidden, tokens, read, token_b=token_N)
         if need_fc1_bias:
@@ -1191,9 +1156,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _add_output_bias(y, probs, plan, fc2_bias):
-    """y_t + Σ_k p_tk · fc2_bias[i_tk], in y.dtype: a product of probs [T, E] and fc2_bias [E, H] in
-    fp32 at least.
-    """
+    """y_t + Σ_k p_tk · fc2_bias[i_tk], in y.dtype: probs [T, E] · fc2_bias [E, H] in fp32."""
     to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), expert_TK)
@@ -1209,9 +1172,7 @@ def _interleaved(fc1, fc1_bias):
 
 
 def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function):
-    """expert_mlp for decoding, in a graph without gradients: the compiler's kernels read the
-    weights of the K experts where they are, and reading is what a product with one row costs.
-    """
+    """expert_mlp for decoding without gradients, compiled: reads K experts' weights in place."""
     E = len(fc1)
     expert_K = grouped.expert_of(plan.inverse, plan.offsets)[0]
     unrouted_K1 = (expert_K == E)[:, None]
@@ -1231,19 +1192,18 @@ def expert_mlp(
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     kind: str | Activation = "swiglu", fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
-    """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where expert_e(x) is
-    fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
+    """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where expert_e(x) is fc2[e] · activation(fc1[e] · x +
+    fc1_bias[e]) + fc2_bias[e].
 
     tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
     not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, gelu), fc2 [E, H, F],
     fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
-    kind, fp8_input_store and the constants: see `activation`.
+    kind, fp8_input_store and constants are `activation`'s.
 
-    fc1 and fc2 may be transposed views, and gate and up may be interleaved in memory; no weight is
-    copied as long as P and F are adjacent axes there. The probs are multiplied in before fc2, so
-    that its output need not be kept: kept for the backward are the arguments and fc1's output
-    [N, P·F], with fc2_bias a [T, E] too. ValueError and TypeError: shapes and dtypes that do not
-    fit.
+    fc1 and fc2 may be transposed views, gate and up interleaved; no weight is copied as long as P
+    and F are adjacent in memory. The probs are multiplied in before fc2, so fc2's output is not
+    kept: kept are the arguments and fc1's output [N, P·F], with fc2_bias a [T, E] too. ValueError
+    and TypeError: shapes and dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
     >>> fc1, fc2 = torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[10.0]]])
@@ -1267,7 +1227,7 @@ def expert_mlp(
         layout, fc1, fc1_bias = _interleaved(fc1, fc1_bias)
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
-    # Not by einops: in a checkpointed region of a graph it could not note the type Parameter.
+    # Not by einops: it fails on a Parameter in a checkpointed region of a graph.
     y = _ExpertMLP.apply(
         (function, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
         plan.order, plan.inverse, plan.offsets)
@@ -1276,5 +1236,5 @@ def expert_mlp(
     return y
 
 
-# permute, has_autocast and others that were here
+# names that were here
 __getattr__ = compat.names_of(__package__, "megatron", "compat", "grouped")

@@ -1,5 +1,5 @@
-"""Megatron's functions on maps [T, E], for code that comes from there: choice, drops, permute,
-activations. The layer needs none of them. docs/megatron.md has the names.
+"""Megatron's functions on maps [T, E], for code that comes from there: see docs/megatron.md. The
+layer needs none of them.
 """
 import functools
 import math
@@ -26,8 +26,8 @@ def topk_routing_with_score_function(
     precomputed_indices: Tensor | None = None, norm_topk_prob: bool | None = None,
     norm_eps: float = 1e-20, group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """kernels.topk_routing with Megatron's result: (probs [T, E], routing_map [T, E] bool), or
-    with `dense_output` (probs [T, K], indices [T, K] int64).
+    """kernels.topk_routing with Megatron's result: (probs [T, E], routing_map [T, E] bool), or with
+    `dense_output` (probs [T, K], indices [T, K] int64).
     """
     probs_TK, indices_TK = kernels.topk_routing(
         logits, topk, use_pre_softmax=use_pre_softmax, num_groups=num_groups,
@@ -65,18 +65,17 @@ def group_limited_topk(
 # ---- Drop ----
 
 def _as_map(routing_map):
-    """routing_map [T, E] as bool. Any integer dtype is accepted."""
+    """routing_map [T, E] as bool; any integer dtype is accepted."""
     check_shapes(routing_map=(routing_map, "T E"))
     if routing_map.dtype != torch.bool and not is_integer(routing_map):
         raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
     return routing_map.bool()
 
 
-# This is an op because the compiler's own code for a sort is made for one length.
+# An op: the compiler's code for a sort is made for one length.
 @op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
 def _place_by_key(keys: Tensor) -> Tensor:
-    """[T, E] int64: the place of each key in its column, the largest first, equal ones in order.
-    """
+    """[T, E] int64: each key's place in its column, the largest first, equal ones in order."""
     order_TE = keys.argsort(dim=0, descending=True, stable=True)
     place_T1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
     return torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(keys))
@@ -86,12 +85,12 @@ def apply_router_token_dropping(
     routing_probs: Tensor, routing_map: Tensor, router_topk: int, capacity_factor: float,
     drop_policy: str = "probs", pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(probs, routing_map), both [T, E], with every expert cut to its capacity C.
+    """(probs, routing_map), both [T, E], with every expert cut to C = get_capacity(T·router_topk,
+    E, capacity_factor) tokens.
 
-    C = get_capacity(T·router_topk, E, capacity_factor). drop_policy "probs" keeps the C
-    most probable tokens of an expert, equal ones in order; "position" keeps its first C.
-    With `pad_to_capacity` every column has exactly min(C, T) ones: the fillers are the
-    lowest-numbered tokens that are not routed to that expert, at prob 0.
+    drop_policy "probs" keeps an expert's C most probable tokens, equal ones in order; "position"
+    its first C. With `pad_to_capacity` every column has exactly min(C, T) ones: the fillers are the
+    lowest-numbered tokens not routed to that expert, at prob 0.
 
     >>> probs = torch.tensor([[0.2, 0.0], [0.9, 0.0], [0.0, 0.5]])
     >>> apply_router_token_dropping(probs, probs > 0, router_topk=1, capacity_factor=0.5)[0]
@@ -134,17 +133,17 @@ def permute(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Copies the tokens [T, H] to rows that are sorted by expert, and by token within an expert.
 
-    routing_map [T, E] is bool or 0/1. Returns (permuted_tokens [rows, H], permuted_probs
-    [rows] or None, sorted_indices [rows] int64): row i is token sorted_indices[i], its
-    prob comes from probs [T, E].
+    routing_map [T, E] is bool or 0/1. Returns (permuted_tokens [rows, H], permuted_probs [rows] or
+    None, sorted_indices [rows] int64): row i is token sorted_indices[i], its prob is of probs [T,
+    E].
 
     num_out_tokens: the number of rows, a static shape. Rows beyond the map's ones are zeros with
       prob 0 and sorted index T; ones beyond the rows are cut off. None: a row for each one, which
       syncs and has a data-dependent shape (eager mode only).
     drop_and_pad: every expert has C = num_out_tokens / E rows: its first C tokens, then the
-      lowest-numbered tokens that are not routed to it, with their prob in `probs`. If C > T, the
-      last C - T rows of every expert are zeros with sorted index T.
-    fused: runs this same function through torch.compile.
+      lowest-numbered tokens not routed to it, with their prob in `probs`. If C > T, the last C - T
+      rows of every expert are zeros with sorted index T.
+    fused: runs this function through torch.compile.
 
     On CUDA the backward adds with atomics, unlike gather_rows.
 
@@ -177,7 +176,7 @@ def permute(
         token = token_EC.flatten()
         expert = row // max(capacity, 1)
     else:
-        # Row i is the i-th one of the map, read column by column. It is found by bisection.
+        # Row i is the map's i-th one, column by column, found by bisection.
         ones_so_far = rearrange(routing_map, "t e -> (e t)").cumsum(0)
         place = torch.searchsorted(ones_so_far, row + 1)         # E·T beyond the last one
         token = torch.where(place < E * T, place % max(T, 1), T)
@@ -196,9 +195,8 @@ def unpermute(
     """Adds the rows [rows, H] of `permute` to their tokens: [T, H] = restore_shape.
 
     With probs [T, E], which needs routing_map [T, E], each row is first multiplied by its prob.
-    Rows with sorted index T are ignored. The sum is in fp32 at least, the result in
-    permuted_tokens.dtype. fused, drop_and_pad: see permute. On CUDA the sum uses atomics, unlike
-    combine_rows.
+    Rows with sorted index T are ignored. The sum is in fp32 at least, on CUDA with atomics (unlike
+    combine_rows); the result has permuted_tokens.dtype. fused, drop_and_pad: see permute.
 
     >>> unpermute(torch.tensor([[2.], [1.], [2.]]), torch.tensor([1, 0, 1]), restore_shape=(2, 1))
     tensor([[1.],
@@ -228,7 +226,7 @@ def unpermute(
             ends_E = routing_map.sum(0).cumsum(0)
             expert = torch.bucketize(row, ends_E, right=True)
         rows = rows * _assignment_probs(probs, sorted_indices, expert)[:, None]
-    out = rows.new_zeros(T + 1, H).index_add(0, sorted_indices, rows)     # row T takes the ignored
+    out = rows.new_zeros(T + 1, H).index_add(0, sorted_indices, rows)     # row T: ignored
     return out[:T].to(permuted_tokens.dtype)
 
 
@@ -238,7 +236,7 @@ def sort_chunks_by_idxs(
     """Reorders the chunks of input [rows, ..]: chunk j of the output is chunk sorted_idxs[j].
 
     split_sizes [n] and sorted_idxs [n], a permutation, are int tensors on the device. The sizes
-    must sum to `rows` (not checked: checking would sync). probs [rows, ..] moves along. Returns
+    must sum to `rows` (not checked: that would sync). probs [rows, ..] moves along. Returns
     (output, permuted_probs or None).
 
     >>> sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
@@ -252,7 +250,7 @@ def sort_chunks_by_idxs(
     starts = split_sizes.cumsum(0) - split_sizes
     new_sizes = split_sizes[sorted_idxs].long()
     new_starts = new_sizes.cumsum(0) - new_sizes
-    shifts = starts[sorted_idxs] - new_starts                    # new place of a chunk -> old one
+    shifts = starts[sorted_idxs] - new_starts                    # new place -> old one
 
     row = torch.arange(input.shape[0], device=input.device)
     source = row + shifts.repeat_interleave(new_sizes, output_size=input.shape[0])
@@ -262,8 +260,8 @@ def sort_chunks_by_idxs(
 
 
 def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """routing_map [T, E] (bool or 0/1) with more ones, in its dtype: the first zeros of each
-    column become ones, until its count is a multiple of pad_multiple, or T.
+    """routing_map [T, E] (bool or 0/1) in its dtype: the first zeros of each column become ones,
+    until its count is a multiple of pad_multiple, or T.
 
     >>> pad_routing_map(torch.tensor([[0], [0], [1]]), pad_multiple=2).flatten()
     tensor([1, 0, 1])
@@ -295,9 +293,8 @@ def activation_back(
     **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
-    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). At the bound of a clamp
-    the gradient passes. A derivative of the results is a RuntimeError; in compiled code they are
-    constants.
+    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). At a clamp's bound it
+    passes. A derivative of the results is a RuntimeError; in compiled code they are constants.
     """
     function = kernels.make_activation(kind, **constants)
     kernels.check_activation(y, weights, function, g=g)
@@ -318,9 +315,7 @@ def swiglu(y: Tensor) -> Tensor:
 
 
 def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
-    """silu(a) · b · weights for y = [a, b] [.., 2F], weights [.., 1] of any dtype -> [..,
-    F] in y.dtype.
-    """
+    """silu(a) · b · weights for y = [a, b] [.., 2F], weights [.., 1] -> [.., F] in y.dtype."""
     return kernels.activation(y, weights=weights)
 
 
@@ -330,7 +325,5 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
 
 
 def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of weighted_swiglu: (grad_y [.., 2F] in y.dtype, grad_weights [.., 1]
-    in weights.dtype).
-    """
+    """The gradients of weighted_swiglu, (grad_y [.., 2F], grad_weights [.., 1])."""
     return activation_back(g, y, weights=weights)

@@ -1,11 +1,9 @@
-"""A Mixture-of-Experts layer: config, layer, experts, latent pair.
+"""A Mixture-of-Experts layer: config, layer, experts, latent pair. Read up to the end of the
+section "Experts" for the layer. Its files:
 
-If you want to read the layer, read up to the end of the section "Experts". Its files:
-
-    moe.py              what the layer computes, and what a config refuses
     router.py           logits, choice, drops, balance losses, counts; all routers of a model
     shared_experts.py   an MLP for every token, in one call or beside the routed path
-    kernels.py          the tensor functions. It begins with the definition, and has the letters
+    kernels.py          the tensor functions: first the definition, and the letters
     grouped.py          the grouped product, on every kind of device
     parallel.py         process groups, and what crosses ranks in a forward
     sharding.py         what each rank holds: weights, state dicts, sums of gradients
@@ -17,10 +15,8 @@ If you want to read the layer, read up to the end of the section "Experts". Its 
 
 Where is it?
     tokens over capacity        TopKRouter._is_over_capacity; kernels.place_in_expert
-    balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler puts them into
-                                the gradient
-    counts, and activation      RouterCounts; _WriteInBackward
-      checkpoints
+    balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler
+    counts, and checkpoints     RouterCounts; _WriteInBackward
     host syncs                  grouped.where_read; parallel.ExpertParallel
     the router alone            TopKRouter; copy all files but shared_experts.py and moe.py
     kept for the backward       kernels._ExpertMLP
@@ -71,16 +67,16 @@ _CONSTANTS = {
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """What a layer computes. A setting that cannot work is a ValueError that names the fields and
-    the way out. (topk = 1 with normalised probs is refused in training alone.)
+    """What a layer computes. What cannot work is a ValueError that names the fields and the way out
+    (topk = 1 with normalised probs: in training alone).
 
-    Most names are Megatron's, without the prefix moe_ or moe_router_. H is hidden_size, F is
-    ffn_hidden_size (of one expert), E is num_experts, K is topk. For score_function to
-    scaling_factor see kernels.topk_routing, for the activation fields kernels.activation.
+    Most names are Megatron's, without moe_ or moe_router_. H is hidden_size, F is ffn_hidden_size
+    (of one expert), E is num_experts, K is topk. For score_function to scaling_factor see
+    kernels.topk_routing, for the activation fields kernels.activation.
 
     apply_probs_on: "activation" is p · expert(x), "input" is expert(p·x), for topk = 1.
     load_balancing_type, aux_loss_coeff: one type and a positive float, or tuples of one length.
-    batch_first: which axis is the sequence. Only seq_aux_loss asks, if there are two token axes.
+    batch_first: which axis is the sequence. Only seq_aux_loss with two token axes needs it.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing
     {'none': 0.0}
@@ -95,11 +91,11 @@ class MoEConfig:
     activation_clamp_value: float | None = None    # for swiglu, geglu and quick_geglu
     situ_beta: float = 1.0                         # for situ
     situ_linear_beta: float | None = None          # for situ
-    activation_fp8_input_store: bool = False       # keep fc1's output for the backward as fp8 e4m3
+    activation_fp8_input_store: bool = False       # keep fc1's output as fp8 e4m3
     add_bias_linear: bool = False                  # biases in the experts
     apply_probs_on: str = "activation"             # "activation", "input"
     score_function: str = "softmax"                # "softmax", "sigmoid", "sqrtsoftplus"
-    pre_softmax: bool = False                      # probs are a softmax over all E, not the chosen
+    pre_softmax: bool = False                      # softmax over all E, not over the chosen
     norm_topk_prob: bool | None = None             # None: Megatron's convention
     norm_eps: float = 1e-20
     num_groups: int | None = None                  # of experts: see megatron.group_limited_topk
@@ -127,11 +123,11 @@ class MoEConfig:
     shared_expert_intermediate_size: int | None = None     # Fs; None: no shared expert
     shared_expert_gate: bool = False               # its output times sigmoid(x · gate_weightᵀ)
     shared_expert_overlap: bool = False            # in five steps, beside the routed path
-    sequence_parallel: bool = False                # over tp each rank has its part of the sequence
+    sequence_parallel: bool = False                # each tp rank has its part of the sequence
     params_dtype: torch.dtype = torch.float32
     init_std: float = 0.02
     output_init_std: float | None = None           # of fc2, latent_up; None: init_std
-    batch_first: bool | None = None                # hidden_states are [B, S, H], token t is b·S + s
+    batch_first: bool | None = None                # hidden_states are [B, S, H]
 
     @property
     def output_std(self) -> float:
@@ -171,7 +167,7 @@ class MoEConfig:
 
     @functools.cached_property
     def always_one(self) -> bool:
-        """One expert a token, and its prob is divided by itself: the router gets no gradient."""
+        """One expert a token, its prob divided by itself: the router gets no gradient."""
         if self.topk > 1 or "sinkhorn" in self.balancing:
             return False
         if self.norm_topk_prob is None:
@@ -180,15 +176,15 @@ class MoEConfig:
 
     @property
     def parts(self) -> int:
-        """Parts P of fc1's output: gate and up, or one where the activation is not gated."""
+        """Parts P of fc1's output: 2 (gate and up), or 1."""
         return self.activation_function.parts
 
     def __post_init__(self):
         for name in ("load_balancing_type", "aux_loss_coeff"):
             if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))     # it can be hashed
+                object.__setattr__(self, name, tuple(getattr(self, name)))     # to be hashable
         check_config(self)
-        # Made here, once: a compiled forward could not make a cached_property.
+        # A compiled forward could not make a cached_property.
         for name, value in vars(MoEConfig).items():
             if isinstance(value, functools.cached_property):
                 getattr(self, name)
@@ -199,18 +195,17 @@ class MoEConfig:
 class MoELayer(ParallelModule):
     """y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the shared expert's output.
 
-    hidden_states [S, B, H] -> the same shape and dtype. The parts are layer.router,
-    layer.experts, layer.latent_down and layer.latent_up (see LatentDown), and
-    layer.shared_experts; the last three are None if not configured. With batch_first
-    hidden_states are [B, S, H], and masks and given indices [B, S, ..].
+    hidden_states [S, B, H] -> the same shape and dtype; with batch_first [B, S, H], as masks and
+    given indices. The parts are layer.router, layer.experts, layer.latent_down, layer.latent_up
+    (see LatentDown) and layer.shared_experts; the last three are None if not configured.
 
     `torch.compile(layer, fullgraph=True)` takes every configuration as one graph (CUDA graphs:
     without shared_expert_overlap). The same input and state give bitwise the same output and
-    gradients, unless input_jitter_eps or force_load_balancing draw numbers. Under ep each rank
-    has E / ep experts and tokens of its own, and must run every forward and backward, also with
-    T = 0. pad_to_capacity needs the same T on all ranks, sequence_parallel the same S over tp.
-    ValueError: sizes that ep or tp do not divide, tp without sequence_parallel or with batch_first,
-    and in the forward wrong shapes.
+    gradients, unless input_jitter_eps or force_load_balancing draw numbers. Under ep each rank has
+    E / ep experts and tokens of its own, and must run every forward and backward, even with T = 0.
+    pad_to_capacity needs the same T on all ranks, sequence_parallel the same S over tp. ValueError:
+    sizes that ep or tp do not divide, tp without sequence_parallel or with batch_first, wrong
+    shapes.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape
@@ -235,9 +230,7 @@ class MoELayer(ParallelModule):
         self, hidden_states: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [S, B, H] or [T, H]. padding_mask, topk_indices (the choice) and cu_seqlens
-        (the bounds of a pack): see TopKRouter.forward.
-        """
+        """hidden_states [S, B, H] or [T, H]. For the other arguments see TopKRouter.forward."""
         config = self.config
         shared = self.shared_experts
         if hidden_states.ndim not in (2, 3):
@@ -255,8 +248,7 @@ class MoELayer(ParallelModule):
         if config.apply_probs_on == "input":                     # K = 1
             x_TH, expert_probs_TK = _multiplied(x_TH, probs_TK)
 
-        # Rows go to their experts and come back. (The casts are for FSDP2: its output_dtype may
-        # change what a part returns.)
+        # Rows go to their experts and come back. (FSDP2's output_dtype makes the casts necessary.)
         dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
         if config.shared_expert_overlap:
             dispatched = OverlappedDispatch(dispatched, shared)
@@ -282,8 +274,8 @@ class MoELayer(ParallelModule):
         """Sends the rows to their experts. Override this for a dispatcher of your own.
 
         x [T, H] is what the experts see: [T, ℓ] with latent experts, times the prob with
-        apply_probs_on "input". The experts multiply by probs [T, K], ones with "input".
-        indices [T, K] are the router's, index E is unrouted, and the plan is of the indices.
+        apply_probs_on "input". The experts multiply by probs [T, K], ones with "input". indices [T,
+        K] are the router's, and the plan is theirs.
         """
         return make_dispatch(x, probs, indices, plan, self.config, self.pg_collection.ep)
 
@@ -298,14 +290,14 @@ def make_dispatch(x, probs, indices, plan, config, group) -> Dispatch:
 
 
 def _multiplied(x_TH, probs_T1):
-    """(x times the probs, the probs that are left for the experts: ones)."""
+    """(x times the probs, the probs left for the experts: ones)."""
     return (x_TH * probs_T1).to(x_TH.dtype), torch.ones_like(probs_T1)
 
 
 # ---- Experts ----
 
 def _as_autocast(*tensors):
-    """The tensors in the dtype of autocast, where it is on for their device."""
+    """The tensors in autocast's dtype, where it is on."""
     device_type = tensors[0].device.type
     if not compat.has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
@@ -335,11 +327,9 @@ class Experts(ParallelModule):
         self.reset_parameters()
 
     def forward(self, tokens: Tensor, probs: Tensor, plan: kernels.Plan) -> Tensor:
-        """tokens [T, H], probs [T, K] and their plan -> [T, H] in tokens.dtype. With latent
-        experts the width is ℓ.
+        """tokens [T, H] (or [T, ℓ]), probs [T, K], their plan -> like tokens.
 
-        Under autocast the products are in its dtype. Gradients arrive in the dtypes of the
-        parameters.
+        Under autocast the products are in its dtype; gradients have the parameters' dtypes.
         """
         dtype = tokens.dtype
         weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
@@ -357,12 +347,10 @@ class Experts(ParallelModule):
         return self.pg_collection.expt_dp
 
 
-# ---- Latent experts: into a space of ℓ dimensions, and back ----
+# ---- Latent experts: from H to ℓ dimensions, and back ----
 
 class LatentDown(ParallelModule):
-    """x [T, H] -> x · weightᵀ [T, ℓ], with ℓ = latent_size: the space in which the routed
-    experts are (arXiv 2601.18089).
-    """
+    """x [T, H] -> x · weightᵀ [T, ℓ], the space of the routed experts (arXiv 2601.18089)."""
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
@@ -374,9 +362,7 @@ class LatentDown(ParallelModule):
 
 
 class LatentUp(ParallelModule):
-    """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H], the way back. The norm is an RMSNorm (arXiv
-    1910.07467); without latent_norm there is none.
-    """
+    """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H]. norm: an RMSNorm (arXiv 1910.07467), or none."""
     std_fields = {"weight": "output_std"}
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
@@ -402,9 +388,9 @@ def select_experts(
     twice to grow, as [*range(E), 0].
 
     The router's rows and expert bias go along, counts start anew, all else is copied. In an
-    optimizer the new parameters take the place of the old ones, with their state. The new layer is
-    not compiled. ValueError: several ranks, a number that is no expert's, state of an unknown
-    shape, and what the config refuses.
+    optimizer the new parameters take the old ones' places, with their state. The new layer is not
+    compiled. ValueError: several ranks, a number that is no expert's, state of an unknown shape,
+    and what the config refuses.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> select_experts(layer, [3, 0, 2]).router.weight.shape
@@ -427,7 +413,7 @@ def select_experts(
         own = name.startswith(("router.", "experts.")) and old.shape[:1] == (E,)
         if not own or not torch.is_tensor(tensor) or tensor.ndim == 0:
             return tensor
-        # Adafactor's means over an axis have size 1 there.
+        # Adafactor's means have size 1 there.
         fits = [n in (1, size) for n, size in zip(tensor.shape, old.shape)]
         if tensor.ndim != old.ndim or not all(fits):
             raise ValueError(f"optimizer keeps {key} of shape {list(tensor.shape)} for {name}; "
@@ -468,7 +454,7 @@ _CHOICES = {
     "bias_update": ("sign", "quantile"),
     "token_drop_policy": ("probs", "position"),
 }
-# field -> those that have no effect without it
+# field -> fields without effect unless it is set
 _NEEDED_BY = {
     "num_groups": "group_topk group_score_topk",
     "group_topk": "num_groups",
@@ -480,10 +466,8 @@ _NEEDED_BY = {
 
 
 def check_config(config: MoEConfig) -> None:
-    """ValueError for the first thing that is refused.
-
-    The functions below give what is refused, in order: (the fields, why). Each relies on the
-    checks before it.
+    """ValueError for the first thing refused. The functions below give (the fields, why) in order;
+    each relies on the checks before it.
     """
     for refused in (_refused_values, _refused_balancing, _refused_routing, _refused_experts):
         for names, why in refused(config):
@@ -500,7 +484,7 @@ def _is_number(x):
 
 
 def _refused_values(c):
-    """Each field by itself, then those that have no effect."""
+    """Each field by itself, then those without effect."""
     rules = (
         ("hidden_size ffn_hidden_size num_experts topk latent_size shared_expert_intermediate_size",
          lambda x: isinstance(x, int) and x > 0, "a positive int"),
@@ -593,5 +577,5 @@ def _refused_experts(c):
                "apply_probs_on out")
 
 
-# finish_step and others that people import from here
+# names that people import from here
 __getattr__ = compat.names_of(__package__, "router", "shared_experts", "parallel", "sharding")

@@ -1,7 +1,5 @@
 """What crosses ranks in a forward: process groups, the dispatch of rows to their experts, the
-all-to-all over ep in two halves, and the tensor-parallel pair.
-
-To understand the layer in one process, read moe.py: without process groups nothing here
+all-to-all over ep in two halves, the tensor-parallel pair. Without process groups nothing here
 communicates.
 """
 from dataclasses import dataclass
@@ -30,19 +28,18 @@ _Group = dist.ProcessGroup | None             # None is a group of one rank
 class ProcessGroups:
     """torch.distributed groups. None is a group of one rank, over which nothing communicates.
 
-    tp        ranks that shard the shared expert; all else is whole on each of them. Each routes
-              its own part of the sequence (sequence_parallel).
+    tp        ranks that shard the shared expert. Each routes its own part of the sequence
+              (sequence_parallel); all else is whole on each.
     ep        ranks that share out the experts, each with tokens of its own.
     tp_cp     ranks that hold one sequence between them.
     dp_cp     all ranks with the same tp rank, including the ep ranks.
     tp_dp_cp  all ranks.
     expt_dp   all ranks with the same experts: those with the same ep rank.
 
-    Each rank's gradients are partial and have to be summed (reduce_gradients). The balance losses
-    are made for that sum: over n data-parallel ranks it has n aux, seq and z-losses, as n
-    microbatches would, and one global loss. If a trainer averages over R ranks instead, multiply
-    the coefficients of aux, seq and z-loss by the size of tp_cp, and the global loss's by R.
-    ValueError: ep without tp_dp_cp.
+    Each rank's gradients are partial and have to be summed (reduce_gradients). Over n data-parallel
+    ranks the sum has n aux, seq and z-losses, as n microbatches would, and one global loss. If a
+    trainer averages over R ranks instead, multiply the coefficients of aux, seq and z-loss by the
+    size of tp_cp, and the global loss's by R. ValueError: ep without tp_dp_cp.
     """
     tp: _Group = None
     ep: _Group = None
@@ -63,9 +60,8 @@ class ProcessGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """The groups of a mesh with any of the dims "dp", "cp", "tp", "ep".
-
-        This is collective: every rank of the mesh has to call it. ValueError: other names.
+        """The groups of a mesh with any of the dims "dp", "cp", "tp", "ep". Collective over all
+        ranks of the mesh. ValueError: other names.
         """
         names = mesh.mesh_dim_names
         if not names or not set(names) <= {"dp", "cp", "tp", "ep"}:
@@ -92,7 +88,7 @@ def group_rank(group) -> int:
 
 
 def all_sum(x: Tensor, group) -> Tensor:
-    """The sum of x over the group, in a new tensor without gradient. With one rank, x itself."""
+    """The sum of x over the group, without gradient, in a new tensor. With one rank, x itself."""
     return x if group_size(group) == 1 else _all_reduced(x, group)
 
 
@@ -103,12 +99,11 @@ def _all_reduced(x, group):
 
 
 # ---- Over ep: an all-to-all in two halves, with other work between them ----
-# The first half issues the exchange, the second waits for it. In the backward the second
-# half comes first: it issues the opposite exchange, and the first half waits for that. So
-# what runs between the halves in the forward runs beside the exchange in the backward too,
-# in eager mode and in a graph. The first half has a second output, the shadow: an expanded
-# scalar, which has the shape of the rows sent and needs no memory. The second half returns the
-# gradient in flight as the shadow's gradient, so autograd hands it to the first half.
+# The first half issues the exchange, the second waits for it; in the backward the second half
+# issues the opposite exchange, and the first waits. So what runs between the halves runs beside
+# the exchange in both directions, in eager mode and in a graph. The first half has a second output,
+# the shadow: an expanded scalar in the shape of the rows sent, without memory. As its gradient the
+# second half returns the gradient in flight, which autograd hands to the first half.
 
 class Splits(NamedTuple):
     """Of an all-to-all: `send[r]` rows to rank r, `receive[r]` from it."""
@@ -117,14 +112,12 @@ class Splits(NamedTuple):
     group: dist.ProcessGroup
 
     def back(self):
-        """Those of the opposite exchange."""
+        """The opposite exchange's."""
         return Splits(self.receive, self.send, self.group)
 
 
 def exchange(rows: Tensor, splits: Splits) -> Tensor:
-    """Issues an all-to-all of rows. The result is valid once `wait` has returned it. There
-    is no gradient.
-    """
+    """Issues an all-to-all of rows, without a gradient; the result is valid after `wait`."""
     return compat.all_to_all(rows.contiguous(), *splits)
 
 
@@ -135,7 +128,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
-        # The shadow has the shape of the gradient that it carries: autograd compares the two.
+        # In the shape of the gradient that it carries: autograd compares the two.
         shadow = rows.new_zeros(()).expand_as(rows)
         return exchange(rows, splits), shadow
 
@@ -163,9 +156,7 @@ class _Finish(torch.autograd.Function):
 
 
 class AllToAll:
-    """Rows [sum(send), ..] in flight. `wait` returns the rows [sum(receive), ..] that arrive.
-    It is differentiable.
-    """
+    """Rows [sum(send), ..] in flight. `wait` returns the [sum(receive), ..] that arrive."""
 
     def __init__(self, rows: Tensor, splits: Splits):
         self.splits = splits
@@ -178,35 +169,30 @@ class AllToAll:
 # ---- Dispatch: rows to their experts, and their outputs back ----
 
 class Dispatch(Protocol):
-    """What MoELayer.dispatch returns. The layer calls the three methods once each, in this
-    order, with the experts between the first and the second.
-
-    What the experts see has the width H, or ℓ with latent experts. The experts multiply by
-    the probs. So the way back is a sum without weights.
+    """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
+    with the experts between the first and the second. The experts' width is H, or ℓ with latent
+    experts. They multiply by the probs, so the way back is a plain sum.
     """
 
     def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
         """(rows [M, H], probs [M, K], plan): the arguments of Experts.forward.
 
-        The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts holds for
-        each row the numbers of its experts among those of this rank, and E / ep for what is
-        unrouted. A dispatcher whose rows have one expert each gives one column.
+        The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts number this
+        rank's experts from 0, and E / ep is unrouted. If rows have one expert each, there is one
+        column.
         """
 
     def send_back(self, output: Tensor):
-        """output [M, H] of the experts, in the order of the rows -> a handle. It may start
-        the send without waiting; the shared expert then runs.
+        """output [M, H] of the experts, in the order of the rows -> a handle. It may start the send
+        without waiting; the shared expert then runs.
         """
 
     def wait_and_combine(self, handle) -> Tensor:
-        """[T, H]: for each token of this rank the sum of what its experts returned."""
+        """[T, H]: for each token of this rank the sum of its experts' outputs."""
 
 
 class Local(NamedTuple):
-    """A Dispatch where nothing crosses ranks, so there is nothing to wait for.
-    kernels.expert_mlp gathers the rows from the tokens and combines them, and the methods
-    pass their input on.
-    """
+    """A Dispatch where nothing crosses ranks: kernels.expert_mlp gathers and combines the rows."""
     tokens: Tensor
     probs: Tensor
     plan: kernels.Plan
@@ -231,9 +217,7 @@ def _extend(x, rows):
 
 
 def _first_rows(x, rows):
-    """x[:rows], for a number that comes from the device: a graph of torch 2.11 cannot hold the
-    gradient of such a slice.
-    """
+    """x[:rows] for a number from the device, whose gradient a graph of torch 2.11 cannot hold."""
     functions = partial(_cut, rows=rows), partial(_extend, rows=x.shape[0])
     return kernels.Adjoint.apply(x, functions)
 
@@ -241,14 +225,14 @@ def _first_rows(x, rows):
 class ExpertParallel:
     """A Dispatch: a token goes once to each rank that holds experts of it, and back.
 
-    So a row is a (token, rank), and a token has at most D = min(K, ranks) of them. A row has K
-    probs and experts, those of the token, and what is elsewhere is unrouted. The rank sums what
-    its experts return for a row.
+    So a row is a (token, rank); a token has at most D = min(K, ranks) of them. A row has the
+    token's K probs and experts, unrouted where they are elsewhere, and the rank sums what its
+    experts return.
 
-    The ranks first exchange how many rows and assignments go where, and read it on the host:
-    the one sync of the dispatch. With capacity_factor and pad_to_capacity every rank gets as
-    many rows as there can be: no exchange of counts, no sync. M is the number of rows that this
-    rank receives. Without padding capacity_factor is None.
+    The ranks first exchange how many rows and assignments go where, and read that on the host: the
+    dispatch's one sync. With capacity_factor, which is None without pad_to_capacity, every rank
+    gets as many rows as there can be: no exchange of counts, no sync. M is the number of rows
+    received.
     """
 
     def __init__(self, x_TH, probs_TK, indices_TK, counts_E, group, capacity_factor):
@@ -256,7 +240,7 @@ class ExpertParallel:
         E, ranks = len(counts_E), group.size()
         local = E // ranks                                   # experts of one rank
         rank_TK, _ = kernels.merge_repeats(indices_TK // local, ranks)
-        # The slots that name no rank go to the end, beyond D. The others keep their order.
+        # Slots that name no rank go to the end, beyond D; the others keep their order.
         slots_TD = (rank_TK == ranks).argsort(dim=1, stable=True)[:, :ranks]
         plan = kernels.plan_permutation(rank_TK.gather(1, slots_TD), ranks)
         if capacity_factor is not None:
@@ -266,16 +250,15 @@ class ExpertParallel:
             send = receive = [rows_to_each] * ranks
             assignments = ranks * min(T * K, most)
         else:
-            # Issued before the rows are gathered, so that it runs beside that.
+            # Issued first, so that the rows are gathered beside it.
             sent_R2 = torch.stack((plan.counts, counts_E.view(ranks, local).sum(1)), 1)
             each = [1] * ranks
             counts_in_flight = exchange(sent_R2, Splits(each, each, group))
-            # Add one unrouted row. Then _first_rows always cuts something off, so that the
-            # compiler needs only one graph.
+            # One more row, so that _first_rows always cuts something off: one graph suffices.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
-        # The experts travel beside the probs, as numbers from 1: 0 is a row without a token. Each
-        # number below 2²⁴ is exact in fp32. Under autocast `cat` takes no fp16 beside fp32.
+        # The experts travel beside the probs, as numbers from 1, exact in fp32; 0: no token.
+        # Both in one dtype, since under autocast `cat` takes no fp16 beside fp32.
         wide = torch.promote_types(probs_TK.dtype, torch.float32)
         beside_T2K = torch.cat((probs_TK.to(wide), (indices_TK + 1).to(wide)), 1)
         beside = kernels.gather_rows(beside_T2K, plan)
@@ -311,13 +294,11 @@ class ExpertParallel:
 
 # ---- Over tp: into the sharded product and out of it ----
 
-# _gather and _sum return views: in a graph of torch 2.11 a collective's output would lose its
-# gradient if it were returned as it is.
+# _gather and _sum return views: in a graph of torch 2.11 a collective's own output loses its
+# gradient.
 
 def _gather(group, sequence_parallel, x):
-    """With sequence_parallel the x of all ranks, one after the other along the first axis;
-    else x.
-    """
+    """With sequence_parallel the x of all ranks, along the first axis; else x."""
     if not sequence_parallel:
         return x.view_as(x)
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
@@ -326,8 +307,7 @@ def _gather(group, sequence_parallel, x):
 
 
 def _sum(group, sequence_parallel, x):
-    """The sum of x over the group; with sequence_parallel this rank's part of it, along axis 0.
-    """
+    """The sum of x over the group; with sequence_parallel this rank's part along axis 0."""
     if not sequence_parallel:
         return all_sum(x, group).view_as(x)
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
@@ -341,8 +321,8 @@ def _gather_and_sum(group, sequence_parallel):
 
 
 def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The tokens of all ranks. With sequence_parallel x is this rank's part and is gathered,
-    else x is all of them already. The backward sums over the ranks.
+    """The tokens of all ranks: with sequence_parallel gathered from parts, else x. The backward
+    sums over the ranks.
     """
     if group_size(group) == 1:
         return x
@@ -350,14 +330,12 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The opposite of enter_tp: x is a partial sum for all tokens. The result is the whole
-    sum, with sequence_parallel this rank's part of it.
-    """
+    """The opposite of enter_tp: the sum of partial x; with sequence_parallel a rank's part."""
     if group_size(group) == 1:
         return x
     sum_and_gather = _gather_and_sum(group, sequence_parallel)[::-1]
     return kernels.Adjoint.apply(x, sum_and_gather)
 
 
-# reduce_gradients and others that were here
+# names that were here
 __getattr__ = compat.names_of(__package__, "sharding")

@@ -1,7 +1,5 @@
-"""The router: logits, choice, drops, balance losses, counts. Then the functions for all routers of
-a model: finish_step, record and replay, metrics.
-
-Open it to see how tokens find their experts.
+"""The router: logits, choice, drops, balance losses, counts. Then functions for all routers of a
+model: finish_step, record and replay, metrics.
 """
 import contextlib
 import math
@@ -40,13 +38,13 @@ LOGGED = ("dropped", *METRICS)                       # names of tensors of Route
 # ---- Router ----
 
 def _counted(name):
-    """A property of the router: the tensor of this name in its counts."""
+    """The tensor of this name in the router's counts."""
     return property(lambda router: getattr(router.counts, name))
 
 
 class Router(ParallelModule, ABC):
-    """The base of a router: weight [E, H], logits, expert bias and counts. A subclass turns logits
-    into a choice; `forward` and `routing` suffice to work in a layer.
+    """The base of a router: weight [E, H], logits, expert bias and counts. A subclass with
+    `forward` and `routing` works in a layer.
     """
 
     def __init__(self, config: "MoEConfig", pg_collection: ProcessGroups | None = None):
@@ -60,14 +58,13 @@ class Router(ParallelModule, ABC):
         self.layer_number = None
         self.make_tensors()
         self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
-        # See record_routing and replay_routing.
         self._recording = False
         self._recorded = None, None                  # indices, probs
         self._replayed = None
         self.reset_parameters()
 
     def make_tensors(self) -> None:
-        """weight [E, H], and if configured bias [E] and the buffer expert_bias [E] in fp32."""
+        """weight [E, H]; if configured, bias [E] and the buffer expert_bias [E] in fp32."""
         config = self.config
         self.weight = self.parameter(config.num_experts, config.hidden_size)
         self.bias = None
@@ -90,9 +87,9 @@ class Router(ParallelModule, ABC):
         self, input: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(probs [T, K], indices [T, K] int64), made of the map that forward(input) returns: the K
-        most probable experts of each row. A row with fewer ends with index E and prob 0. Padding
-        is unrouted. ValueError: topk_indices or cu_seqlens; override this to take them.
+        """(probs [T, K], indices [T, K] int64): the K most probable experts of each row of
+        forward(input)'s map. A row with fewer ends with index E and prob 0; padding is unrouted.
+        ValueError: topk_indices or cu_seqlens; override this to take them.
         """
         for name, given in (("topk_indices", topk_indices), ("cu_seqlens", cu_seqlens)):
             if given is not None:
@@ -110,7 +107,7 @@ class Router(ParallelModule, ABC):
         return kernels.pick(probs_TE, indices), indices
 
     def gating(self, input: Tensor) -> Tensor:
-        """input [.., H] -> logits [.., E] in router_dtype. Autocast does not change it."""
+        """input [.., H] -> logits [.., E] in router_dtype, under autocast too."""
         weight, bias = self.weight, self.bias
         if isinstance(weight, DTensor):
             weight, bias = gathered(weight), gathered(bias)
@@ -130,7 +127,7 @@ class Router(ParallelModule, ABC):
     def reset_counts(self) -> None:
         """Empties counts and sums."""
         self.counts.reset()
-        _loss_scale(self.weight.device)              # made here, not by the first compiled forward
+        _loss_scale(self.weight.device)              # made before the first compiled forward
 
     def _given_indices(self, topk_indices, axes):
         """The indices [T, K] int64 that replace the choice: replay_routing's, or the argument."""
@@ -139,7 +136,7 @@ class Router(ParallelModule, ABC):
             raise ValueError(f"{name} is None: this router had not run in record_routing; "
                              f"needs a tensor [T, {self.config.topk}] of an integer dtype")
         T, K = math.prod(axes), self.config.topk
-        # Not by `in`: in a graph that takes sizes for different that are symbolic.
+        # In a graph `in` finds symbolic sizes different.
         fits = indices.shape == (T, K) or indices.shape == (*axes, K)
         if not fits or not compat.is_integer(indices):
             raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
@@ -157,8 +154,8 @@ class Router(ParallelModule, ABC):
         return self.training and torch.is_grad_enabled()
 
     def _apply_expert_bias(self, routing_map):
-        """Counts the tokens of the map [T, E], before dropping and without padding. Call it in the
-        forward of a router of your own; the backward adds them. TopKRouter counts by itself.
+        """Counts the tokens of the map [T, E], before dropping and without padding, in the
+        backward. Call it in the forward of a router of your own; TopKRouter counts by itself.
         """
         if self._in_training_forward():
             self._prepare_counts()
@@ -172,29 +169,27 @@ class Router(ParallelModule, ABC):
         return self.counts.write(probs, self.bias_histogram, histogram, add=True)
 
     def reset_bias_histogram(self) -> None:
-        """Empties the histogram of bias_update="quantile". Call it after writing the expert bias by
-        hand, since the histogram is of the old bias; load_state_dict does so by itself.
+        """Empties the histogram of bias_update="quantile", which is of the old bias. Call it after
+        writing the expert bias by hand; load_state_dict does.
         """
         self.counts.zero("bias_histogram")
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Starts the averages of the global loss anew. finish_step calls it."""
+        """Starts the averages of the global loss anew; finish_step does."""
         self.counts.zero("global_tokens_per_expert", "ga_steps")
 
     def add_in_backward(self, activation: Tensor, buffer: Tensor, value: Tensor) -> Tensor:
-        """activation, whose backward adds value to buffer: for a count of your own in `choose`. So
-        nothing is added twice under an activation checkpoint, nor without a backward.
+        """activation, whose backward adds value to buffer: for a count of your own in `choose`.
+        Activation checkpoints and forwards without a backward then add nothing twice.
         """
         if not self._in_training_forward():
             return activation
         return self.counts.write(activation, buffer, value, add=True)
 
     def end_step(self) -> None:
-        """Does nothing. Override it to update a state of your own: finish_step calls it, after the
-        update of the expert biases.
-        """
+        """Override it to update a state of your own: finish_step ends with it."""
 
-    # -- the expert bias stays in fp32: in bf16 an update of 1e-3 is rounded away --
+    # -- the expert bias stays in fp32: bf16 rounds updates of 1e-3 away --
 
     def _apply(self, fn, recurse=True):
         bias = self.expert_bias
@@ -229,7 +224,7 @@ class Router(ParallelModule, ABC):
 
 
 class _RandomLogits(torch.autograd.Function):
-    """Random values, with the gradient of the logits."""
+    """Random values with the logits' gradient."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -246,12 +241,12 @@ class TopKRouter(Router):
 
     route(input)     -> (probs [T, K], indices [T, K]), the form that the layer runs on
     forward(input)   -> (probs [T, E], routing_map [T, E]), Megatron's form of the same choice
-    routing(logits)  -> (probs [T, E], routing_map [T, E]), from given logits
+    routing(logits)  -> (probs [T, E], routing_map [T, E])
     gating(input)    -> logits
     choose(logits)   -> (probs [T, K], indices [T, K]): override it for a routing of your own
 
-    In training balance losses are attached to the probs, and the z-loss to the logits. They are
-    in the gradient already: do not add them. Counts are in `counts`, a RouterCounts.
+    In training the gradients of balance losses and z-loss come through the probs and logits: do not
+    add the losses. Counts are in `counts`, a RouterCounts.
 
     >>> router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> probs, indices = router.route(torch.randn(5, 3, 8))
@@ -264,17 +259,17 @@ class TopKRouter(Router):
         topk_indices: Tensor | None = None, dense_output: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """input [S, B, H], with batch_first [B, S, H], or [T, H] -> (probs [T, E] in
-        probs_dtype, routing_map [T, E] bool), or with `dense_output` (probs [T, K],
-        indices [T, K] int64), where index E is unrouted and has prob 0.
+        """input [S, B, H], with batch_first [B, S, H], or [T, H] -> (probs [T, E] in probs_dtype,
+        routing_map [T, E] bool), or with `dense_output` (probs [T, K], indices [T, K] int64), where
+        index E is unrouted and has prob 0.
 
         padding_mask [S, B] or [T] bool: tokens with True are unrouted.
         topk_indices [T, K] or [S, B, K] in [0, E], of any integer dtype: the choice (replay, hash
-          routing). The range is not checked: checking would sync the device.
+          routing). The range is not checked: that would sync the device.
         cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: the bounds of a pack's
-          sequences, for seq_aux_loss alone. The pack is [T, H], or has one token axis of length 1.
-          Within tp_cp each rank gives the bounds of its own part, for the same n sequences. The
-          values are checked only in eager mode on a CPU.
+          sequences, for seq_aux_loss. The pack is [T, H], or has one token axis of length 1. Within
+          tp_cp each rank bounds its own part of the same n sequences. Values are checked only in
+          eager mode on a CPU.
         """
         axes = list(input.shape[:-1])
         if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:
@@ -293,7 +288,7 @@ class TopKRouter(Router):
         self, input: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """forward in the [T, K] form that the layer runs on: (probs [T, K], indices [T, K])."""
+        """forward with dense_output, the form that the layer runs on."""
         return self(input, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -305,9 +300,7 @@ class TopKRouter(Router):
     # -- the choice --
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961). The experts see the
-        input without it.
-        """
+        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961), for the router."""
         eps = self.config.input_jitter_eps
         if not self.training:
             return input
@@ -317,9 +310,7 @@ class TopKRouter(Router):
         self, logits: Tensor, padding_T: Tensor | None = None, topk_indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K]), as forward does, without
-        its checks.
-        """
+        """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K]): forward from logits."""
         config = self.config
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))
@@ -329,14 +320,14 @@ class TopKRouter(Router):
         if config.always_one and self.weight.requires_grad and self._in_training_forward():
             _refuse_training(config)
 
-        # 1. The logits [T, E], with the z-loss in their gradient.
+        # 1. Logits [T, E], with the z-loss in their gradient.
         logits_TE = logits.flatten(0, -2)
         if config.force_load_balancing:
             logits_TE, topk_indices = self._force(logits_TE, topk_indices)
         if config.z_loss_coeff:
             logits_TE = self.apply_z_loss(logits_TE, padding_T)
 
-        # 2. Choose. This is what is counted and recorded; the tokens of padding are unrouted.
+        # 2. Choose: what is counted and recorded.
         if config.enable_expert_bias:
             self._maintain_float32_expert_bias()
         if self._replayed is not None:
@@ -374,9 +365,9 @@ class TopKRouter(Router):
         """logits [T, E] -> (probs [T, K], indices [T, K] int64 in [0, E]), before padding and
         dropping. Override this for a routing of your own.
 
-        Index E is unrouted; its prob is 0. The balance losses still see the plain top K of the
-        logits. padding_mask [T] and topk_indices [T, K] are forward's, or None. Given indices may
-        name an expert twice, returned ones may not: see kernels.merge_repeats.
+        Index E is unrouted; its prob is 0. The balance losses still see the top K of the logits.
+        padding_mask [T] and topk_indices [T, K] are forward's, or None. Given indices may name an
+        expert twice, returned ones may not: see kernels.merge_repeats.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
@@ -399,7 +390,7 @@ class TopKRouter(Router):
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [.., E] -> (probs [T, E], routing_map [T, E]): the top K of sinkhorn(logits) in
         training, of the logits in eval. The probs are the sigmoid (K = 1) or the softmax over all
-        E, not normalised again, in the dtype of the logits.
+        E, in the dtype of the logits.
         """
         probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
         return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
@@ -415,7 +406,7 @@ class TopKRouter(Router):
         return logits_TE, topk_indices
 
     def _fill_unknown(self, indices_TK, logits_TE, padding_T):
-        """Replayed indices, with the router's own choice for the tokens that have a -1."""
+        """Replayed indices; tokens with a -1 take the router's own choice."""
         with torch.no_grad():
             _, own_TK = self.choose(logits_TE, padding_T)
         return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
@@ -432,7 +423,7 @@ class TopKRouter(Router):
 
     def _is_over_capacity(self, probs_TK, indices_TK):
         """[T, K] bool, also True for unrouted assignments. An expert keeps its C most probable
-        tokens, or its first C (arXiv 2006.16668). The other probs are not normalised again.
+        tokens, or its first C (arXiv 2006.16668).
         """
         E = self.config.num_experts
         by = probs_TK.detach() if self.config.token_drop_policy == "probs" else None
@@ -458,16 +449,16 @@ class TopKRouter(Router):
     # -- losses --
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """The coefficient of a balancing type, 0.0 when it is off."""
+        """The coefficient of a balancing type; 0.0: off."""
         return self.config.balancing.get(aux_loss_type, 0.0)
 
     def is_aux_loss_enabled(self) -> bool:
-        """Whether any balance loss has a coefficient other than 0."""
+        """Whether any balance loss is on."""
         return bool(self.config.losses)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """logits [.., E] with the z-loss attached in training (arXiv 2202.08906): coeff ·
-        Σ logsumexp² over this rank's valid tokens, divided by the valid tokens of tp_cp.
+        """logits [.., E], in training with the z-loss attached (arXiv 2202.08906): coeff · Σ
+        logsumexp² over this rank's valid tokens, divided by the valid tokens of tp_cp.
         """
         coeff = self.config.z_loss_coeff
         group = self.pg_collection.tp_cp
@@ -487,7 +478,7 @@ class TopKRouter(Router):
             valid_token_count=tokens)
 
     def _apply_losses(self, probs, logits_TE, padding_T, axes, cu_seqlens):
-        """probs [T, K] with every balance loss that is on. The tokens have the axes [S, B], with
+        """probs [T, K] with every balance loss that is on. axes: the tokens' [S, B], with
         batch_first [B, S], or [T]: one sequence, or a pack with the bounds cu_seqlens.
         """
         map_TE, scores_TE = kernels.compute_routing_scores_for_aux_loss(
@@ -505,10 +496,10 @@ class TopKRouter(Router):
         return probs
 
     def _sequences(self, axes, cu_seqlens, device):
-        """(the sequence of each token [T], how many there are)."""
+        """(each token's sequence [T], how many there are)."""
         token_T = torch.arange(math.prod(axes), device=device)
         if cu_seqlens is not None:
-            # Sequence 0 has no tokens. This avoids a separate graph for n = 1.
+            # Sequence 0, without tokens, avoids a separate graph for n = 1.
             return torch.searchsorted(cu_seqlens.long(), token_T, right=True), len(cu_seqlens)
         if len(axes) == 1:
             return torch.zeros_like(token_T), 1
@@ -526,17 +517,17 @@ class TopKRouter(Router):
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
-        """probs with the mean of the switch losses of B = bsz sequences attached. Token s·B + b
-        belongs to sequence b. Each has its own counts and valid tokens, summed over tp_cp. A
-        sequence of padding gives 0.
+        """probs with the mean of the switch losses of B = bsz sequences attached; token s·B + b
+        belongs to sequence b. Counts and valid tokens are summed over tp_cp. A sequence of padding
+        gives 0.
         """
         sequence_T = torch.arange(seq_length * bsz, device=probs.device) % max(bsz, 1)
         return self._apply_loss_of_sequences(
             probs, scores_for_aux_loss, routing_map, sequence_T=sequence_T, num_sequences=bsz)
 
     def _apply_loss_of_sequences(self, probs, scores, routing_map, sequence_T, num_sequences):
-        """_apply_seq_aux_loss for any sequence_T [T]: the mean over the sequences that have tokens
-        on any rank of tp_cp.
+        """_apply_seq_aux_loss for any sequence_T [T]: the mean over sequences with tokens on any
+        rank of tp_cp.
         """
         group = self.pg_collection.tp_cp
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
@@ -551,7 +542,7 @@ class TopKRouter(Router):
 
     def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are summed
-        over tp_dp_cp, and averaged over this forward and those that have had their backward since
+        over tp_dp_cp, and averaged over this forward and those that had their backward since
         reset_global_aux_loss_tracker.
         """
         groups = self.pg_collection
@@ -559,7 +550,7 @@ class TopKRouter(Router):
         counts_E = all_sum(local_E, groups.tp_dp_cp).float()
         sums_E, steps = self.global_tokens_per_expert, self.ga_steps
         mean_E = _running_mean(sums_E, steps, counts_E)
-        # Made before the probs: in the backward it would be of sums that have moved on.
+        # Made before the probs: the backward's would be of sums that have moved on.
         probs = kernels.Adjoint.apply(probs, (compat.copy_after, lambda grad, mean: grad), mean_E)
         mean_E = mean_E.to(scores_for_aux_loss.dtype)
         probs = self.counts.write(probs, sums_E, counts_E, add=True)
@@ -569,9 +560,7 @@ class TopKRouter(Router):
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
 
     def _attach_switch_loss(self, kind, probs, scores, counts_E, group, valid=None):
-        """probs with the switch loss of these counts. valid: the valid tokens, where the counts do
-        not say it.
-        """
+        """probs with the switch loss of these counts. valid: the valid tokens, if not theirs."""
         config = self.config
         coeff = self.get_aux_loss_coeff(kind)
         tokens = counts_E.sum().to(scores.dtype) / config.topk
@@ -588,11 +577,11 @@ class TopKRouter(Router):
         reduce_group, reduce_group_has_dp: bool = False,
         valid_token_count: int | Tensor | None = None,
     ) -> Tensor:
-        """activation, with aux_loss in its backward, and the loss / coefficient kept for
+        """activation, with aux_loss in its backward, and aux_loss / aux_loss_coeff kept for
         load_balancing_metrics, which sums it over reduce_group and averages it over data-parallel
-        ranks unless reduce_group_has_dp. With calculate_per_token_loss the loss is attached
-        times valid_token_count (default: the rows of the activation over tp_cp).
-        ValueError: an unknown aux_loss_name.
+        ranks unless reduce_group_has_dp. With calculate_per_token_loss the loss is attached times
+        valid_token_count (default: the rows of the activation over tp_cp). ValueError: an unknown
+        aux_loss_name.
         """
         compat.check_known("aux_loss_name", aux_loss_name, METRICS)
         sharers = None if reduce_group_has_dp else group_size(reduce_group)
@@ -608,10 +597,10 @@ class TopKRouter(Router):
         return valid_token_count
 
 
-# ---- You have read the router. What it keeps: the loss scale, and a loss in the backward ----
+# ---- You have read the router. What it keeps: the loss scale ----
 
 _CPU = torch.device("cpu")
-with torch.inference_mode(False):            # this file may be imported inside an inference_mode
+with torch.inference_mode(False):            # the import may be inside an inference_mode
     _LOSS_SCALE = {_CPU: torch.ones((), dtype=torch.float32, device=_CPU)}
 
 
@@ -627,11 +616,9 @@ def _add_loss_scale(device):
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
-    """Sets the factor on the gradients of all balance losses and z-losses in this process.
-
-    Give the factor by which you multiply the main loss: a loss scaler's, or 1 / microbatches, as
-    a float or a 0-d tensor. It holds for every backward from now on, in compiled code without a
-    recompile.
+    """Sets the factor on the gradients of all balance losses and z-losses in this process: the
+    factor by which you multiply the main loss (a loss scaler's, 1 / microbatches), a float or a 0-d
+    tensor. It holds for every backward from now on, without a recompile.
     """
     if isinstance(scale, Tensor) and scale.ndim:
         raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
@@ -641,13 +628,13 @@ def set_aux_loss_scale(scale: float | Tensor) -> None:
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """activation -> activation. In the backward `loss` gets the gradient `scale` (0-d), as if
-    scale · loss had been added to the main loss. Megatron's set_loss_scale is set_aux_loss_scale.
+    """activation -> activation. In the backward `loss` gets the gradient `scale` (0-d), as if scale
+    · loss were in the main loss. Megatron's set_loss_scale is set_aux_loss_scale.
     """
 
     @staticmethod
     def forward(ctx, activation, loss, scale):
-        # Not through save_for_backward: the scale may change before the backward.
+        # Not saved: the scale may change before the backward.
         ctx.scale = scale
         ctx.dtype = loss.dtype
         return compat.as_no_view(activation, activation.shape)
@@ -660,21 +647,20 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
 
 # ---- What it keeps: counts, written in the backward ----
-# A checkpoint runs a forward twice, but its backward once.
+# since a checkpoint runs a forward twice, but its backward once.
 
 @compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
 def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
-    """buffer += value, or buffer = value. An op with the argument `grad`, which it does not use:
-    otherwise a graph would add to the buffer of the forward, and lose what others have added since.
-    A few numbers of a gradient suffice.
+    """buffer += value, or buffer = value. `grad` is unused. Without it a graph would add to the
+    forward's buffer, and lose what others have added since.
     """
     buffer.copy_(buffer + value if add else value)
 
 
 @compat.op(lambda sums, steps, counts: torch.empty_like(sums))
 def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-    """[E]: the mean of the forwards in the sums and of this one. An op, since the compiler keeps
-    its result; a plain sum it would compute again in the backward.
+    """[E]: the mean of the forwards in the sums and of this one. An op: a plain sum the compiler
+    would compute again in the backward.
     """
     return (sums + counts) / (steps + 1)
 
@@ -684,7 +670,7 @@ class _WriteInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, activation, buffer, value, add):
-        # The buffer is not saved: other backwards may write to it before this one.
+        # Not saved: other backwards may write to it first.
         ctx.buffer = buffer
         ctx.add = add
         ctx.save_for_backward(value)
@@ -700,16 +686,16 @@ class _WriteInBackward(torch.autograd.Function):
 
 
 class RouterCounts:
-    """What a router counts: plain tensors in fp32 (the histogram in int32), updated in place in the
-    backward of a training forward. They are no buffers, since DistributedDataParallel would
-    overwrite those by rank 0's. None: the config does not ask for it.
+    """What a router counts: plain tensors, updated in place in the backward of a training forward.
+    They are no buffers: DistributedDataParallel would overwrite those by rank 0's. None: not
+    configured.
 
     local_tokens_per_expert [E]      since the last update_expert_bias
-    bias_histogram [E, 1000]         of needed biases, since that too
+    bias_histogram [E, 1000]         of needed biases, since then, in int32
     global_tokens_per_expert [E]     the running sum of the global loss
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
-    of each name in LOGGED []        a loss, or the assignments over capacity, of it too
+    of each name in LOGGED []        its loss, or its assignments over capacity
     """
 
     def __init__(self, config, tp_cp_size):
@@ -727,10 +713,10 @@ class RouterCounts:
         self.last_tokens_per_expert = counter(E)
         for name in LOGGED:
             setattr(self, name, counter())
-        # Name -> the number of ranks that hold parts of it. None: all, the data-parallel ones too.
+        # Name -> the number of ranks that share it. None: all, the data-parallel ones too.
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None,
                         "dropped": None}
-        self.waiting = []                            # what is to be written, and has no backward
+        self.waiting = []                            # writes without a backward
         self.reset()
 
     def tensors(self):
@@ -746,14 +732,14 @@ class RouterCounts:
 
     def log(self, activation, name, value, sharers):
         """activation, whose backward keeps the value."""
-        # Written only if it changes: in a checkpointed region Dynamo refuses such a write.
+        # Only if it changes: Dynamo refuses this write in a checkpointed region.
         if self.sharers[name] != sharers:
             self.sharers[name] = sharers
         return self.write(activation, getattr(self, name), value.float(), add=False)
 
     def write(self, activation, buffer, value, add):
-        """activation, whose backward writes value to buffer: adds it, or puts it in place. If the
-        activation has no backward, see carried_by.
+        """activation, whose backward adds value to buffer, or puts it there. An activation without
+        a backward: see carried_by.
         """
         if activation is None or not activation.requires_grad:
             self.wait([*self.waiting, (buffer, value, add)])
@@ -765,8 +751,8 @@ class RouterCounts:
         self.waiting = writes
 
     def carried_by(self, activation):
-        """activation, whose backward writes what is waiting for one: that of a router whose probs
-        need no gradient, since it is frozen and its input needs none.
+        """activation, whose backward does the waiting writes: those of a frozen router, whose probs
+        need no gradient.
         """
         if self.waiting and activation.requires_grad:
             for write in self.waiting:
@@ -798,9 +784,7 @@ class RouterCounts:
             self.reset()
 
     def follow(self, device):
-        """To the router's device, if fully_shard or load_state_dict(assign=True) has moved the
-        router without `_apply`.
-        """
+        """To the router's device, if fully_shard or assign=True moved it without `_apply`."""
         with torch.inference_mode(False):            # else training could not update them
             self.move(lambda tensor: torch.empty_like(tensor, device=device))
 
@@ -821,10 +805,9 @@ def _named_routers(model):
 
 def finish_step(model: nn.Module) -> None:
     """Ends a training step: updates the expert biases and starts the averages of the global loss
-    anew. Call it after the optimizer's step, once for all microbatches: in Lightning in
-    `optimizer_step`, after super's, since `on_train_batch_end` is once a microbatch. Give a
-    PipelineStage its shapes (input_args, output_args): else it may find them by a step on empty
-    tensors, which is counted. Collective.
+    anew. Call it after the optimizer's step, once for all microbatches (docs/recipes.md: in
+    Lightning, accelerate, ..). A PipelineStage without input_args and output_args may run a step on
+    empty tensors, which is counted. Collective.
     """
     update_expert_bias(model)
     for router in _routers(model):
@@ -846,7 +829,7 @@ def update_expert_bias(model: nn.Module) -> None:
     """Updates the expert bias of every router from the tokens of all ranks since the last update:
     by bias_update_rate towards an even load (arXiv 2408.15664), or, with bias_update="quantile", by
     kernels.quantile_expert_bias. finish_step calls it. Collective. ValueError: several ranks run,
-    and a router has no group over which to sum its counts.
+    and a router has no group to sum its counts over.
     """
     routers = [router for router in _routers(model) if router.expert_bias is not None]
     for router in routers:
@@ -880,8 +863,8 @@ class RoutingRecord:
 
     @property
     def indices(self) -> list[Tensor | None]:
-        """Each router's latest choice [T, K] int64 before dropping, in module order. Index
-        E is unrouted. None: the router has not run.
+        """Each router's latest choice [T, K] int64 before dropping, in module order. Index E is
+        unrouted. None: the router has not run.
         """
         return [indices for indices, _ in self._latest()]
 
@@ -897,9 +880,9 @@ class RoutingRecord:
 @contextlib.contextmanager
 def record_routing(model: nn.Module):
     """A context that gives a RoutingRecord of what the model's routers choose inside it, in eager
-    and compiled code. It holds the latest forward. To keep all, as of a `generate`:
-    `kept = []; model.register_forward_hook(lambda *_: kept.append(record.indices))`.
-    ValueError: no router, or nested on one model.
+    and compiled code. It holds the latest forward. To keep all of a `generate`: `kept = [];
+    model.register_forward_hook(lambda *_: kept.append(record.indices))`. ValueError: no router, or
+    nested on one model.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> x = torch.randn(6, 1, 8)
@@ -926,15 +909,14 @@ def record_routing(model: nn.Module):
 
 @contextlib.contextmanager
 def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
-    """A context in which every router of the model takes `indices` as its choice.
+    """A context in which every router of the model takes `indices` as its choice, with new probs.
 
-    indices: one tensor [T, K] per router, in module order, as record_routing gives them, or
-    a tensor [layers, T, K], of any integer dtype. E is unrouted. A token whose row holds a -1 is
-    routed by the router itself: inference engines write -1 for what they do not know. The probs
-    are computed anew. With activation checkpoints run the backward inside the context too: outside
-    of it a reentrant one routes anew, and its gradients are wrong without an error.
-    ValueError: no router, another number of layers, or nested on one model; in the forward,
-    naming the router, a wrong shape or dtype, or None.
+    indices: one tensor [T, K] per router, in module order, as record_routing gives them, or a
+    tensor [layers, T, K], of any integer dtype. E is unrouted. A token with a -1, which inference
+    engines write for what they do not know, is routed by the router. Run the backward inside the
+    context too: a reentrant checkpoint outside of it routes anew, and its gradients are wrong
+    without an error. ValueError: no router, another number of layers, or nested on one model; in
+    the forward, naming the router, a wrong shape or dtype, or None.
     """
     routers = _named_routers(model)
     if len(indices) != len(routers):
@@ -952,8 +934,8 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
 
 
 def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, Tensor]:
-    """Metrics of each router's latest training forward that has had its backward, for logging only:
-    the losses are in the gradient already. Layers are in module order.
+    """Metrics of each router's latest training forward that had its backward, layers in module
+    order. For logging only: the losses are in the gradient already.
 
     "tokens_per_expert" [layers, max E] int64: before dropping, without padding; -1 where a
       layer has no such expert.
@@ -962,9 +944,8 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     the name of each loss that is on in any layer, [layers]: divided by its coefficient.
     NaN: a layer without it, or nothing counted yet.
 
-    reduce: over all ranks, collective; counts are summed, losses summed over the ranks that share
-    them and averaged over the others. Without it the values are this rank's. ValueError: several
-    ranks run, and a router knows no group of them.
+    reduce: over all ranks, collective: counts summed, losses summed over the ranks that share them
+    and averaged over the others. ValueError: several ranks run, and a router has no group of them.
     """
     counts, logged, violations = [], [], []
     on = set()
@@ -981,7 +962,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
             last_logged = all_sum(last_logged, group) / last_logged.new_tensor(shares)
         counts.append(counts_E)
         logged.append(last_logged)
-        # 0 / 0 before any forward.
+        # 0 / 0 before any forward
         violations.append((counts_E.amax() * len(counts_E)).float() / counts_E.sum() - 1)
         on |= {LOSS_NAMES[kind] for kind in router.config.losses}
         if router.config.z_loss_coeff:

@@ -1,6 +1,5 @@
-"""What each rank holds: the parts of the weights, state dicts of parts, and the sums of gradients.
-
-Open it to save, load or train over ranks; the forward does not need it.
+"""What each rank holds: parts of weights, state dicts of parts, sums of gradients. Open it to save,
+load or train over ranks; the forward does not need it.
 """
 import re
 from collections import defaultdict
@@ -23,8 +22,8 @@ else:
 # ---- Modules whose weights may be parts ----
 
 def gathered(parameter: Tensor | None) -> Tensor | None:
-    """The whole parameter. FSDP2 has gathered it in the call of a module that it shards; if you
-    call the router of a sharded layer directly, it is gathered here, and its gradient averaged.
+    """The whole parameter. FSDP2 gathers it in a call of the module that it shards; if you call the
+    router of a sharded layer directly, it is gathered here, and its gradient averaged.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -32,13 +31,13 @@ def gathered(parameter: Tensor | None) -> Tensor | None:
     return parameter.full_tensor(grad_placements=average)
 
 
-# parameter -> the value with which all of it begins; the others are drawn
+# parameter -> its first value; the others are drawn
 _FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 
 
 def _own_part(parameter, group, axis):
     """(this rank's part [experts, ..], the shape of one unsharded expert, where the part begins).
-    What has no axis of experts gets one of length 1.
+    Without an axis of experts it gets one of length 1.
     """
     own = parameter
     shape = list(parameter.shape)
@@ -55,10 +54,10 @@ def _own_part(parameter, group, axis):
 
 
 class ParallelModule(nn.Module):
-    """A module of the layer, which knows over which group each parameter is sharded and over which
-    its gradient is summed.
+    """A module of the layer, which knows the group over which each parameter is sharded and that
+    over which its gradient is summed.
     """
-    # parameter -> the field of the config with the standard deviation that it is drawn with
+    # parameter -> the config's field with its standard deviation
     std_fields = {
         "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
 
@@ -80,7 +79,7 @@ class ParallelModule(nn.Module):
             f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
 
     def set_config(self, config) -> None:
-        """Sets it for this module and its parts, if their tensors fit it already."""
+        """Sets it for this module and its parts, whose tensors must fit it already."""
         for part in self.modules():
             if isinstance(part, ParallelModule):
                 part._config = config
@@ -93,8 +92,8 @@ class ParallelModule(nn.Module):
         """Draws this module's own weights anew (normal). Biases become zero, norms one.
 
         A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
-        torch's default generator draws a seed for each parameter, from which, with its number, each
-        expert is drawn, unsharded and in fp32. A rank draws its own experts and keeps its part.
+        torch's default generator draws a seed per parameter; with its number added, this seeds each
+        expert, drawn unsharded in fp32. A rank draws its own experts and keeps its part.
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name in _FILLED_WITH:
@@ -116,15 +115,14 @@ class ParallelModule(nn.Module):
         return self.pg_collection.tp, None
 
     def gradient_group(self, name: str):
-        """The group over which the gradients of parameter `name` are summed."""
+        """The group over which parameter `name`'s gradient is summed."""
         return self.pg_collection.tp_dp_cp
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
     ) -> dict[str, Tensor]:
-        """prefix + name -> tensor: see the function sharded_state_dict.
-
-        ValueError: sharded_offsets or metadata are not empty.
+        """prefix + name -> tensor: see the function sharded_state_dict. ValueError: sharded_offsets
+        or metadata are not empty.
         """
         if sharded_offsets or metadata:
             raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
@@ -134,8 +132,8 @@ class ParallelModule(nn.Module):
 
 
 def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
-    """For a module that is no ParallelModule: over_ep its tensors are this rank's experts, along
-    axis 0. Else they are whole on every rank.
+    """Tells a module that is no ParallelModule that its tensors are this rank's experts along axis
+    0 (over_ep), or whole on every rank.
     """
     vars(module)["_shared_out"] = groups, over_ep
     if over_ep:
@@ -144,12 +142,11 @@ def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
 
 
 def _place(module, path, tensor, prefix=""):
-    """(group, axis, gradient group) of the tensor at this path, from ParallelModule or share_out;
-    else None.
+    """(group, axis, gradient group) of the tensor here, by ParallelModule or share_out; else None.
 
     The tensors of a parametrization (torch.nn.utils.parametrize) are sharded like the parameter
-    that they make: each needs as many axes, and its size on the sharded one. (So with one expert a
-    rank an adapter for all experts cannot be told from one of the rank's own.)
+    that they make: each needs as many axes, and its size on the sharded one. (With one expert a
+    rank, an adapter for all experts therefore looks like one of the rank's own.)
     """
     made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
     owner, _, name = made.rpartition(".")
@@ -177,15 +174,15 @@ def _place(module, path, tensor, prefix=""):
 def sharded_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Tensor]:
-    """Name -> tensor, of a model and its optimizer, for torch.distributed.checkpoint.
+    """Name -> tensor, of a model and its optimizer, for torch.distributed.checkpoint. Pass it to
+    save or load; no other step is needed.
 
-    Pass it to save or load; no other step is needed. The tensors are the model's and the
-    optimizer's own, DTensors where they are sharded: so it loads at other sizes of tp and ep, and
-    without any process group. The optimizer's are optimizer.NAME.KEY, without hyperparameters such
-    as lr. Names leave out torch.compile and checkpoint_wrapper. A parameter that the optimizer has
-    not stepped yet gets the state of step 0 here.
-    ValueError: the optimizer has a parameter that the model lacks, or keeps something other than
-    tensors, of the parameter's shape where that is sharded.
+    The tensors are the model's and the optimizer's own, DTensors where they are sharded: so it
+    loads at other sizes of tp and ep, and without process groups. The optimizer's are
+    optimizer.NAME.KEY, without hyperparameters such as lr; a parameter without a step yet gets the
+    state of step 0. Names leave out torch.compile and checkpoint_wrapper. ValueError: the optimizer
+    has a parameter that the model lacks, or keeps something other than tensors, of the parameter's
+    shape where that is sharded.
 
     >>> model = nn.Linear(2, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -216,7 +213,7 @@ def _unwrapped(path):
 
 
 def _moment(module, path, parameter, name, value):
-    """A value of the state that the optimizer keeps for the parameter, sharded as that is."""
+    """A value of the optimizer's state of the parameter, sharded as that is."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is a {type(value).__name__}; needs a tensor, to be loaded into")
     group, axis, _ = _place(module, path, parameter)
@@ -229,7 +226,7 @@ def _moment(module, path, parameter, name, value):
 
 
 def _make_optimizer_state(optimizer):
-    """Gives parameters without a state that of step 0, by a stand-in's step, without its hooks."""
+    """Gives parameters without a state that of step 0, by a stand-in's step without hooks."""
     groups = optimizer.param_groups
     _keep_first_step_undamped(optimizer)
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
@@ -254,13 +251,13 @@ def _make_optimizer_state(optimizer):
 
 
 _STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-# What a step without gradients changes in the state of torch's optimizers: the values before it.
+# What a step without gradients changes in torch's optimizers: the values before it.
 _FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
 
 
 def _keep_first_step_undamped(optimizer):
     """SGD's first momentum is the gradient; from a momentum of zeros it would be 1 - dampening
-    times that. So zeros that are new, made here or loaded, are taken out in the next step.
+    times that. So the next step takes new zeros, made here or loaded, out.
     """
     def momentum(parameter):
         return optimizer.state.get(parameter, {}).get("momentum_buffer")
@@ -280,8 +277,8 @@ def _keep_first_step_undamped(optimizer):
 
 
 def _own_shards(module, prefix):
-    """(path, tensor, group, axis) of what the module itself shards over more than one rank. For a
-    parameter with a parametrization: of the tensors that make it.
+    """(path, tensor, group, axis) of what the module itself shards over more than one rank: of a
+    parametrized parameter the tensors that make it.
     """
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     if "parametrizations" in module._modules:
@@ -295,7 +292,7 @@ def _own_shards(module, prefix):
 
 
 def _give_shards(module, state, prefix, _):
-    """Runs after state_dict() of every ParallelModule: what is sharded becomes DTensors."""
+    """After state_dict() of every ParallelModule: what is sharded becomes DTensors."""
     for path, _, group, axis in _own_shards(module, prefix):
         if prefix + path in state:
             state[prefix + path] = as_shard(prefix + path, state[prefix + path], group, axis)
@@ -311,14 +308,14 @@ def as_shard(name, tensor, group, axis):
         return DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False)
     ranks = torch.tensor(dist.get_process_group_ranks(group), device="cpu")
     inner = tensor.device_mesh
-    alike = inner.mesh.cpu()                             # the ranks that hold the same part
+    alike = inner.mesh.cpu()                             # ranks with the same part
     plain = all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
     if not plain or torch.isin(alike, ranks).sum() != 1:
         raise RuntimeError(
             f"{name} is a DTensor with {tensor.placements} over ranks {alike.tolist()}, beside a "
             f"group of ranks {ranks.tolist()} that hold other parts; needs fully_shard over ranks "
             f"that hold the same part, such as mesh['dp']")
-    # Of each rank of the group, the ranks that hold its part are placed as here.
+    # Each rank of the group has its part's ranks placed as here.
     mesh_ranks = (ranks - dist.get_rank()).view(-1, *[1] * inner.ndim) + alike
     mesh = DeviceMesh.from_group(
         [group, *inner.get_all_groups()], inner.device_type, mesh=mesh_ranks,
@@ -337,15 +334,14 @@ def _whole_shape(part, group, axis):
 
 @torch.no_grad()
 def _take_shards(module, state, prefix, metadata, *_):
-    """Runs before load_state_dict() of every ParallelModule: takes this rank's part of DTensors
-    and of whole tensors.
+    """Before load_state_dict() of a ParallelModule: this rank's part of DTensors and whole tensors.
     """
     for path, own, group, axis in _own_shards(module, prefix):
         given = state.get(prefix + path)
         if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):
             part = part_of(prefix + path, given, own, group, axis)
             if metadata.get("assign_to_params_buffers"):
-                part = part.clone()                      # else it would hold the whole in memory
+                part = part.clone()                      # else the whole stays in memory
             state[prefix + path] = part
 
 
@@ -382,13 +378,13 @@ def part_of(name, given, own, group, axis):
 # ---- Gradients ----
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them. Call it
-    before the optimizer step if you train without FSDP or DDP. Collective.
+    """Sums the gradients of all MoE parameters in `module` over the ranks that hold them. If you
+    train without FSDP or DDP, call it before the optimizer step. Collective.
 
     The ranks are tp_dp_cp for router and latent weights, dp_cp for the shared expert (its gate:
-    tp_dp_cp with sequence_parallel), expt_dp for experts. A parameter without a gradient counts as
-    zero. A parametrization's parameters (LoRA) go with the one that they make. ValueError: that
-    is sharded along an axis that they lack.
+    tp_dp_cp with sequence_parallel), expt_dp for experts. A missing gradient counts as zero. A
+    parametrization's parameters (LoRA) go with the one that they make. ValueError: that is sharded
+    along an axis that they lack.
     """
     for path, parameter in module.named_parameters():
         _, _, group = _place(module, path, parameter)
@@ -417,8 +413,8 @@ def gradient_norm(
     each shard over tp or of a DTensor (FSDP2), and what ranks hold alike count once.
 
     `groups` are the layer's own, layer.pg_collection; None: one process. Call it after the
-    gradients have been reduced. Collective. A parameter without a gradient counts as zero.
-    ValueError: parameters instead of the module, with more than one rank in ep or tp.
+    gradients were reduced. Collective. A missing gradient counts as zero. ValueError: parameters
+    instead of the module, with more than one rank in ep or tp.
     """
     groups = groups or ProcessGroups()
     if isinstance(module_or_parameters, nn.Module):
@@ -430,7 +426,7 @@ def gradient_norm(
                              f"of tp; needs the module: parameters do not say which are sharded")
         shards = [(parameter, []) for parameter in module_or_parameters]
 
-    squares = defaultdict(float)                 # groups -> the sum over the parameters sharded so
+    squares = defaultdict(float)                 # groups -> the sum for parameters sharded so
     for parameter, over in shards:
         grad = parameter.grad
         if grad is None:

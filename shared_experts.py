@@ -1,6 +1,4 @@
 """The shared expert: an MLP for every token, in one call or in five steps beside the routed path.
-
-Open it to see how the steps overlap with communication.
 """
 import contextlib
 import enum
@@ -37,7 +35,7 @@ class SharedExpertState(enum.Enum):
 
 
 _State = SharedExpertState
-# For each state: the tensors that the steps after it need.
+# state -> the tensors that later steps need
 _CACHED_IN = {
     _State.IDLE: (),
     _State.PRE_FORWARD_COMM_DONE: ("cached_fc1_input", "gate_score"),
@@ -86,14 +84,14 @@ def _check_step(shared, step, required_state):
 
 
 # ---- Shared expert: to the side stream and back ----
-# A tensor that comes back to the current stream, forward or backward, passes an op that waits and
-# copies. In a graph of torch 2.13 a wait alone could move behind the op that reads the data.
+# A tensor returns to the current stream, forward or backward, by an op that waits and copies. In a
+# graph of torch 2.13 a wait alone could move behind the op that reads the data.
 
 _SIDE_STREAMS = {}                           # device -> torch.Stream
 
 
 def _make_side_stream(device):
-    """Called outside of compiled code, which can enter a stream but not make one."""
+    """Called outside of compiled code, which cannot make a stream."""
     if device.type in ("cpu", "meta") or device in _SIDE_STREAMS:
         return
     if hasattr(torch.get_device_module(device), "Stream"):           # MPS has none
@@ -118,15 +116,13 @@ def _fork_stream(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     side = _SIDE_STREAMS[tensor.device]
     side.wait_stream(_current_stream(tensor.device))
-    copy.record_stream(side)                 # its memory lives until that stream has read it
+    copy.record_stream(side)                 # keeps its memory until it is read
     return copy
 
 
 @compat.op(_empty_on_other_stream)
 def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """The current stream waits for the side stream. Then it copies `tensor`. After the
-    wait, `others` are ready too.
-    """
+    """A copy of `tensor` after the current stream has waited for the side stream."""
     current = _current_stream(tensor.device)
     current.wait_stream(_SIDE_STREAMS[tensor.device])
     for made_there in (tensor, *others):
@@ -137,14 +133,13 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 class _ToSideStream(torch.autograd.Function):
     """(input, *weights) -> (input and weights for the side stream, input for the current stream).
 
-    With `wait` the input for the side stream is a copy, for which that stream waits. In the
-    backward the current stream waits for the side stream's gradients. That join takes the gradient
-    of the current stream's path as an argument: in a graph it then comes after that path, so that
-    the two overlap.
+    With `wait` the side stream waits for its input, a copy. In the backward the current stream
+    waits for the side stream's gradients: a join that takes the gradient of the current stream's
+    path as an argument, so that a graph overlaps the two.
     """
 
-    # Without grad, Dynamo up to torch 2.14 calls a forward without its ctx if that fits the
-    # number of its named arguments. So the tensors have no names.
+    # *tensors: without grad, Dynamo up to torch 2.14 leaves out the ctx of a forward if that fits
+    # the number of its named arguments.
     @staticmethod
     def forward(ctx, stream, wait, *tensors):
         ctx.stream = stream
@@ -165,21 +160,21 @@ class _ToSideStream(torch.autograd.Function):
     def backward(ctx, grad_side, *grads):
         *grad_weights, grad_main = grads
         _, _, needs_input, *needs_weights = ctx.needs_input_grad
-        # In a graph what needs no gradient gets zeros.
+        # A graph gives zeros to what needs no gradient.
         if not needs_input:
             grad_side = grad_main = None
         grad_weights = [
             grad if needed else None for grad, needed in zip(grad_weights, needs_weights)]
 
         def join(grad, others):
-            # In a graph this view is the last op on the side stream that reads the gradient.
+            # In a graph this view reads the gradient last on the side stream.
             with ctx.stream:
                 grad = grad.view_as(grad)
             return _join_stream(grad, [other for other in others if other is not None])
 
         if grad_side is not None:
             grad_side = join(grad_side, others=[*grad_weights, grad_main])
-        else:                                            # the input needs none: by a weight's
+        else:                                            # by a weight's
             for i, grad in enumerate(grad_weights):
                 if grad is not None:
                     grad_weights[i] = join(grad, others=grad_weights[i + 1:])
@@ -192,9 +187,7 @@ class _ToSideStream(torch.autograd.Function):
 
 
 class _BackwardStreamWait(torch.autograd.Function):
-    """input -> input. In the backward the side stream waits for what the routed path has launched
-    on the current one.
-    """
+    """input -> input. In the backward the side stream waits for the routed path's launches."""
 
     @staticmethod
     def forward(ctx, input):
@@ -212,8 +205,8 @@ class _FromSideStream(torch.autograd.Function):
     the other way round.
 
     A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a tensor,
-    on that node's stream. This node is the first, on the current stream: nobody would wait for a
-    recomputation on the side stream.
+    on that node's stream: this one, on the current stream. Nobody would wait for a recomputation on
+    the side stream.
     """
 
     @staticmethod
@@ -224,13 +217,13 @@ class _FromSideStream(torch.autograd.Function):
     @staticmethod
     @compat.once_differentiable
     def backward(ctx, grad):
-        _ = ctx.saved_tensors                # unpacked: here a checkpoint recomputes
+        _ = ctx.saved_tensors                # a checkpoint recomputes here
         return _fork_stream(grad)
 
 
 def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
     """Sets the priority of the tensor's node: of those that are ready, the backward takes the
-    highest first. Does nothing without a tensor or a grad_fn.
+    highest first. No tensor or no grad_fn: does nothing.
     """
     node = getattr(tensor, "grad_fn", None)
     if node is not None:
@@ -240,15 +233,15 @@ def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
 # ---- Shared expert: for every token, in one call or in five steps beside the routed path ----
 
 class SharedExpertMLP(ParallelModule):
-    """An MLP for every token, of width Fs = shared_expert_intermediate_size.
+    """An MLP for every token, of width Fs = shared_expert_intermediate_size, without biases.
 
-    hidden_states [.., H] -> the same shape, without biases. With `gate` the output is multiplied by
-    sigmoid(x · gate_weightᵀ). Over tp, with sequence_parallel, the first axis is each rank's part
-    of the sequence; without it every rank holds all of it.
+    hidden_states [.., H] -> the same shape. With `gate` the output is multiplied by sigmoid(x ·
+    gate_weightᵀ). Over tp each rank has its part of the first axis with sequence_parallel, else all
+    of it.
 
-    `forward` computes all in one call. With shared_expert_overlap five steps do the same on the
-    side stream: pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward,
-    post_forward_comm, get_output. A step out of order is a RuntimeError.
+    With shared_expert_overlap five steps do what `forward` does, on the side stream:
+    pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm, get_output.
+    A step out of order is a RuntimeError.
     """
 
     def __init__(self, config: "MoEConfig", gate: bool, pg_collection: ProcessGroups | None = None):
@@ -272,8 +265,7 @@ class SharedExpertMLP(ParallelModule):
         output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
-    # The weights are arguments: in steps they come from _ToSideStream, so that their gradients wait
-    # for the side stream.
+    # In steps the weights come from _ToSideStream, so that their gradients wait for that stream.
 
     def _score(self, x, gate_weight=None):
         H = self.config.hidden_size
@@ -313,9 +305,9 @@ class SharedExpertMLP(ParallelModule):
 
     @overlap_state_check(_State.IDLE, _State.PRE_FORWARD_COMM_DONE)
     def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> Tensor:
-        """Computes the score of the gate, and gathers the tokens of all tp ranks. Returns the input
-        from which the path beside this one has to go on. Without wait_current_stream the side
-        stream must have waited for the input already.
+        """Computes the gate's score, and gathers the tokens of all tp ranks. Returns the input for
+        the routed path. Without wait_current_stream the side stream must have waited for the input
+        already.
         """
         if isinstance(self.fc1, DTensor):
             raise RuntimeError("pre_forward_comm needs whole weights, found a DTensor: fully_shard "
@@ -327,7 +319,7 @@ class SharedExpertMLP(ParallelModule):
             *tensors, main_input = _ToSideStream.apply(
                 self.stream, wait_current_stream, *tensors)
             if torch.compiler.is_compiling() and not tensors[0].requires_grad:
-                # A copy that is made of both: else a graph may put the fork behind the main path.
+                # Else a graph may put the fork behind the main path.
                 main_input = compat.copy_after(main_input, tensors[0])
         input, *self._weights = tensors
         with self._beside():
@@ -337,12 +329,12 @@ class SharedExpertMLP(ParallelModule):
 
     @overlap_state_check(_State.PRE_FORWARD_COMM_DONE, _State.FC1_FORWARD_DONE)
     def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Computes fc1 and the activation. overlapped_comm_output: the result of the communication
-        beside this step, for a dispatcher of your own; its backward is launched first.
+        """Computes fc1 and the activation. overlapped_comm_output: what a dispatcher of your own
+        communicates beside this step; its backward is launched first.
         """
         with self._beside():
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
-        # The order in a graph is fixed when it is made.
+        # A graph's order is fixed.
         if self.stream is not None and not torch.compiler.is_compiling():
             act = _BackwardStreamWait.apply(act)
         node = getattr(overlapped_comm_output, "grad_fn", None)
@@ -353,9 +345,7 @@ class SharedExpertMLP(ParallelModule):
 
     @overlap_state_check(_State.FC1_FORWARD_DONE, _State.FC2_FORWARD_DONE)
     def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Computes fc2. The backward of overlapped_comm_output goes before all else that
-        is ready.
-        """
+        """Computes fc2. The backward of overlapped_comm_output goes first of all that is ready."""
         if overlapped_comm_output is not None:
             set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
         with self._beside():
@@ -388,9 +378,7 @@ class SharedExpertMLP(ParallelModule):
 
     @compat.writes_to_module
     def reset_overlap(self) -> None:
-        """Goes back to IDLE and drops the caches. Call it after an exception outside of
-        the steps.
-        """
+        """Back to IDLE, without caches. Call it after an exception outside of the steps."""
         self._overlap_state = SharedExpertState.IDLE
         self.gate_score = None
         self.cached_fc1_input = None
@@ -415,8 +403,7 @@ class SharedExpertMLP(ParallelModule):
         return self.pg_collection.tp, axis
 
     def gradient_group(self, name):
-        # Without sequence parallelism every tp rank sees all tokens, so each has the whole
-        # gradient of the gate.
+        # Without sequence parallelism each tp rank has the gate's whole gradient.
         groups = self.pg_collection
         partial = group_size(groups.tp) == 1 or self.config.sequence_parallel
         return groups.tp_dp_cp if name == "gate_weight" and partial else groups.dp_cp
@@ -441,7 +428,7 @@ class OverlappedDispatch(NamedTuple):
 
 
 def ends_overlap(forward):
-    """Decorator of the layer's forward: the shared expert keeps nothing after it, also after an
+    """Decorator of the layer's forward: the shared expert keeps nothing after it, nor after an
     exception, by which a checkpoint ends its recomputation.
     """
     @functools.wraps(forward)
