@@ -1,18 +1,16 @@
-"""Published Mixture-of-Experts models as a table of knobs, and their weights in and out.
-
-Build a layer from a published config, fill it, and write its weights back:
+"""Published Mixture-of-Experts models as a table of knobs, and their weights in and out:
 
     layer = MoELayer(config_from_hf(hf_config))
     from_hf(layer, tensors, "qwen3_moe", prefix="model.layers.3.mlp.")
     tensors = to_hf(layer, "qwen3_moe", prefix="model.layers.3.mlp.")
 
-A config is a dict or an object with attributes. Tensors are a plain mapping. No other library is
+A config is a dict or an object with attributes, tensors a plain mapping; no other library is
 needed. There are two ways into a live model of the Hugging Face library:
 
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # router and experts
     model.set_experts_implementation(register_experts())                       # the experts alone
 
-The table FAMILIES is at the end of the file. It sets no balance loss: set load_balancing_type with
+The table FAMILIES at the end sets no balance loss: set load_balancing_type with
 dataclasses.replace, or as a change of replace_blocks. The letters are those of kernels.py.
 """
 import copy
@@ -41,15 +39,15 @@ else:
 def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     """The MoEConfig of a published model's MoE layer.
 
-    hf_config: config.json as a dict, the library's to_dict(), or the library's config object. Its
-      model_type chooses the row of FAMILIES; with a text_config the outermost known one does, and
-      the fields are the innermost config's.
-    layer_idx: the number of the layer, needed if the MoE layers of the config differ.
+    hf_config: config.json as a dict, the library's to_dict(), or its config object. model_type
+      chooses the row of FAMILIES: with a text_config the outermost known one, while the fields are
+      the innermost config's.
+    layer_idx: the layer's number, needed if the MoE layers of the config differ.
 
     batch_first is True, as the library's hidden states are [B, S, H]. params_dtype is the config's
-    dtype or torch_dtype, else float32; in bf16 and fp16 the router has the library's precision. A
-    size must be in the config; any other field has the library's default.
-    ValueError: lists all that the layer cannot express.
+    dtype or torch_dtype, else float32; in bf16 and fp16 the router has the library's precision.
+    Sizes must be in the config; any other field has the library's default. ValueError: lists all
+    that the layer cannot express.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -70,8 +68,8 @@ class Reading(NamedTuple):
 
     fields: of MoEConfig -> value. sources: the same names -> fields of the published config.
     problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
-    after: what the library's block, or its layer, makes of the output y; None: nothing.
-    by_layer: whether the layers differ, and layer_idx was not given.
+    after: what the library makes of the output y; None: nothing. by_layer: the layers differ, and
+    layer_idx was not given.
     """
     model_type: str
     row: "Family"
@@ -91,7 +89,7 @@ class Reading(NamedTuple):
 
 
 def read_config(hf_config, layer_idx: int | None = None) -> Reading:
-    """The arguments are those of config_from_hf. Nothing is refused but an unknown type."""
+    """The arguments are config_from_hf's. Only an unknown type is refused."""
     model_type, reads = type_of(hf_config, layer_idx)
     row = family(model_type)
     router, block = reads[0], Reader(reads[0].config, layer_idx)
@@ -136,8 +134,8 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
 class Slot(NamedTuple):
     """Where a published tensor lies in the layer.
 
-    part: an index of the parameter's axis p (gate, up), or "" for the whole parameter.
-    axes: of the published tensor, for einops. "e h (f p)" is gate and up interleaved.
+    part: an index of the parameter's axis p (gate, up), or "" for the whole parameter. axes: of the
+    published tensor, for einops. "e h (f p)" is gate and up interleaved.
     """
     parameter: str
     part: str
@@ -151,15 +149,13 @@ class Family(NamedTuple):
       left out has its default.
     layouts: the first is the published one, the last is the one held in memory. Each maps a tensor
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
-    needs: field of the published config -> a tuple of the values with which the layer computes the
-      same model. A value without a tuple stands for itself or None. The field may be absent.
-    precision: three words, "fp32" or "model" (the model's dtype), as in the library's gate: the
-      dtypes of the product, of the scores, and of the weights that it returns. Read in the code of
-      transformers 5.23.
-    others: a pattern for the names behind the prefix that do not belong to the layer. They are
-      neither read nor written.
-    after: what becomes of the output y in the library's block, or behind it: an expression, or a
-      knob that gives one. It is not part of the layer. A live model keeps it.
+    needs: field of the published config -> the values with which the layer computes the same model.
+      A value without a tuple stands for itself or None. The field may be absent.
+    precision: three words, "fp32" or "model" (the model's dtype): the dtypes of the gate's product,
+      of its scores, and of the weights that it returns. Read in the code of transformers 5.23.
+    others: a pattern for names behind the prefix that are not the layer's: they are left alone.
+    after: what becomes of the output y in the library: an expression, or a knob that gives one. A
+      live model keeps it; the layer does not have it.
     block_scales: the library's block multiplies by scaling_factor, its gate does not.
     """
     knobs: dict[str, object]
@@ -192,9 +188,8 @@ class Missing(str):
 class Reader:
     """Reads fields of a published config.
 
-    names: the fields that were read. log: of these, those that had a value, or the first name in
-      parentheses where none had.
-    problems: what cannot be expressed. by_layer: whether it is that layers differ.
+    names: the fields read. log: of these, those that had a value, or the first in parentheses.
+    problems: what cannot be expressed. by_layer: one is that layers differ.
     """
 
     def __init__(self, config, layer_idx: int | None = None):
@@ -211,9 +206,9 @@ class Reader:
         self.by_layer = True
 
     def get(self, name: str, default=None):
-        """The value of a field, or the default. "ffn_config.moe_top_k" is a field of a field.
+        """The value of a field ("ffn_config.moe_top_k": a field of a field), or the default.
 
-        A list has one value per layer. layer_idx chooses one. Without it all must be equal.
+        A list has one value per layer: layer_idx chooses one; without it all must be equal.
         """
         value = self.config
         for part in name.split("."):
@@ -239,9 +234,8 @@ class Reader:
         return value[index]
 
     def __call__(self, *names: str, default=_ABSENT, among: dict | None = None):
-        """The value under any of the names, or the default.
-
-        among: published value -> knob. Any other value is a problem.
+        """The value under any of the names, or the default. among: published value -> knob; any
+        other value is a problem.
         """
         self.names.update(names)
         found = {name: self.get(name, default=_ABSENT) for name in names}
@@ -276,21 +270,20 @@ def layers(numbers: list[int]) -> str:
 
 
 def _or(items):
-    """The items, each of them once, with "or" between them."""
+    """The items, each once, with "or" between them."""
     return " or ".join(dict.fromkeys(items))
 
 
 def _listed(items, separator):
-    """The first ten items, joined; of more items also their number."""
+    """The first ten items, joined, and of more their number."""
     if len(items) > 10:
         items = [*items[:10], f".. {len(items)} in all"]
     return separator.join(items)
 
 
 def type_of(hf_config, layer_idx=None):
-    """(model_type, a Reader of every config, the innermost first).
-
-    The model_type is the outermost known one, or else the innermost one.
+    """(model_type, a Reader of every config, the innermost first). The model_type is the outermost
+    known one, else the innermost.
     """
     reads = [Reader(hf_config, layer_idx)]
     while (inner := reads[0].get("text_config")) is not None:
@@ -321,8 +314,7 @@ def _dtype_of(reads):
 def _router_dtypes(words: list[str], dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
     """Fields of MoEConfig: a router of this precision in a model of this dtype.
 
-    words: of Family.precision. gate_dtype: that of the router's weight, and so of a product in the
-      model's dtype.
+    words: Family.precision's. gate_dtype: the router weight's, and so that of a "model" product.
     """
     wide = torch.promote_types(dtype, torch.float32)
     product, scores, weights = [{"model": dtype, "fp32": wide}[word] for word in words]
@@ -333,7 +325,7 @@ def _router_dtypes(words: list[str], dtype: torch.dtype, gate_dtype: torch.dtype
 
 
 def _usual_needs(values):
-    """The needs of every family, but for the fields that its knobs read."""
+    """The needs of every family, except for fields that its knobs read."""
     has_bias = values.get("enable_expert_bias", False)
     score_function = values.get("score_function", "softmax")
     return {
@@ -380,7 +372,7 @@ def _check_layer_idx(read):
 
 
 def meaning(values):
-    """All fields of a MoEConfig. Values that compute the same are equal."""
+    """All fields of a MoEConfig, alike if they compute the same."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
     if values["norm_topk_prob"] is None:
@@ -398,19 +390,19 @@ def from_hf(
 ) -> moe.MoELayer:
     """Copies the weights of one published block into the layer, and returns the layer.
 
-    tensors: name -> tensor of float64, float32, bfloat16 or float16. Each tensor is cast to its
-      parameter's dtype; the expert bias stays float32. Names and layouts may be the published ones
-      or those held in memory. One tensor is loaded at a time, through [name] or safetensors'
-      get_tensor. Without safetensors' get_slice every tensor is loaded twice, first for its shape.
-    prefix: the text in front of the block's own names, such as "model.layers.3.mlp." or
-      "model.layers.3.block_sparse_moe.". Names without it are ignored.
+    tensors: name -> tensor of float64, float32, bfloat16 or float16, with published names and
+      layouts or those held in memory. Each is cast to its parameter's dtype; the expert bias stays
+      float32. One is loaded at a time, through [name] or safetensors' get_tensor; without get_slice
+      twice, first for its shape.
+    prefix: the text in front of the block's own names, such as "model.layers.3.mlp.". Names without
+      it are ignored.
 
-    Over ep only the experts of this rank are read, and the others may be missing. Over tp this
-    rank's part of the shared expert is read. A batch_first of None becomes True in one process and
-    over ep, since the library's hidden states are [B, S, H].
+    Over ep this rank's experts are read, and others may be missing; over tp this rank's part of the
+    shared expert is. A batch_first of None becomes True without tp, since the library's hidden
+    states are [B, S, H].
 
-    ValueError: lists the missing, the misshapen and the unexpected tensors. Another one: the layer
-    is no block of this family, or is on the meta device. After these errors the layer is unchanged.
+    ValueError: lists the missing, misshapen and unexpected tensors; or the layer is no block of
+    this family, or on the meta device. The layer is then unchanged.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> tensors = to_hf(moe.MoELayer(config), "mixtral")
@@ -430,11 +422,10 @@ def from_hf(
 
 
 def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, Tensor]:
-    """prefix + name -> a copy of the tensor, as published: the inverse of from_hf.
+    """prefix + name -> a copy of the tensor, as published, in its parameter's dtype.
 
-    Every tensor has its parameter's dtype. Over ep the result has the experts of this rank, under
-    their global numbers. ValueError: names the published tensors that are spread over ranks. Over
-    ep these hold all experts, over tp they are those of the shared expert.
+    Over ep the result has this rank's experts, under their global numbers. ValueError: names the
+    tensors that are spread over ranks: over ep those of all experts, over tp the shared expert's.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> to_hf(moe.MoELayer(config), "mixtral", prefix="mlp.")["mlp.experts.3.w1.weight"].shape
@@ -467,7 +458,7 @@ AXES = {
 }
 GATED_OR_NOT = {True: "gated", False: "not gated"}
 
-# These fields must be as the row says. Those that the row reads from a config are free.
+# These fields must be as the row says, unless it reads them from a config.
 COMPARED = """
     activation glu_alpha glu_linear_offset activation_clamp_value add_bias_linear apply_probs_on
     score_function norm_topk_prob num_groups group_topk scaling_factor router_bias
@@ -477,10 +468,7 @@ COMPARED = """
 
 
 def _checked(layer, model_type):
-    """(the layer without torch.compile's wrapper, its row).
-
-    ValueError: the layer computes something else than the family.
-    """
+    """(the layer without torch.compile's wrapper, its row). ValueError: it is no such block."""
     inner = getattr(layer, "_orig_mod", layer)
     if not isinstance(inner, moe.MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer "
@@ -490,7 +478,7 @@ def _checked(layer, model_type):
     have = meaning(vars(inner.config))
     wrong = []
 
-    # An expert without a gate has only part 0.
+    # Without a gate there is only part 0.
     parts = {slot.part for slot in row.layouts[0].values() if slot.parameter == "experts.fc1"}
     gated = parts != {"0"}
     if inner.config.parts != 1 + gated:
@@ -506,7 +494,7 @@ def _checked(layer, model_type):
 
 
 class Source:
-    """The tensors of one block in a mapping: those whose names begin with the prefix."""
+    """The tensors of one block in a mapping: those with the prefix."""
 
     def __init__(self, tensors: Mapping, prefix: str):
         self.tensors = tensors
@@ -535,8 +523,8 @@ class Place(NamedTuple):
     shape: list[int]                       # of the published tensor
     view: Tensor | None                    # of the parameter; None: an expert of another rank
     axes: list[str]                        # of the view
-    merged: dict[str, int]                 # sizes of the axes that the published tensor may merge
-    cut: dict[str, tuple[int, int]]        # axis cut over ranks -> start and length of this rank
+    merged: dict[str, int]                 # sizes of axes that the published tensor may merge
+    cut: dict[str, tuple[int, int]]        # axis cut over ranks -> this rank's start and length
 
     def put(self, tensor: Tensor) -> None:
         """Copies the published tensor into the layer, in the parameter's dtype."""
@@ -556,7 +544,7 @@ def _tensors(module):
 
 
 def _places(layer, layout):
-    """name behind the prefix -> Place. A parameter that the layer does not have is left out."""
+    """name behind the prefix -> Place, for parameters that the layer has."""
     tensors = _tensors(layer)
     groups = layer.pg_collection
     cut_over = {"experts": ("e", groups.ep), "shared_experts": ("s", groups.tp)}
@@ -568,7 +556,7 @@ def _places(layer, layout):
         axes = AXES[slot.parameter].split()
         sizes = dict(zip(axes, view.shape))
 
-        # The sizes over all ranks, and the part of this rank.
+        # Sizes over all ranks, and this rank's part.
         axis, group = cut_over.get(slot.parameter.split(".")[0], ("", None))
         cut = {}
         if axis in axes and moe.group_size(group) > 1:
@@ -576,7 +564,7 @@ def _places(layer, layout):
             sizes[axis] = group.size() * length
             cut[axis] = group.rank() * length, length
 
-        # The view of this part (gate or up), and of one expert.
+        # The view of gate or up, and of one expert.
         if slot.part:
             view = view.select(axes.index("p"), int(slot.part))
             axes.remove("p")
@@ -599,10 +587,9 @@ def _places(layer, layout):
 
 
 def _nearest(layer, layouts, source):
-    """The layout that has most of the names.
-
-    If two have the same names, then the one that has most of the shapes. They hold the experts'
-    weights transposed. At 2F = H one of these has the same shape in both, and at F = H the other.
+    """The layout with most of the names, and of two with the same names the one with most of the
+    shapes. (They hold the experts' weights transposed: at 2F = H or F = H one of these has the same
+    shape in both.)
     """
     alike = len(layouts) > 1 and layouts[0].keys() == layouts[1].keys()
 
@@ -634,9 +621,8 @@ def _prefixes(names, layouts):
 
 
 def _matched(layer, model_type, source):
-    """name behind the prefix -> Place on this rank, in the layout that the source has.
-
-    ValueError: a tensor is missing, does not fit, or is unexpected.
+    """name behind the prefix -> Place on this rank, in the source's layout. ValueError: a tensor is
+    missing, does not fit, or is unexpected.
     """
     row = TYPES[model_type]
     prefix = source.prefix
@@ -688,13 +674,12 @@ def upcycle(
 
     gate_proj [F, H], or None where the activation is not gated. up_proj [F, H], down_proj [H, F].
       They are cast to params_dtype.
-    noise: every matrix of every expert gets normal noise. Its standard deviation is this share of
-      the standard deviation of the weights.
+    noise: normal noise on every expert's matrices, in standard deviations of the weights.
 
-    The router is drawn anew. Biases are zero, and so is the down projection of a shared expert. The
-    output at the start is that of the dense FFN if the probs of a token sum to 1 and are not
-    applied to the input. ValueError: shapes that do not fit, a latent_size, negative noise.
-    TypeError: a module in the place of its weight.
+    The router is drawn anew. Biases are zero, and so is a shared expert's down projection. The
+    output at the start is the dense FFN's if a token's probs sum to 1 and are not applied to the
+    input. ValueError: shapes that do not fit, a latent_size, negative noise. TypeError: a module in
+    the place of its weight.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> gate_proj, up_proj, down_proj = torch.rand(16, 8), torch.rand(16, 8), torch.rand(8, 16)
@@ -734,16 +719,14 @@ OURS = "moe_py"
 
 
 def register_experts(name: str = OURS) -> str:
-    """Registers kernels.expert_mlp with the Hugging Face library, and returns its name there.
+    """Registers kernels.expert_mlp with the Hugging Face library, and returns its name there, for
+    `model.set_experts_implementation(name)` or `experts_implementation=name` when a model is
+    loaded.
 
-    Use it as `model.set_experts_implementation(name)`, or as `experts_implementation=name` when a
-    model is loaded.
-
-    Router, losses, weights and checkpoints stay those of the library. No weight is copied:
-    transposed and interleaved weights are used as views. An index of E or more is unrouted.
-
-    ImportError: the library is missing. ValueError: the name is an implementation of the library.
-    A forward raises NotImplementedError, which names what cannot be expressed.
+    Router, losses, weights and checkpoints stay the library's. No weight is copied: transposed and
+    interleaved weights are used as views. An index of E or more is unrouted. ImportError: no
+    library. ValueError: the name is an implementation of the library. A forward raises
+    NotImplementedError, which names what cannot be expressed.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -758,9 +741,8 @@ def register_experts(name: str = OURS) -> str:
 
 
 def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
-    """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
-
-    The products are in the dtype of the weights. The output is in that of hidden_states.
+    """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H] in hidden_states.dtype.
+    Products are in the weights' dtype.
     """
     router = vars(experts).get("moe_router")                 # of replace_blocks
     options, fc1, fc2 = _weights_of(experts)
@@ -804,7 +786,7 @@ def _weights_of(experts):
     return options, fc1, rearrange(experts.down_proj, f"{fc2_axes} -> e h f")
 
 
-# What the library's interface says of a module's weights; with these values if it is not of it.
+# What the library's interface says of a module's weights, and what holds for other modules.
 FLAGS = {"has_gate": True, "has_bias": False, "is_concatenated": True, "is_transposed": False,
          "has_post_expert_norm": False}
 
@@ -817,8 +799,8 @@ def _flags_of(experts):
 class Gate(NamedTuple):
     """What a class of the library computes between its two products.
 
-    activation: a name of kernels.ACTIVATIONS, or "act_fn" for that of the module.
-    constants: constant of the activation -> attribute of the module.
+    activation: a name of kernels.ACTIVATIONS, or "act_fn" for the module's. constants: constant of
+    the activation -> attribute of the module.
     """
     activation: str
     constants: dict[str, str]
@@ -827,7 +809,7 @@ class Gate(NamedTuple):
 QUICK_GEGLU_GATE = Gate("quick_geglu", {"alpha": "alpha", "clamp_value": "limit"})
 CLAMPED_SWIGLU_GATE = Gate("swiglu", {"clamp_value": "swiglu_limit"})
 
-# The class that defines the gate -> the gate.
+# class that defines the gate -> the gate
 GATES = {
     "BeamExperts": Gate("act_fn", {}),
     "Step3p7Experts": Gate("act_fn", {}),
@@ -858,8 +840,7 @@ def _full_name(owner, method=None):
 
 def _options_of(experts):
     """The activation of an experts module, as keyword arguments of kernels.expert_mlp.
-
-    NotImplementedError: names what kernels.expert_mlp cannot express.
+    NotImplementedError: names what that cannot express.
     """
     def refuse(what):
         raise NotImplementedError(
@@ -901,7 +882,7 @@ def _options_of(experts):
 
 # ---- The blocks of a live Hugging Face model ----
 
-# What a block does itself, or its experts: no field of the router's.
+# What a block or its experts do: no fields of the router.
 OF_THE_BLOCK = """
     ffn_hidden_size activation glu_alpha glu_linear_offset activation_clamp_value situ_beta
     situ_linear_beta activation_fp8_input_store add_bias_linear apply_probs_on latent_size
@@ -921,12 +902,12 @@ def replace_blocks(
     **changes,
 ) -> list[str]:
     """Makes the MoE blocks of a live Hugging Face model route as TopKRouter and compute their
-    experts by kernels.expert_mlp. Returns the names of the blocks.
+    experts by kernels.expert_mlp. Returns the blocks' names. restore_blocks is the way back.
 
     Two forwards are replaced, the gate's and the experts'. Modules, parameters, buffers and their
     names, shared experts and what a block returns stay. No weight is copied: each forward looks the
-    library's tensors up. A gate gets one submodule, `moe_router`, with the counts and with tensors
-    that `changes` add and the library has no place for. restore_blocks is the way back.
+    library's tensors up. A gate gets one submodule, `moe_router`, with the counts and with what
+    `changes` add.
 
     pg_collection: the groups of the ranks. Over ep the library's experts become this rank's E / ep
       experts, under the same names. Every rank needs the same whole model, and has to run every
@@ -934,16 +915,14 @@ def replace_blocks(
       experts, and save_pretrained needs a state_dict of whole tensors.
     padding_mask: whether the routers get the padding of the attention_mask [B, M], 1 = token; its
       last S columns count. Masks of another form are ignored.
-    changes: fields of MoEConfig that the router has, such as enable_expert_bias=True,
+    changes: the router's fields of MoEConfig, such as enable_expert_bias=True,
       bias_update="quantile". Biases start at zero. Without router_dtype a router has the precision
-      of the library's gate, and chooses as that gate does.
+      of the library's gate, and chooses as that does.
 
-    All is checked before the first block is touched.
-
-    ValueError: an unknown model type, no block, a router that cannot be expressed, a field of the
-    block in changes, tensors on the meta device, several ranks in tp, experts that ep does not
-    divide. TypeError: no model of the library, or an unknown field in changes.
-    NotImplementedError: experts that cannot be expressed.
+    All is checked before the first block is touched. ValueError: an unknown model type, no block, a
+    router that cannot be expressed, a field of the block in changes, tensors on the meta device,
+    several ranks in tp, experts that ep does not divide. TypeError: no model of the library, or an
+    unknown field in changes. NotImplementedError: experts that cannot be expressed.
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
@@ -978,11 +957,11 @@ def replace_blocks(
     for name, router in routers.items():
         router.batch = batch
         _put_router(model, name, row, router)
-    for name, router in routers.items():                     # last, since blocks share a config
+    for name, router in routers.items():                     # last: blocks share a config
         if router.experts_before:
             model.get_submodule(name).experts.config._experts_implementation = OURS
 
-    # The model, and the library's models in it that have blocks: a text model may run alone.
+    # Also the library's models inside it that have blocks: a text model may run alone.
     for path, module in model.named_modules():
         has_blocks = any(name.startswith(path) for name in names)
         if has_blocks and hasattr(module, "get_input_embeddings"):
@@ -994,9 +973,8 @@ def replace_blocks(
 
 def restore_blocks(model: nn.Module) -> list[str]:
     """Gives the blocks of replace_blocks the library's forwards again, and returns their names.
-
-    The library's tensors stay; what `changes` had added is gone. ValueError: no block is replaced.
-    RuntimeError: the experts are spread over ranks, or a gate's forward was replaced again.
+    What `changes` had added is gone. ValueError: no block is replaced. RuntimeError: the experts
+    are spread over ranks, or a gate's forward was replaced again.
     """
     model = getattr(model, "_orig_mod", model)
     gates = {name: module for name, module in model.named_modules()
@@ -1044,8 +1022,8 @@ sharded_state_dict = moe.sharded_state_dict
 # -- a guest: the router of a library's gate --
 
 def _of_the_library(name):
-    """A property: the library's tensor, looked up at each use in the module that holds it. So what
-    offload, FSDP2, PEFT or a tp plan put there is followed.
+    """The library's tensor, looked up at each use in the module that holds it: so what offload,
+    FSDP2, PEFT or a tp plan put there is followed.
     """
     def get(router):
         if name not in router.places:
@@ -1066,10 +1044,9 @@ def _of_the_library(name):
 class Guest(moe.TopKRouter):
     """A TopKRouter that computes with the tensors of a library's gate, and holds none of them.
 
-    places: weight, bias, expert_bias, and hash_table -> (module, attribute).
-    batch: what the model's forward knows of its texts.
-    dtypes: the model's dtype and that of the gate's weight -> fields of MoEConfig.
-    experts_before: the library's implementation of the experts that ours has replaced.
+    places: weight, bias, expert_bias, and hash_table -> (module, attribute). batch: what the
+    model's forward knows of its texts. dtypes: the dtypes of model and gate weight -> fields of
+    MoEConfig. experts_before: the experts implementation that ours replaced.
     """
     weight = _of_the_library("weight")
     bias = _of_the_library("bias")
@@ -1102,8 +1079,8 @@ class Guest(moe.TopKRouter):
         register_experts()                                   # unpickled in another process
 
     def __deepcopy__(self, memo):
-        """A gate that is copied alone, as PEFT does, keeps reading the masks of its model. A copied
-        model has copied them with its hooks, which come before its modules.
+        """A gate that is copied alone, as PEFT does, keeps reading its model's masks. A copied
+        model has copied them with its hooks, before its modules.
         """
         memo.setdefault(id(self.batch), self.batch)
         memo[id(self)] = new = object.__new__(type(self))
@@ -1161,8 +1138,8 @@ def _dbrx_block(block, hidden_states):
     return y_TH.view_as(hidden_states)
 
 
-# Blocks that do not call gate(x) -> (logits, probs, indices), then experts(x, indices, probs).
-# Class of the block -> forward of its gate, and its own.
+# Blocks that do not call gate(x) -> (logits, probs, indices), then experts(x, indices, probs):
+# class -> forward of its gate, and its own
 BLOCK_FORWARDS = {"Llama4TextMoe": (_llama4_route, _llama4_block), "DbrxFFN": (_route, _dbrx_block)}
 GATE_FORWARDS = _route, _llama4_route
 REPLACEMENTS = *GATE_FORWARDS, _library_experts, _llama4_block, _dbrx_block
@@ -1200,7 +1177,7 @@ def _put_forward(module, function):
 
 
 def _are_ours(holder):
-    """Whether our function computes the experts of this model, or module of experts."""
+    """Whether our function computes the experts of this model or module."""
     return holder.config._experts_implementation == OURS
 
 
@@ -1235,7 +1212,7 @@ def _router_for(model, name, row, changes, groups):
     if ranks > 1 and any(isinstance(p, DTensor) for p in block.experts.parameters()):
         raise ValueError(f"{name}.experts has DTensors; needs whole tensors, to cut them over ep: "
                          f"call fully_shard after replace_blocks")
-    _options_of(block.experts)                               # refuses what cannot be expressed
+    _options_of(block.experts)                               # may refuse
 
     used = {"router.weight": True, "router.bias": config.router_bias, "hash_table": True,
             "router.expert_bias": config.enable_expert_bias}
@@ -1294,7 +1271,7 @@ def _layer_of(name):
 # -- what save_pretrained has written, by load_state_dict --
 
 class Renamed(NamedTuple):
-    """Tensors of a file of save_pretrained that make tensors of the model.
+    """Tensors of a save_pretrained file that make tensors of the model.
 
     transform: the library's, from the one to the other. pattern: published name -> its pattern.
     """
@@ -1303,11 +1280,11 @@ class Renamed(NamedTuple):
 
 
 class Published:
-    """Lets load_state_dict of a live model take what save_pretrained has written. The library's
-    Trainer resumes that way, and by itself leaves out the tensors whose names or layouts the
-    library changes at a load by from_pretrained.
+    """Lets load_state_dict of a live model take what save_pretrained has written, as the library's
+    Trainer does to resume. By itself it leaves out tensors that from_pretrained renames or lays out
+    anew.
 
-    waiting: name in the model -> published name -> tensor, of those that are cut between files.
+    waiting: name in the model -> published name -> tensor, of those cut between files.
     """
 
     def __init__(self, model: nn.Module):
@@ -1361,24 +1338,24 @@ class Published:
 
 class Texts(NamedTuple):
     """Of a forward: tokens [B, S] or embeddings [B, S, H]; the attention_mask [B, M], 0 = padding,
-    whose last S columns are those of the tokens; the bounds cu_seqlens [n + 1] of packed texts.
+    whose last S columns are the tokens'; the bounds cu_seqlens [n + 1] of packed texts.
     """
     tokens: Tensor | None = None
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
 
-# Argument of a model's forward -> field of Texts. The later one holds.
+# argument of a model's forward -> field of Texts; the later one holds
 FOUND = {"inputs_embeds": "tokens", "input_ids": "tokens", "attention_mask": "mask",
          "cu_seq_lens_q": "cu_seqlens"}
 
 
 class Batch:
-    """The texts of the model's forward, for its routers: all of them share this object.
+    """The texts of the model's forward, for all its routers.
 
-    texts: None while no forward runs. So one thread at a time may run the model. (A threading.local
-      is not safe here: a graph of torch 2.13 writes it in vain.)
-    published: takes what save_pretrained has written. A forward refuses a part of a checkpoint.
+    texts: None while no forward runs. So one thread at a time may run the model. (A graph of torch
+      2.13 writes a threading.local in vain.)
+    published: takes what save_pretrained wrote. A forward refuses a part of a checkpoint.
     """
 
     def __init__(self, padding_mask: bool = True):
@@ -1465,16 +1442,14 @@ def _callback_class():
 
             Trainer(model, args, train_dataset=data, callbacks=[MoECallback()])
 
-        Before a step it sets the scale of the balance losses from gradient_accumulation_steps, and
-        from the fp16 loss scaler if there is one. After the optimizer's step it calls finish_step.
-        To the training logs, and to their entry of state.log_history, it adds the metrics of
-        load_balancing_metrics, one number each: the mean over the layers whose router has run. If
-        the routers know the group of all ranks the metrics are over all, else of this rank.
+        Before a step it sets the scale of the balance losses from gradient_accumulation_steps and
+        the fp16 loss scaler; after the optimizer's step it calls finish_step. To the training logs
+        and state.log_history it adds load_balancing_metrics, each as the mean over the layers whose
+        router has run: over all ranks if the routers know the group of all, else this rank's.
 
-        The last accumulation of an epoch may be shorter. Its balance losses get the same scale, so
-        they are weaker there. The Trainer calls the reporters of report_to before the callbacks
-        that it is given, so they do not see the metrics. For them to, leave the callback out of
-        `callbacks` and put it first:
+        The last accumulation of an epoch may be shorter: its balance losses are weaker. The Trainer
+        calls the reporters of report_to before given callbacks. For them to see the metrics, leave
+        the callback out of `callbacks` and put it first:
 
             trainer.callback_handler.callbacks.insert(0, MoECallback())
         """
@@ -1525,7 +1500,7 @@ def field(*names: str, default=_ABSENT, among: dict | None = None) -> Callable:
 
 
 def flag(*names: str, default: bool) -> Callable:
-    """A knob that is True or False. A published None is False."""
+    """A knob that is True or False; None is False."""
     def knob(read):
         value = read(*names, default=default)
         return value if isinstance(value, Missing) else bool(value)
@@ -1533,8 +1508,7 @@ def flag(*names: str, default: bool) -> Callable:
 
 
 def sizes(*F: str) -> dict:
-    """Knobs of H, F, E, K and the activation. F: the names of its field, "moe_intermediate_size" if
-    there are none.
+    """Knobs of H, F, E, K and activation. F: its field's names, by default moe_intermediate_size.
     """
     return {
         "hidden_size": field("hidden_size"),
@@ -1548,7 +1522,7 @@ def sizes(*F: str) -> dict:
 
 
 def normed(default: bool) -> dict:
-    """Knob: the probs of the chosen experts are normalised if the config says so."""
+    """Knob: the config says whether the probs are normalised."""
     return {"norm_topk_prob": flag("norm_topk_prob", default=default)}
 
 
@@ -1558,15 +1532,15 @@ def scaled(default: float) -> dict:
 
 
 def shared(*sizes: str) -> dict:
-    """Knob of one shared expert. The arguments are the names of the field with its size."""
+    """Knob of one shared expert. sizes: the names of the field with its size."""
     return {"shared_expert_intermediate_size": field(*sizes)}
 
 
 def shared_times(*sizes: str, default: int | None = 1, size: object = _ABSENT) -> dict:
-    """Knob of several shared experts. Side by side they are one large expert.
+    """Knob of several shared experts, which side by side are one.
 
-    sizes: the names of the field with the size of each; without one it is F.
-    default, size: of their number, and of the field with their size.
+    sizes: the names of the field with the size of each; without one it is F. default, size: of
+    their number, and of the field with their size.
     """
     names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     each = field(*sizes or ["moe_intermediate_size"], default=size)
@@ -1581,12 +1555,10 @@ def shared_times(*sizes: str, default: int | None = 1, size: object = _ABSENT) -
 def grouped(
     groups: int | None, kept: int | None, best: int = 2, on: Callable | None = None,
 ) -> dict:
-    """Knobs of n_group groups of experts. The topk_group groups with the largest scores are kept.
+    """Knobs of n_group groups of experts, of which the topk_group best are kept.
 
-    groups, kept: the defaults of the two fields.
-    best: how many scores of a group are summed to its score.
-    on: a function of the Reader, whether groups are used. Without it they are used if there are
-      several.
+    groups, kept: the defaults of the two fields. best: how many scores make a group's score. on: a
+    function of the Reader: whether groups are used. None: if there are several.
     """
     number = field("n_group", "num_expert_group", default=groups)
 
@@ -1644,7 +1616,7 @@ def unclamped(read: Reader) -> int | None:
 
 
 def kimi_activation(read: Reader) -> str:
-    """The activation, which is SiTU if the config has SiTU's beta and names no other."""
+    """The activation: SiTU if the config has SiTU's beta and names no other."""
     default = "silu"
     if read("activation_situ_beta", default=None) is not None:
         default = "situ"
@@ -1694,7 +1666,7 @@ V2_GROUPED = field("topk_method", default="greedy",
 # ---- Words of the table: layouts ----
 
 def columns(text: str, number: int) -> list[list[str]]:
-    """The lines of a text, cut into columns. The last one may have spaces in it."""
+    """The lines of a text, cut into columns. The last may have spaces."""
     return [line.split(maxsplit=number - 1) for line in text.splitlines() if line.strip()]
 
 
@@ -1708,16 +1680,16 @@ def layout(text: str) -> dict[str, Slot]:
 
 
 def layouts(others: str, experts: str | None = None, held: str | None = None) -> tuple[dict, dict]:
-    """(the layout as published, the layout as held in memory).
+    """(the layout as published, the layout in memory).
 
-    The published one is `others` and `experts`; by default `experts` is one tensor per expert and
-    projection. The one in memory is `held`, by default `others`, and gate and up in one tensor.
+    The published one is `others` and `experts`, by default one tensor per expert and projection.
+    The one in memory is `held`, by default `others`, with gate and up in one tensor.
     """
     return layout(others + (experts or EACH)), layout((held or others) + FUSED)
 
 
 def w132(text: str) -> str:
-    """The text with w1, w3 and w2 for the gate, up and down projections."""
+    """The text with w1, w3 and w2 for gate, up and down projections."""
     return text.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
 
 
@@ -1822,7 +1794,7 @@ TABLE = f"{HASH_TABLE}    hash_table    v k\n"
 # ---- The table ----
 
 def qwen2_moe(norm: dict) -> Family:
-    """A model with Qwen2-MoE's names: the shared expert has a sigmoid gate."""
+    """Qwen2-MoE's names: the shared expert has a sigmoid gate."""
     return Family(
         sizes() | SOFTMAX_OVER_ALL | norm
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
@@ -1830,14 +1802,13 @@ def qwen2_moe(norm: dict) -> Family:
 
 
 def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
-    """A model with DeepSeek-V3's names."""
+    """DeepSeek-V3's names."""
     if shared_experts is None:
         shared_experts = shared_times()
     return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))
 
 
-# A row has the knobs, the layouts, and by keyword the other fields of Family. The sizes are the
-# first of the knobs. A later knob replaces an earlier one of the same field.
+# Of two knobs of one field the later holds.
 FAMILIES = {
     "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
@@ -2000,7 +1971,7 @@ FAMILIES = {
         noaux(2.827) | SWIGLU | CLAMPED, {"shared_expert_intermediate_size": unclamped}),
 }
 
-# The precision of a router that is not fp32 throughout: of product, scores and weights.
+# Routers that are not fp32 throughout: the precision of product, scores and weights.
 PRECISIONS = dict(columns("""
     mixtral                     model fp32 fp32
     minimax_m2                  model fp32 fp32
