@@ -170,7 +170,7 @@ def is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-_precision_lock = threading.Lock()                  # a backward has threads
+_precision_lock = threading.Lock()                  # backwards run in threads
 _PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 
 
@@ -193,7 +193,7 @@ def exact_fp32():
             yield
         finally:
             for setting, precision in lowered:
-                setting.fp32_precision = "none"     # inherited
+                setting.fp32_precision = "none"     # now it is inherited
                 if setting.fp32_precision != precision:
                     setting.fp32_precision = precision
 

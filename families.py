@@ -1212,7 +1212,7 @@ def _router_for(model, name, row, changes, groups):
     if ranks > 1 and any(isinstance(p, DTensor) for p in block.experts.parameters()):
         raise ValueError(f"{name}.experts has DTensors; needs whole tensors, to cut them over ep: "
                          f"call fully_shard after replace_blocks")
-    _options_of(block.experts)                               # may refuse
+    _options_of(block.experts)                               # refuses what cannot be expressed
 
     used = {"router.weight": True, "router.bias": config.router_bias, "hash_table": True,
             "router.expert_bias": config.enable_expert_bias}

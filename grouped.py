@@ -135,7 +135,7 @@ def bias_grad(rows, read):
 
 
 def _ones_beside(rows):
-    return rows.new_ones(rows.shape[0], 8)               # 8: aligned
+    return rows.new_ones(rows.shape[0], 8)               # 8 columns are aligned
 
 
 def _count(x, token_N):

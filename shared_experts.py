@@ -174,7 +174,7 @@ class _ToSideStream(torch.autograd.Function):
 
         if grad_side is not None:
             grad_side = join(grad_side, others=[*grad_weights, grad_main])
-        else:                                            # by a weight's
+        else:                                            # the input needs none: join at a weight's
             for i, grad in enumerate(grad_weights):
                 if grad is not None:
                     grad_weights[i] = join(grad, others=grad_weights[i + 1:])
