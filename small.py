@@ -16,7 +16,7 @@ The weights of a Mixtral or Qwen3-MoE block of transformers, with norm_topk_prob
         "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2F, H] -> [E, 2, F, H]
 
 T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, F FFN size of an
-expert. Capitals at the end of a name are the tensor's axes: prob_N1 is [N, 1]. The same input gives
+expert. Capitals that end a name are the tensor's axes: prob_N1 is [N, 1]. The same input gives
 bitwise the same output and gradients.
 """
 import re
@@ -54,20 +54,19 @@ def op(fake, mutates_args=()):
 
 @op(lambda value, grad: torch.empty_like(value))
 def in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    # With grad as an argument neither the copy nor what is made of it (rows, the activation) can be
-    # moved into the forward, and kept, by the compiler.
+    # By its argument grad the compiler cannot move the copy, or the rows and the activation made of
+    # it, into the forward.
     return value.clone()
 
 
 @op(lambda total, counts: None, mutates_args=("total",))
 def add_counts(total: Tensor, counts: Tensor) -> None:
-    # An op, of counts made in the backward: otherwise a graph would add them to the total of the
-    # forward, and lose what others have added since.
+    # Otherwise a graph would add to the forward's total, and lose what others have added since.
     total.add_(counts)
 
 
 def cast(x, dtype):
-    """x in dtype. (torch 2.11 gives wrong gradients where a forward ends in x.to(x.dtype).)"""
+    """x in dtype. (On torch 2.11 a forward that ends in x.to(x.dtype) gets wrong gradients.)"""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -81,7 +80,7 @@ def upcast(x):
     torch.empty(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)])
 def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Tensor]:
     """indices [T, K] -> order [N] (row -> assignment t·K + k), inverse [K, T] (assignment -> row),
-    counts [E], offsets [E] int32 (where the rows of an expert end). Index E, unrouted, comes last.
+    counts [E], offsets [E] int32 (where an expert's rows end). Index E, unrouted, comes last.
     """
     numbers = lambda n: torch.arange(n, device=indices.device)
     ids_N, order_N = indices.flatten().sort(stable=True)     # an expert's tokens stay in order
@@ -92,14 +91,11 @@ def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Ten
     return [order_N, inverse_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
 
 
-# In bf16 torch's own product (`native`) reads the offsets on an H100, a B200 and a CPU that has
-# AVX-512. Elsewhere the host reads them: for a card sort_by_expert copies them there, once for all
-# six products.
+# In bf16 torch's product (`native`) reads the offsets on an H100, a B200 and a CPU with AVX-512.
+# Elsewhere the host reads them: sort_by_expert copies a card's, once for all six products.
 @torch.compiler.assume_constant_result
 def capability(device) -> int:
-    """Of a card of NVIDIA: 9 for H100 and H200, 10 for B200 and B300. Of a CPU with AVX-512: 0. Of
-    all else: -1.
-    """
+    """NVIDIA's 9 (H100, H200) or 10 (B200, B300); 0 for a CPU with AVX-512; -1 for all else."""
     if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device)[0]
     quick = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -130,7 +126,7 @@ def multiply(a, b, out):
     """out = a · b"""
     narrow = a.is_cpu and a.itemsize == 2 and a.shape[0] > 1
     if narrow and (a.dtype == torch.float16 or capability(a.device) < 0):
-        # Without instructions for the dtype, fp32 takes a tenth of the time.
+        # Without instructions for the dtype fp32 is ten times as fast.
         wide = out.new_empty(out.shape, dtype=torch.float32)
         out.copy_(torch.mm(a.float(), b.float(), out=wide))
     else:
@@ -138,8 +134,8 @@ def multiply(a, b, out):
 
 
 def grouped_mm(a, b, offsets, native):
-    """a [N, I] · b [E, I, O] -> [N, O], where unrouted rows may hold anything, or
-    a [I, N] · b [N, O] -> [E, I, O], for each expert over its rows.
+    """a [N, I] · b [E, I, O] -> [N, O], where unrouted rows may hold anything;
+      a [I, N] · b [N, O] -> [E, I, O], for each expert over its rows.
     """
     if not native:
         return loop_over_experts(a, b, offsets)
@@ -188,8 +184,8 @@ def sum_rows(rows, inverse, counts):
 class Experts(torch.autograd.Function):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H].
 
-    Kept for the backward are x, hidden, ids and probs. The activation is computed again. The
-    backward adds the counts to `total`, once, where a checkpoint runs the forward twice.
+    Kept for the backward are x, hidden, ids and probs; the activation is computed again. The
+    backward adds the counts to `total`: once, even if a checkpoint runs the forward twice.
     """
     @staticmethod
     def forward(ctx, x, probs, fc1, fc2, order, inverse, counts, offsets, native, total):
@@ -227,7 +223,7 @@ class Experts(torch.autograd.Function):
 @op(lambda a, b: a.new_empty(
     a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32)))
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a · b in fp32 at least, also under autocast, and where products may be in TF32 or bf16."""
+    """a · b in fp32 at least, also under autocast and where products may be in TF32 or bf16."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     found = [(setting, setting.fp32_precision) for setting in settings]
     lowered = [(setting, low) for setting, low in found if low not in ("ieee", "none")]
@@ -244,7 +240,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Logits(torch.autograd.Function):
-    """x [T, H] · router [E, H]ᵀ. Keeps x as it is."""
+    """x [T, H] · router [E, H]ᵀ, which keeps x as it is."""
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
@@ -258,7 +254,7 @@ class Logits(torch.autograd.Function):
 
 class Pick(torch.autograd.Function):
     """scores[t, indices[t, k]]. In the backward the loss Σ_e factors[e] · Σ_t all_scores[t, e]
-    is as if it had been added to the main loss.
+    counts as added to the main loss.
     """
     @staticmethod
     def forward(ctx, scores, indices, all_scores, factors):
@@ -269,7 +265,7 @@ class Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         indices, factors = ctx.saved_tensors
-        # No scatter: that of Inductor may be read too early on a CPU (pytorch #185509).
+        # No scatter: Inductor's may be read too early on a CPU (pytorch #185509).
         column_E, grad_scores = torch.arange(ctx.shape[1], device=grad.device), 0.0
         for index_T1, grad_T1 in zip(indices.split(1, 1), grad.split(1, 1)):
             grad_scores = grad_scores + torch.where(index_T1 == column_E, grad_T1, 0.0)
@@ -279,17 +275,18 @@ class Pick(torch.autograd.Function):
 class MoE(nn.Module):
     """x [.., H] -> the same shape and dtype: y_t = Σ_k p_tk · expert(x_t), plus shared(x_t).
 
-    score_function: "softmax" over the K chosen logits, or "sigmoid" of the chosen, divided by
-    their sum if K > 1 (arXiv 2412.19437). expert_bias: a bias in fp32 that only chooses, see
-    update_bias. aux_loss_coeff: of the loss coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e],
-    where n_e tokens have e among the top K of their logits (arXiv 2101.03961). Its gradient is
-    added in training: do not add the loss. Multiply the coefficient by what you multiply the main
-    loss by: 1 / microbatches, a GradScaler's scale.
+    score_function: "softmax" over the K chosen logits, or "sigmoid" of the chosen, divided by their
+      sum if K > 1 (arXiv 2412.19437).
+    expert_bias: a bias in fp32 that only chooses, see update_bias.
+    aux_loss_coeff: of the loss coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e], where n_e tokens
+      have e among the top K of their logits (arXiv 2101.03961). In training its gradient is added:
+      do not add the loss. Multiply the coefficient by the main loss's factor, such as
+      1 / microbatches or a GradScaler's scale.
     shared_ffn_hidden_size: of an expert for every token.
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
     in fp32 at least. One host sync a forward on a card, none on H100 and B200 in bf16. x must be
-    finite, also where padding_mask is True.
+    finite, even where padding_mask is True.
     """
 
     def __init__(
@@ -318,7 +315,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weights anew; the bias and the counts are 0."""
+        """Draws the weights anew; bias and counts are 0."""
         for weight in self.parameters():
             weight.normal_(std=0.02)
         for buffer in self.buffers():
@@ -384,11 +381,11 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
-        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A
-        forward is counted in its backward.
+        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A forward
+        is counted in its backward.
 
-        group: of the ranks that train the same weights, such as torch.distributed.group.WORLD.
-        The counts of its ranks are summed. DDP also needs broadcast_buffers=False.
+        group: the ranks that train the same weights, such as torch.distributed.group.WORLD, whose
+        counts are summed. DDP also needs broadcast_buffers=False.
         """
         if self.expert_bias is None:
             raise RuntimeError("update_bias needs expert_bias=True")
@@ -404,8 +401,8 @@ class MoE(nn.Module):
         self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
         self.counts.zero_()
 
-    # The counts are in no checkpoint. What fills a layer that was made on meta begins them with 0:
-    # to_empty in _apply, load_state_dict(assign=True) here.
+    # The counts are in no checkpoint. A layer made on meta begins them with 0: after to_empty in
+    # _apply, after load_state_dict(assign=True) here.
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
         if self.counts.is_meta:
