@@ -1,5 +1,5 @@
 """What torch makes necessary: custom ops, casts, exact fp32 products, checks of shapes, and every
-private name of torch that these files use.
+private name of torch that these files use. Open it where another file's call is not clear.
 """
 import contextlib
 import functools
@@ -60,9 +60,9 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
 
 
 def once_differentiable(backward):
-    """Decorator for the backward of an autograd function: create_graph=True is a RuntimeError,
-    since a second derivative would take what the forward kept for constants. (torch's decorator of
-    this name lets some pass; in compiled code torch raises one.)
+    """Decorator for the backward of an autograd function: create_graph=True is a RuntimeError. A
+    second derivative would treat what the forward kept as constants, and be wrong without an error.
+    (torch's decorator of this name lets some pass; in compiled code torch raises one.)
     """
     @functools.wraps(backward)
     def checked(ctx, *grads):
@@ -94,7 +94,6 @@ def copy_after(value: Tensor, made_before: Tensor) -> Tensor:
 # gradients. So where the dtype fits there is no cast.
 
 def cast(x, dtype):
-    """x in dtype; x itself if it has that dtype."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -170,7 +169,7 @@ def is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-_precision_lock = threading.Lock()                  # backwards run in threads
+_precision_lock = threading.Lock()                  # a backward has a thread a device
 _PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 
 
@@ -180,7 +179,7 @@ def exact_fp32():
     has replaced them by TF32 or bf16. For bodies of ops: a graph cannot change these global
     settings.
 
-    Another precision is changed for the time of the product, visibly to other threads. A setting
+    A lower precision is set to IEEE for the time of the product, which other threads see. A setting
     equal to the one above it is inherited afterwards. XPU's switch torch.backends.mkldnn.allow_tf32
     stays.
     """

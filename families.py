@@ -188,8 +188,9 @@ class Missing(str):
 class Reader:
     """Reads fields of a published config.
 
-    names: the fields read. log: of these, those that had a value, or the first in parentheses.
-    problems: what cannot be expressed. by_layer: one is that layers differ.
+    names: the fields read. log: of these, those that had a value; if none had, the first in
+      parentheses.
+    problems: what cannot be expressed. by_layer: a problem is that layers differ.
     """
 
     def __init__(self, config, layer_idx: int | None = None):
@@ -275,7 +276,7 @@ def _or(items):
 
 
 def _listed(items, separator):
-    """The first ten items, joined, and of more their number."""
+    """The first ten items, joined; if there are more, also their number."""
     if len(items) > 10:
         items = [*items[:10], f".. {len(items)} in all"]
     return separator.join(items)
@@ -372,7 +373,7 @@ def _check_layer_idx(read):
 
 
 def meaning(values):
-    """All fields of a MoEConfig, alike if they compute the same."""
+    """All fields of a MoEConfig. Values that compute the same are equal."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
     if values["norm_topk_prob"] is None:
@@ -392,14 +393,14 @@ def from_hf(
 
     tensors: name -> tensor of float64, float32, bfloat16 or float16, with published names and
       layouts or those held in memory. Each is cast to its parameter's dtype; the expert bias stays
-      float32. One is loaded at a time, through [name] or safetensors' get_tensor; without get_slice
-      twice, first for its shape.
+      float32. One is loaded at a time, through [name] or safetensors' get_tensor. Without
+      safetensors' get_slice each is loaded twice, first for its shape.
     prefix: the text in front of the block's own names, such as "model.layers.3.mlp.". Names without
       it are ignored.
 
-    Over ep this rank's experts are read, and others may be missing; over tp this rank's part of the
-    shared expert is. A batch_first of None becomes True without tp, since the library's hidden
-    states are [B, S, H].
+    Over ep this rank's experts are read (others may be missing), over tp its part of the shared
+    expert. A batch_first of None becomes True without tp, since the library's hidden states are [B,
+    S, H].
 
     ValueError: lists the missing, misshapen and unexpected tensors; or the layer is no block of
     this family, or on the meta device. The layer is then unchanged.
@@ -564,7 +565,6 @@ def _places(layer, layout):
             sizes[axis] = group.size() * length
             cut[axis] = group.rank() * length, length
 
-        # The view of gate or up, and of one expert.
         if slot.part:
             view = view.select(axes.index("p"), int(slot.part))
             axes.remove("p")
@@ -786,7 +786,7 @@ def _weights_of(experts):
     return options, fc1, rearrange(experts.down_proj, f"{fc2_axes} -> e h f")
 
 
-# What the library's interface says of a module's weights, and what holds for other modules.
+# The library's flags of a module's weights, with the values for modules without them.
 FLAGS = {"has_gate": True, "has_bias": False, "is_concatenated": True, "is_transposed": False,
          "has_post_expert_norm": False}
 
@@ -840,7 +840,7 @@ def _full_name(owner, method=None):
 
 def _options_of(experts):
     """The activation of an experts module, as keyword arguments of kernels.expert_mlp.
-    NotImplementedError: names what that cannot express.
+    NotImplementedError: names what expert_mlp cannot express.
     """
     def refuse(what):
         raise NotImplementedError(
@@ -972,9 +972,9 @@ def replace_blocks(
 
 
 def restore_blocks(model: nn.Module) -> list[str]:
-    """Gives the blocks of replace_blocks the library's forwards again, and returns their names.
-    What `changes` had added is gone. ValueError: no block is replaced. RuntimeError: the experts
-    are spread over ranks, or a gate's forward was replaced again.
+    """Gives the blocks of replace_blocks the library's forwards again, and returns their names. The
+    library's tensors stay; what `changes` added is gone. ValueError: no block is replaced.
+    RuntimeError: the experts are spread over ranks, or a gate's forward was replaced again.
     """
     model = getattr(model, "_orig_mod", model)
     gates = {name: module for name, module in model.named_modules()
@@ -1112,7 +1112,6 @@ class Guest(moe.TopKRouter):
 
 
 def _route(gate, hidden_states, *others):
-    """The forward of a gate."""
     return gate.moe_router.as_gate(hidden_states, *others)
 
 
@@ -1353,8 +1352,8 @@ FOUND = {"inputs_embeds": "tokens", "input_ids": "tokens", "attention_mask": "ma
 class Batch:
     """The texts of the model's forward, for all its routers.
 
-    texts: None while no forward runs. So one thread at a time may run the model. (A graph of torch
-      2.13 writes a threading.local in vain.)
+    texts: None while no forward runs. So one thread at a time may run the model. (No
+      threading.local: a graph of torch 2.13 writes it in vain.)
     published: takes what save_pretrained wrote. A forward refuses a part of a checkpoint.
     """
 
@@ -1508,8 +1507,7 @@ def flag(*names: str, default: bool) -> Callable:
 
 
 def sizes(*F: str) -> dict:
-    """Knobs of H, F, E, K and activation. F: its field's names, by default moe_intermediate_size.
-    """
+    """Knobs of H, F, E, K and activation. F: its field's names, default moe_intermediate_size."""
     return {
         "hidden_size": field("hidden_size"),
         "ffn_hidden_size": field(*F or ["moe_intermediate_size"]),
@@ -1539,8 +1537,8 @@ def shared(*sizes: str) -> dict:
 def shared_times(*sizes: str, default: int | None = 1, size: object = _ABSENT) -> dict:
     """Knob of several shared experts, which side by side are one.
 
-    sizes: the names of the field with the size of each; without one it is F. default, size: of
-    their number, and of the field with their size.
+    sizes: the names of the field with the size of each; without one it is F. default, size: the
+    defaults of their number and of that size.
     """
     names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     each = field(*sizes or ["moe_intermediate_size"], default=size)
@@ -1794,7 +1792,7 @@ TABLE = f"{HASH_TABLE}    hash_table    v k\n"
 # ---- The table ----
 
 def qwen2_moe(norm: dict) -> Family:
-    """Qwen2-MoE's names: the shared expert has a sigmoid gate."""
+    """A model with Qwen2-MoE's tensor names: the shared expert has a sigmoid gate."""
     return Family(
         sizes() | SOFTMAX_OVER_ALL | norm
         | shared("shared_expert_intermediate_size") | {"shared_expert_gate": True},
@@ -1802,7 +1800,7 @@ def qwen2_moe(norm: dict) -> Family:
 
 
 def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
-    """DeepSeek-V3's names."""
+    """A model with DeepSeek-V3's tensor names."""
     if shared_experts is None:
         shared_experts = shared_times()
     return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))

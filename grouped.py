@@ -1,4 +1,5 @@
 """The grouped matrix product: row block e times matrix e, forward and backward, on every device.
+Open it to see which product runs where.
 
 In bf16, on some cards and CPUs, it is torch's own, which reads the offsets where they are; if you
 need nothing else, call F.grouped_mm. Elsewhere it is a custom op that reads a copy of the offsets
@@ -28,9 +29,9 @@ else:
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, H] · weights [E, H, F] -> [N, F]: row block e times weights[e].
 
-    All have one dtype, also under autocast. offsets [E] int32, ascending, are the ends of the row
-    blocks (not checked: that would sync). Rows at or beyond offsets[-1] come out as zeros with zero
-    gradients; an expert without rows gets a zero weight gradient.
+    rows, weights and the result have one dtype, also under autocast. offsets [E] int32, ascending,
+    are the ends of the row blocks (not checked: that would sync). Rows at or beyond offsets[-1]
+    come out as zeros with zero gradients; an expert without rows gets a zero weight gradient.
 
     In bf16 this is F.grouped_mm, without a sync, on H100, H200, B200, B300 and on a CPU with matrix
     instructions for bf16, if H and F are multiples of 8, E is below 1024, and data pointers are
@@ -135,7 +136,7 @@ def bias_grad(rows, read):
 
 
 def _ones_beside(rows):
-    return rows.new_ones(rows.shape[0], 8)               # 8 columns are aligned
+    return rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
 
 
 def _count(x, token_N):
@@ -178,8 +179,7 @@ def _begins_aligned(x):
 
 
 def _native(*operands):
-    """Whether torch's grouped product takes rows or matrices [E, ..] as they are: see grouped_mm.
-    """
+    """Whether torch's grouped product takes rows or matrices [E, ..] as they are."""
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
             return False
@@ -235,9 +235,9 @@ def _mm(a, b, bias=None, out=None):
 def _plan_batches(ends):
     """(alone, parts) of the offsets `ends`: every expert with rows is in one of them.
 
-    An expert with a twelfth of all rows or more is alone. The others form classes of similar size:
-    in descending order, each takes as many slots as its class's first has rows, while all slots so
-    far are at most 1.3 times the rows.
+    An expert with a twelfth of all rows or more is alone. The others form classes of similar size.
+    A class takes experts in descending order, each with as many slots as its first has rows, until
+    all slots so far would exceed 1.3 times the rows.
 
     Parts bound the memory of a product: lists of batches (experts, size), each one torch.bmm. A
     part ends with the expert that completes a quarter of all slots, or four slots an expert if that
@@ -286,7 +286,7 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
     The index [E + L] int32 holds the experts of the batches in order, then the row of each of L =
-    13 N // 10 slots, N for a spare one.
+    13·N // 10 slots, N for a spare one.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = tuple(on_host.tolist())
@@ -391,7 +391,7 @@ def _batches_times_weights(out, x, token_N, weights, bias, offsets, index):
             bias_b = bias if bias is None else bias[experts]
             _mm(batch, weights[experts], bias_b, out=of_batch)
         out.index_copy_(0, row_L[part], product)
-        del block, product, batch, of_batch              # frees memory
+        del block, product, batch, of_batch              # before the next part needs memory
 
 
 @op(lambda a, token_a, b, token_b, offsets, index:
@@ -426,7 +426,7 @@ def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
         for experts, slots, size in batches:
             batch_a, batch_b = [block[slots].unflatten(0, (-1, size)) for block in blocks]
             out[experts] = torch.bmm(batch_a.mT, batch_b)
-        del blocks, batch_a, batch_b                     # frees memory
+        del blocks, batch_a, batch_b                     # before the next part needs memory
 
 
 # An op for exact_fp32: a sum must not be rounded as products may be.

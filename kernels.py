@@ -1,5 +1,5 @@
 """Mixture-of-Experts as plain tensor functions: the definition, then gate, route, balance, permute,
-activations, experts, in the order a token meets them.
+activations, experts, in the order a token meets them. Open it for the mathematics.
 
 Letters   S sequence length, B batch, T = S·B tokens (token t is s·B + b; with batch_first
           b·S + s), M rows that arrive at a rank, H hidden size, E experts, K experts per
@@ -11,7 +11,7 @@ Words     logits: the router's raw output. scores: logits after the score functi
           indices [T, K] int64: which experts each token goes to.
 Unrouted  An assignment with index E: dropped, or of padding. It sorts after all experts, is
           never computed, adds nothing, and has gradient 0.
-Masks     In a padding_mask True means padding.
+Masks     A padding_mask is bool; True means padding.
 Autocast  is not followed: a product is in its operands' dtype, the router's in router_dtype.
 
 Nothing here has state, a config, or a process group beyond an argument. Each function is one graph,
@@ -73,7 +73,7 @@ def _sum_tokens(x: Tensor) -> Tensor:
     return x.sum(0)
 
 
-# An op: otherwise the compiler would keep the forward's fp32 copies for the backward.
+# An op for exact_fp32. Otherwise a graph would also make the backward's fp32 copies in the forward.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
@@ -105,7 +105,7 @@ class _LinearIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dtype, tokens, weight, bias):
-        ctx.save_for_backward(tokens, weight)        # the rows below may be a copy
+        ctx.save_for_backward(tokens, weight)        # not tokens_TH, maybe a copy
         ctx.dtype = dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         tokens_TH = tokens.reshape(-1, tokens.shape[-1])
@@ -157,7 +157,7 @@ def router_gating_linear(
 @op(lambda values, indices, columns, fill=0:
      values.new_empty(values.shape[0], columns))
 def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
-    """[T, columns]: values[t, k] in column indices[t, k], unless that is `columns`; else `fill`."""
+    """[T, columns] of `fill`, with values[t, k] in column indices[t, k]; `columns` is left out."""
     out = values.new_full((values.shape[0], columns + 1), fill)
     out.scatter_(1, indices, values)
     return out[:, :columns].contiguous()
@@ -219,7 +219,7 @@ def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Te
 def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(indices, copies), both [T, K] int64, of indices [T, K] in [0, E] of any integer dtype.
 
-    An expert that a token names twice keeps its first slot; later slots become E. `copies` is how
+    An expert that a token names again keeps its first slot; later slots become E. `copies` is how
     often each slot's expert is named: 0 for E.
 
     >>> merge_repeats(torch.tensor([[1, 0, 1]]), num_experts=2)
@@ -227,7 +227,7 @@ def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """
     indices_TK = indices.long()
     same_TKK = indices_TK[:, :, None] == indices_TK[:, None, :]
-    repeats_TK = same_TKK.tril(-1).any(-1)               # as an earlier slot
+    repeats_TK = same_TKK.tril(-1).any(-1)               # equal to an earlier slot
     indices_TK = indices_TK.masked_fill(repeats_TK, num_experts)
     return indices_TK, same_TKK.sum(-1).masked_fill(indices_TK == num_experts, 0)
 
@@ -238,8 +238,8 @@ def _sqrtsoftplus(x):
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
 
 
-# Increasing, so that logits and scores have the same top K; not negative, since scores are
-# divided by their sum.
+# They must be increasing, so that logits and scores have the same top K, and not negative, since
+# scores are divided by their sum.
 SCORE_FUNCTIONS = {
     "softmax": functools.partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
@@ -277,7 +277,7 @@ def topk_routing(
        With `expert_bias` [E] it is the top K of scores + bias (arXiv 2408.15664). With
        `num_groups` it comes from the best `group_topk` groups: see only_best_groups.
        `precomputed_indices` [T, K] in [0, E], of any integer dtype, replaces the choice. An
-       expert named twice counts once, in its first slot, with the sum of both probs. The range
+       expert named again counts once, in its first slot, with the sum of both probs. The range
        is not checked: that would sync the device.
     3. The probs are the chosen experts' scores, without the bias. `norm_topk_prob` says whether
        they are divided by (their sum + norm_eps); use_pre_softmax then has no effect. With
@@ -392,8 +392,8 @@ def compute_routing_scores_for_aux_loss(
     logits: Tensor, topk: int, score_function: str, padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(routing_map [T, E] bool, scores [T, E]) for the balance losses, from logits [T, E]: the top
-    K of the logits, without bias and groups, and the scores in fp32 at least, divided by their sum.
-    Both are zero at padding (padding_mask [T]).
+    K of the logits, without bias and groups, and the scores in fp32 at least, divided by their sum
+    over E. Both are zero at padding (padding_mask [T]).
     """
     check_known("score_function", score_function, SCORE_FUNCTIONS)
     check_shapes(logits=(logits, "T E"), padding_mask=(padding_mask, "T"))
@@ -420,8 +420,8 @@ def _sum_weighted(scores: Tensor, factors: Tensor, sequence: Tensor | None) -> T
 def weighted_token_sum(
     scores: Tensor, factors: Tensor, sequence: Tensor | None = None,
 ) -> Tensor:
-    """Σ_e factors[e] · Σ_t scores[t, e], 0-d. With sequence [T] int64 and factors [n, E]: Σ_t Σ_e
-    factors[sequence[t], e] · scores[t, e].
+    """Σ_e factors[e] · Σ_t scores[t, e], 0-d. With sequence [T] int64 and factors [n, E]:
+      Σ_t Σ_e factors[sequence[t], e] · scores[t, e].
 
     scores [T, E] are taken in fp32 at least. Factors get no gradient, and the backward uses this
     forward's, even if a checkpoint recomputes others.
@@ -429,7 +429,7 @@ def weighted_token_sum(
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
-    # Factors as arguments would be replaced by a checkpoint's recomputed ones.
+    # Not arguments of Adjoint: a checkpoint would replace them by recomputed ones.
     def add(x):
         return _sum_weighted(x, factors, sequence)
 
@@ -524,7 +524,7 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         d0_T = (1 / tokens) / (A_TE @ start_E + 1e-8)
         d1_E = (1 / E) / (d0_T @ A_TE + 1e-8)
         done = (d1_E - start_E).abs().mean() <= tol
-        # Elsewhere a read of `done` would sync: all 256 rounds run, the later ones without effect.
+        # Elsewhere a read of `done` would sync: all 256 rounds run, the later ones idle.
         if cost.device.type == "cpu" and done:
             break
         start_E = torch.where(done, start_E, d1_E)
@@ -534,10 +534,11 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
 def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
     """exp(cost) [T, E] with its rows scaled to sum to about 1/T and its columns to about 1/E.
 
-    A = exp(cost - its row's maximum). From d1 = 1, d0 = (1/T) / (A·d1 + 1e-8) and d1 = (1/E) /
-    (Aᵀ·d0 + 1e-8), until the mean absolute change of d1 is at most tol, or for 256 rounds. The
-    result is d1 · A · d0[:, None]: finite for costs up to ±1e4, without a gradient. Padding
-    (padding_mask [T]) has no mass: the other tokens are treated as if alone.
+      A = exp(cost - its row's maximum), d0 = (1/T) / (A·d1 + 1e-8), d1 = (1/E) / (Aᵀ·d0 + 1e-8)
+
+    from d1 = 1, until the mean absolute change of d1 is at most tol, or for 256 rounds. The result
+    is d1 · A · d0[:, None]: finite for costs up to ±1e4, without a gradient. Padding (padding_mask
+    [T]) has no mass: the other tokens are treated as if alone.
     """
     check_shapes(cost=(cost, "T E"), padding_mask=(padding_mask, "T"))
     return _sinkhorn(upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
@@ -622,10 +623,11 @@ def required_bias_histogram(
     expert e: for quantile balancing (Kimi K3 technical report, section 2.3.3).
 
     scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. Token t chooses expert e above
-    the bias r[t, e] = α_t - s[t, e], with α_t the (K+1)-th largest of s_t + b. The bins are uniform
-    from min b - 1 to max b + 1; the outer ones take what lies beyond. Padding (padding_mask [T]) is
-    left out. Histograms of microbatches and ranks add up exactly. ValueError: shapes that do not
-    fit, topk not below E, or num_bins below 1.
+    the bias r[t, e] = α_t - s[t, e], with α_t the (K+1)-th largest of s_t + b. (For an expert that
+    is not chosen now the K-th would be exact.) The bins are uniform from min b - 1 to max b + 1;
+    the outer ones take what lies beyond. Padding (padding_mask [T]) is left out. Histograms of
+    microbatches and ranks add up exactly. ValueError: shapes that do not fit, topk not below E, or
+    num_bins below 1.
     """
     check_shapes(
         scores=(scores, "T E"), expert_bias=(expert_bias, "E"), padding_mask=(padding_mask, "T"))
@@ -640,7 +642,6 @@ def required_bias_histogram(
         bins_TE = (alpha_T1 - scores_TE - low) / width
         bins_TE = bins_TE.nan_to_num().clamp(0, num_bins - 1).long()
 
-        # Bin i of expert e is slot e · num_bins + i.
         slots_TE = torch.arange(E, device=scores.device) * num_bins + bins_TE
         if padding_mask is not None:
             slots_TE = slots_TE.masked_fill(padding_mask[:, None], E * num_bins)     # not counted
@@ -652,8 +653,8 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     thresholds α_t; the mean over E is subtracted.
 
     histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, expert_bias [E]
-    the bias it was given. The result is the K/E quantile of each row, linear inside its bin, in
-    expert_bias.dtype. An empty histogram changes nothing.
+    the bias it was given. The share is the K/E quantile of each row, linear inside its bin. The
+    result has expert_bias.dtype. An empty histogram changes nothing.
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
@@ -710,7 +711,7 @@ def _empty_plan(indices, num_experts):
 @op(_empty_plan)
 def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = indices.flatten()
-    # A card sorts digit by digit: a narrow dtype has few.
+    # A card sorts digit by digit: a narrow dtype has few digits.
     narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
     # Stable: an expert's tokens stay in order.
     order_N = ids_N.to(narrow).argsort(stable=True)
@@ -784,9 +785,10 @@ def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
 
 
 def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
-    """rows [N, H] -> tokens [T, H]: y_t = Σ_k probs[t, k] · rows[inverse[t, k]]. No probs: all 1.
+    """rows [N, H] -> tokens [T, H]: y_t = Σ_k probs[t, k] · rows[inverse[t, k]].
 
-    The sum is in fp32 at least, the result in rows.dtype. A NaN in an unrouted row reaches nothing.
+    Without probs [T, K] all are 1. The sum is in fp32 at least, the result in rows.dtype. A NaN in
+    an unrouted row reaches nothing.
 
     >>> plan = plan_permutation(torch.tensor([[1, 0]]), num_experts=2)
     >>> combine_rows(torch.tensor([[1.], [2.]]), plan, probs=torch.tensor([[0.5, 3.0]]))
@@ -810,7 +812,7 @@ def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
 
 
 def cut_plan(plan: Plan, num_rows: int) -> Plan:
-    """The plan with its first num_rows rows, all that are routed, and one row for the others."""
+    """The plan cut to num_rows rows, which must hold all routed ones, and one row for the rest."""
     inverse = plan.inverse.clamp(max=num_rows)
     return plan._replace(order=plan.order[:num_rows + 1], inverse=inverse)
 
@@ -831,7 +833,7 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
     offsets = (capacity * torch.arange(1, E + 1, device=counts.device)).int()
 
-    # How far an expert's rows move.
+    # Their new start minus their old one.
     moved_E = (offsets - counts) - (plan.offsets - plan.counts)
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     inverse = plan.inverse + moved_E[expert_TK.clamp(max=E - 1)]
@@ -885,7 +887,7 @@ class SwiGLU(Activation):
         grad_b = g * act
         v = self.clamp_value
         if v is not None:
-            # The gradient passes at the bound, on every torch (torch.clamp's: to 2.13), not at NaN.
+            # At the bound the gradient passes, as torch.clamp's up to torch 2.13; at NaN it is 0.
             grad_a = grad_a.masked_fill(~(a <= v), 0.0)
             grad_b = grad_b.masked_fill(~(b.abs() <= v), 0.0)
         return act * linear, grad_a, grad_b
@@ -990,7 +992,9 @@ def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
 
 
 def make_activation(kind: str | Activation, **constants: float | None) -> Activation:
-    """The activation of this name with these constants; an Activation is given without any."""
+    """The activation of this name with these constants. ValueError: unknown ones, or an Activation,
+    which has its own, with any.
+    """
     if isinstance(kind, Activation):
         if constants:
             raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)}")
@@ -1091,7 +1095,7 @@ def _token_and_prob(order, probs):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """fc1 is [E, P·F, H]. Kept: the arguments, fc1's output, what where_read read."""
+    """fc1 is [E, P·F, H]. The backward computes the activation again."""
 
     @staticmethod
     def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
@@ -1121,7 +1125,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad = grad.contiguous()
         hidden = kept.to(grad.dtype)
 
-        # Otherwise the compiler could compute token_N and the rows in the forward.
+        # Otherwise the compiler could compute token_N and the rows in the forward, and keep them.
         order = copy_after(order, grad)
         token_N, probs_N1 = _token_and_prob(order, probs)
 
@@ -1138,7 +1142,7 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
             grad_fc2 = grouped.weight_grad(grad, act, read, token_a=token_N)
-        del act                                          # frees its memory
+        del act
         if need_fc1:
             grad_fc1 = grouped.weight_grad(grad_hidden, tokens, read, token_b=token_N)
         if need_fc1_bias:
@@ -1156,7 +1160,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _add_output_bias(y, probs, plan, fc2_bias):
-    """y_t + Σ_k p_tk · fc2_bias[i_tk], in y.dtype: probs [T, E] · fc2_bias [E, H] in fp32."""
+    """y_t + Σ_k p_tk · fc2_bias[i_tk] in y.dtype, as probs [T, E] · fc2_bias in fp32 at least."""
     to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), expert_TK)
@@ -1172,7 +1176,7 @@ def _interleaved(fc1, fc1_bias):
 
 
 def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function):
-    """expert_mlp for decoding without gradients, compiled: reads K experts' weights in place."""
+    """expert_mlp for one token, in a graph without gradients: reads K experts' weights in place."""
     E = len(fc1)
     expert_K = grouped.expert_of(plan.inverse, plan.offsets)[0]
     unrouted_K1 = (expert_K == E)[:, None]
@@ -1192,8 +1196,8 @@ def expert_mlp(
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     kind: str | Activation = "swiglu", fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
-    """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where expert_e(x) is fc2[e] · activation(fc1[e] · x +
-    fc1_bias[e]) + fc2_bias[e].
+    """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where
+      expert_e(x) = fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
 
     tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
     not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, gelu), fc2 [E, H, F],
@@ -1236,5 +1240,5 @@ def expert_mlp(
     return y
 
 
-# names that were here
+# names that people import from here
 __getattr__ = compat.names_of(__package__, "megatron", "compat", "grouped")

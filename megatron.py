@@ -65,7 +65,7 @@ def group_limited_topk(
 # ---- Drop ----
 
 def _as_map(routing_map):
-    """routing_map [T, E] as bool; any integer dtype is accepted."""
+    """routing_map [T, E] as bool."""
     check_shapes(routing_map=(routing_map, "T E"))
     if routing_map.dtype != torch.bool and not is_integer(routing_map):
         raise TypeError(f"routing_map is {routing_map.dtype}; needs torch.bool or an integer dtype")
@@ -85,12 +85,12 @@ def apply_router_token_dropping(
     routing_probs: Tensor, routing_map: Tensor, router_topk: int, capacity_factor: float,
     drop_policy: str = "probs", pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(probs, routing_map), both [T, E], with every expert cut to C = get_capacity(T·router_topk,
-    E, capacity_factor) tokens.
+    """(probs, routing_map), both [T, E], with every expert cut to its capacity C.
 
-    drop_policy "probs" keeps an expert's C most probable tokens, equal ones in order; "position"
-    its first C. With `pad_to_capacity` every column has exactly min(C, T) ones: the fillers are the
-    lowest-numbered tokens not routed to that expert, at prob 0.
+    C = get_capacity(T·router_topk, E, capacity_factor). drop_policy "probs" keeps an expert's C
+    most probable tokens, equal ones in order; "position" its first C. With `pad_to_capacity` every
+    column has exactly min(C, T) ones: the fillers are the lowest-numbered tokens not routed to that
+    expert, at prob 0.
 
     >>> probs = torch.tensor([[0.2, 0.0], [0.9, 0.0], [0.0, 0.5]])
     >>> apply_router_token_dropping(probs, probs > 0, router_topk=1, capacity_factor=0.5)[0]
@@ -134,8 +134,8 @@ def permute(
     """Copies the tokens [T, H] to rows that are sorted by expert, and by token within an expert.
 
     routing_map [T, E] is bool or 0/1. Returns (permuted_tokens [rows, H], permuted_probs [rows] or
-    None, sorted_indices [rows] int64): row i is token sorted_indices[i], its prob is of probs [T,
-    E].
+    None, sorted_indices [rows] int64). Row i is token sorted_indices[i]; its prob comes from probs
+    [T, E].
 
     num_out_tokens: the number of rows, a static shape. Rows beyond the map's ones are zeros with
       prob 0 and sorted index T; ones beyond the rows are cut off. None: a row for each one, which
@@ -293,8 +293,9 @@ def activation_back(
     **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
-    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). At a clamp's bound it
-    passes. A derivative of the results is a RuntimeError; in compiled code they are constants.
+    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). At a clamp's bound the
+    gradient passes. A derivative of the results is a RuntimeError; in compiled code they are
+    constants.
     """
     function = kernels.make_activation(kind, **constants)
     kernels.check_activation(y, weights, function, g=g)
@@ -315,7 +316,7 @@ def swiglu(y: Tensor) -> Tensor:
 
 
 def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
-    """silu(a) · b · weights for y = [a, b] [.., 2F], weights [.., 1] -> [.., F] in y.dtype."""
+    """silu(a) · b · weights of y = [a, b] [.., 2F], weights [.., 1] of any dtype -> [.., F]."""
     return kernels.activation(y, weights=weights)
 
 
@@ -325,5 +326,5 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
 
 
 def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of weighted_swiglu, (grad_y [.., 2F], grad_weights [.., 1])."""
+    """(grad_y [.., 2F] in y.dtype, grad_weights [.., 1] in weights.dtype) of weighted_swiglu."""
     return activation_back(g, y, weights=weights)

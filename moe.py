@@ -16,7 +16,7 @@ section "Experts" for the layer. Its files:
 Where is it?
     tokens over capacity        TopKRouter._is_over_capacity; kernels.place_in_expert
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler
-    counts, and checkpoints     RouterCounts; _WriteInBackward
+    counts, when recomputed     RouterCounts; _WriteInBackward
     host syncs                  grouped.where_read; parallel.ExpertParallel
     the router alone            TopKRouter; copy all files but shared_experts.py and moe.py
     kept for the backward       kernels._ExpertMLP
@@ -195,9 +195,10 @@ class MoEConfig:
 class MoELayer(ParallelModule):
     """y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the shared expert's output.
 
-    hidden_states [S, B, H] -> the same shape and dtype; with batch_first [B, S, H], as masks and
-    given indices. The parts are layer.router, layer.experts, layer.latent_down, layer.latent_up
-    (see LatentDown) and layer.shared_experts; the last three are None if not configured.
+    hidden_states [S, B, H] -> the same shape and dtype; with batch_first [B, S, H], and masks and
+    given indices [B, S, ..]. The parts are layer.router, layer.experts, layer.latent_down,
+    layer.latent_up (see LatentDown) and layer.shared_experts; the last three are None if not
+    configured.
 
     `torch.compile(layer, fullgraph=True)` takes every configuration as one graph (CUDA graphs:
     without shared_expert_overlap). The same input and state give bitwise the same output and
@@ -274,14 +275,14 @@ class MoELayer(ParallelModule):
         """Sends the rows to their experts. Override this for a dispatcher of your own.
 
         x [T, H] is what the experts see: [T, ℓ] with latent experts, times the prob with
-        apply_probs_on "input". The experts multiply by probs [T, K], ones with "input". indices [T,
-        K] are the router's, and the plan is theirs.
+          apply_probs_on "input".
+        probs [T, K]: the experts multiply by them; ones with "input".
+        indices [T, K], E unrouted: the router's; plan: kernels.plan_permutation's of them.
         """
         return make_dispatch(x, probs, indices, plan, self.config, self.pg_collection.ep)
 
 
 def make_dispatch(x, probs, indices, plan, config, group) -> Dispatch:
-    """See MoELayer.dispatch."""
     if group_size(group) == 1:
         return Local(x, probs, plan)
     capacity_factor = config.capacity_factor if config.pad_to_capacity else None
@@ -413,7 +414,7 @@ def select_experts(
         own = name.startswith(("router.", "experts.")) and old.shape[:1] == (E,)
         if not own or not torch.is_tensor(tensor) or tensor.ndim == 0:
             return tensor
-        # Adafactor's means have size 1 there.
+        # Adafactor's means over an axis have size 1 in it.
         fits = [n in (1, size) for n, size in zip(tensor.shape, old.shape)]
         if tensor.ndim != old.ndim or not all(fits):
             raise ValueError(f"optimizer keeps {key} of shape {list(tensor.shape)} for {name}; "

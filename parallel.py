@@ -1,6 +1,6 @@
 """What crosses ranks in a forward: process groups, the dispatch of rows to their experts, the
-all-to-all over ep in two halves, the tensor-parallel pair. Without process groups nothing here
-communicates.
+all-to-all over ep in two halves, the tensor-parallel pair. In one process nothing here
+communicates, and you can leave it closed.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,8 @@ _Group = dist.ProcessGroup | None             # None is a group of one rank
 class ProcessGroups:
     """torch.distributed groups. None is a group of one rank, over which nothing communicates.
 
-    tp        ranks that shard the shared expert. Each routes its own part of the sequence
-              (sequence_parallel); all else is whole on each.
+    tp        ranks that shard the shared expert; other weights are whole on each. Each routes its
+              own part of the sequence (sequence_parallel).
     ep        ranks that share out the experts, each with tokens of its own.
     tp_cp     ranks that hold one sequence between them.
     dp_cp     all ranks with the same tp rank, including the ep ranks.
@@ -112,7 +112,6 @@ class Splits(NamedTuple):
     group: dist.ProcessGroup
 
     def back(self):
-        """The opposite exchange's."""
         return Splits(self.receive, self.send, self.group)
 
 
@@ -156,7 +155,7 @@ class _Finish(torch.autograd.Function):
 
 
 class AllToAll:
-    """Rows [sum(send), ..] in flight. `wait` returns the [sum(receive), ..] that arrive."""
+    """Rows [sum(send), ..] in flight. `wait` returns [sum(receive), ..], differentiably."""
 
     def __init__(self, rows: Tensor, splits: Splits):
         self.splits = splits
@@ -170,16 +169,16 @@ class AllToAll:
 
 class Dispatch(Protocol):
     """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
-    with the experts between the first and the second. The experts' width is H, or ℓ with latent
-    experts. They multiply by the probs, so the way back is a plain sum.
+    with the experts between the first and the second. Their width is H, or ℓ with latent experts.
+    The experts multiply by the probs, so the way back is a plain sum.
     """
 
     def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
         """(rows [M, H], probs [M, K], plan): the arguments of Experts.forward.
 
-        The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts number this
-        rank's experts from 0, and E / ep is unrouted. If rows have one expert each, there is one
-        column.
+        The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts holds numbers of
+        this rank's experts, from 0, and E / ep for what is unrouted. If rows have one expert each,
+        there is one column.
         """
 
     def send_back(self, output: Tensor):
@@ -217,7 +216,7 @@ def _extend(x, rows):
 
 
 def _first_rows(x, rows):
-    """x[:rows] for a number from the device, whose gradient a graph of torch 2.11 cannot hold."""
+    """x[:rows], with rows read from the device: a graph of torch 2.11 has no gradient for that."""
     functions = partial(_cut, rows=rows), partial(_extend, rows=x.shape[0])
     return kernels.Adjoint.apply(x, functions)
 
@@ -254,10 +253,10 @@ class ExpertParallel:
             sent_R2 = torch.stack((plan.counts, counts_E.view(ranks, local).sum(1)), 1)
             each = [1] * ranks
             counts_in_flight = exchange(sent_R2, Splits(each, each, group))
-            # One more row, so that _first_rows always cuts something off: one graph suffices.
+            # One unrouted row more, so that _first_rows always cuts off some: one graph suffices.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
-        # The experts travel beside the probs, as numbers from 1, exact in fp32; 0: no token.
+        # The experts travel beside the probs, as numbers from 1, exact below 2²⁴; 0: no token.
         # Both in one dtype, since under autocast `cat` takes no fp16 beside fp32.
         wide = torch.promote_types(probs_TK.dtype, torch.float32)
         beside_T2K = torch.cat((probs_TK.to(wide), (indices_TK + 1).to(wide)), 1)
@@ -298,7 +297,6 @@ class ExpertParallel:
 # gradient.
 
 def _gather(group, sequence_parallel, x):
-    """With sequence_parallel the x of all ranks, along the first axis; else x."""
     if not sequence_parallel:
         return x.view_as(x)
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
@@ -307,7 +305,6 @@ def _gather(group, sequence_parallel, x):
 
 
 def _sum(group, sequence_parallel, x):
-    """The sum of x over the group; with sequence_parallel this rank's part along axis 0."""
     if not sequence_parallel:
         return all_sum(x, group).view_as(x)
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
@@ -330,12 +327,12 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The opposite of enter_tp: the sum of partial x; with sequence_parallel a rank's part."""
+    """The opposite of enter_tp: the sum of x; with sequence_parallel this rank's part of it."""
     if group_size(group) == 1:
         return x
     sum_and_gather = _gather_and_sum(group, sequence_parallel)[::-1]
     return kernels.Adjoint.apply(x, sum_and_gather)
 
 
-# names that were here
+# names that people import from here
 __getattr__ = compat.names_of(__package__, "sharding")

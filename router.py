@@ -1,5 +1,5 @@
 """The router: logits, choice, drops, balance losses, counts. Then functions for all routers of a
-model: finish_step, record and replay, metrics.
+model: finish_step, record and replay, metrics. Open it to see how tokens find their experts.
 """
 import contextlib
 import math
@@ -136,7 +136,7 @@ class Router(ParallelModule, ABC):
             raise ValueError(f"{name} is None: this router had not run in record_routing; "
                              f"needs a tensor [T, {self.config.topk}] of an integer dtype")
         T, K = math.prod(axes), self.config.topk
-        # In a graph `in` finds symbolic sizes different.
+        # Not by `in`: in a graph it takes equal symbolic sizes for different.
         fits = indices.shape == (T, K) or indices.shape == (*axes, K)
         if not fits or not compat.is_integer(indices):
             raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
@@ -170,24 +170,24 @@ class Router(ParallelModule, ABC):
 
     def reset_bias_histogram(self) -> None:
         """Empties the histogram of bias_update="quantile", which is of the old bias. Call it after
-        writing the expert bias by hand; load_state_dict does.
+        writing the expert bias by hand; load_state_dict calls it itself.
         """
         self.counts.zero("bias_histogram")
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Starts the averages of the global loss anew; finish_step does."""
+        """Starts the averages of the global loss anew; finish_step calls it."""
         self.counts.zero("global_tokens_per_expert", "ga_steps")
 
     def add_in_backward(self, activation: Tensor, buffer: Tensor, value: Tensor) -> Tensor:
-        """activation, whose backward adds value to buffer: for a count of your own in `choose`.
-        Activation checkpoints and forwards without a backward then add nothing twice.
+        """activation, whose backward adds value to buffer: for a count of your own in `choose`. So
+        an activation checkpoint adds it once, and a forward without a backward not at all.
         """
         if not self._in_training_forward():
             return activation
         return self.counts.write(activation, buffer, value, add=True)
 
     def end_step(self) -> None:
-        """Override it to update a state of your own: finish_step ends with it."""
+        """Override it to update a state of your own: finish_step calls it after the biases."""
 
     # -- the expert bias stays in fp32: bf16 rounds updates of 1e-3 away --
 
@@ -268,8 +268,8 @@ class TopKRouter(Router):
           routing). The range is not checked: that would sync the device.
         cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: the bounds of a pack's
           sequences, for seq_aux_loss. The pack is [T, H], or has one token axis of length 1. Within
-          tp_cp each rank bounds its own part of the same n sequences. Values are checked only in
-          eager mode on a CPU.
+          tp_cp each rank gives the bounds of its own part, for the same n sequences. The values are
+          checked only in eager mode on a CPU.
         """
         axes = list(input.shape[:-1])
         if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:
@@ -288,7 +288,7 @@ class TopKRouter(Router):
         self, input: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """forward with dense_output, the form that the layer runs on."""
+        """forward with dense_output."""
         return self(input, padding_mask, topk_indices, dense_output=True, cu_seqlens=cu_seqlens)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ class TopKRouter(Router):
     # -- the choice --
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961), for the router."""
+        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961), not for experts."""
         eps = self.config.input_jitter_eps
         if not self.training:
             return input
@@ -310,7 +310,8 @@ class TopKRouter(Router):
         self, logits: Tensor, padding_T: Tensor | None = None, topk_indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logits [S, B, E] or [T, E] -> (probs [T, K], indices [T, K]): forward from logits."""
+        """logits [S, B, E] or [T, E], padding_T [T] -> probs, indices [T, K]. Nothing is checked.
+        """
         config = self.config
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))
@@ -327,7 +328,7 @@ class TopKRouter(Router):
         if config.z_loss_coeff:
             logits_TE = self.apply_z_loss(logits_TE, padding_T)
 
-        # 2. Choose: what is counted and recorded.
+        # 2. Choose. This choice is what is counted and recorded.
         if config.enable_expert_bias:
             self._maintain_float32_expert_bias()
         if self._replayed is not None:
@@ -336,7 +337,7 @@ class TopKRouter(Router):
         if padding_T is not None:
             probs_TK, chosen_TK = self._unroute(probs_TK, chosen_TK, where=padding_T[:, None])
 
-        # 3. Drop what is over capacity.
+        # 3. Drop what is over capacity. The other probs are not normalised again.
         indices_TK = chosen_TK
         if config.capacity_factor is not None:
             over_TK = self._is_over_capacity(probs_TK, chosen_TK)
@@ -457,8 +458,8 @@ class TopKRouter(Router):
         return bool(self.config.losses)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """logits [.., E], in training with the z-loss attached (arXiv 2202.08906): coeff · Σ
-        logsumexp² over this rank's valid tokens, divided by the valid tokens of tp_cp.
+        """logits [.., E], in training with the z-loss attached (arXiv 2202.08906):
+          coeff · Σ logsumexp² over this rank's valid tokens / the valid tokens of tp_cp.
         """
         coeff = self.config.z_loss_coeff
         group = self.pg_collection.tp_cp
@@ -550,7 +551,7 @@ class TopKRouter(Router):
         counts_E = all_sum(local_E, groups.tp_dp_cp).float()
         sums_E, steps = self.global_tokens_per_expert, self.ga_steps
         mean_E = _running_mean(sums_E, steps, counts_E)
-        # Made before the probs: the backward's would be of sums that have moved on.
+        # Before the probs: made in the backward, it would be of sums that have moved on.
         probs = kernels.Adjoint.apply(probs, (compat.copy_after, lambda grad, mean: grad), mean_E)
         mean_E = mean_E.to(scores_for_aux_loss.dtype)
         probs = self.counts.write(probs, sums_E, counts_E, add=True)
@@ -560,7 +561,7 @@ class TopKRouter(Router):
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
 
     def _attach_switch_loss(self, kind, probs, scores, counts_E, group, valid=None):
-        """probs with the switch loss of these counts. valid: the valid tokens, if not theirs."""
+        """probs with the switch loss of these counts. valid: valid tokens, if not Σ counts / K."""
         config = self.config
         coeff = self.get_aux_loss_coeff(kind)
         tokens = counts_E.sum().to(scores.dtype) / config.topk
@@ -628,13 +629,13 @@ def set_aux_loss_scale(scale: float | Tensor) -> None:
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """activation -> activation. In the backward `loss` gets the gradient `scale` (0-d), as if scale
-    · loss were in the main loss. Megatron's set_loss_scale is set_aux_loss_scale.
+    """activation -> activation. In the backward `loss` gets the gradient `scale` (0-d), as if
+    scale·loss were in the main loss. Megatron's set_loss_scale is set_aux_loss_scale.
     """
 
     @staticmethod
     def forward(ctx, activation, loss, scale):
-        # Not saved: the scale may change before the backward.
+        # Not by save_for_backward: the scale may change before the backward.
         ctx.scale = scale
         ctx.dtype = loss.dtype
         return compat.as_no_view(activation, activation.shape)
@@ -647,20 +648,21 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
 
 # ---- What it keeps: counts, written in the backward ----
-# since a checkpoint runs a forward twice, but its backward once.
+# A checkpoint runs a forward twice, but its backward once.
 
 @compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
 def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
-    """buffer += value, or buffer = value. `grad` is unused. Without it a graph would add to the
-    forward's buffer, and lose what others have added since.
+    """buffer += value, or buffer = value. `grad`, of which a few numbers suffice, is unused:
+    without it a graph would add to the buffer as the forward found it, and lose what others have
+    added since.
     """
     buffer.copy_(buffer + value if add else value)
 
 
 @compat.op(lambda sums, steps, counts: torch.empty_like(sums))
 def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-    """[E]: the mean of the forwards in the sums and of this one. An op: a plain sum the compiler
-    would compute again in the backward.
+    """[E]: the mean of the forwards in the sums and of this one. An op: the compiler would compute
+    a plain sum again in the backward.
     """
     return (sums + counts) / (steps + 1)
 
@@ -670,7 +672,7 @@ class _WriteInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, activation, buffer, value, add):
-        # Not saved: other backwards may write to it first.
+        # Not by save_for_backward: other backwards may write to it first.
         ctx.buffer = buffer
         ctx.add = add
         ctx.save_for_backward(value)
@@ -686,16 +688,16 @@ class _WriteInBackward(torch.autograd.Function):
 
 
 class RouterCounts:
-    """What a router counts: plain tensors, updated in place in the backward of a training forward.
-    They are no buffers: DistributedDataParallel would overwrite those by rank 0's. None: not
-    configured.
+    """What a router counts: plain tensors in fp32 (the histogram in int32), updated in place in the
+    backward of a training forward. They are no buffers: DistributedDataParallel would overwrite
+    those by rank 0's. None: not configured.
 
     local_tokens_per_expert [E]      since the last update_expert_bias
-    bias_histogram [E, 1000]         of needed biases, since then, in int32
+    bias_histogram [E, 1000]         of needed biases, since then
     global_tokens_per_expert [E]     the running sum of the global loss
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
-    of each name in LOGGED []        its loss, or its assignments over capacity
+    each name in LOGGED []           of that forward too: a loss, or the assignments over capacity
     """
 
     def __init__(self, config, tp_cp_size):
@@ -720,11 +722,9 @@ class RouterCounts:
         self.reset()
 
     def tensors(self):
-        """Name -> tensor."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def count(self, activation, counts_E):
-        """activation, whose backward counts."""
         activation = self.write(activation, self.last_tokens_per_expert, counts_E, add=False)
         if self.local_tokens_per_expert is not None:
             activation = self.write(activation, self.local_tokens_per_expert, counts_E, add=True)
@@ -738,8 +738,8 @@ class RouterCounts:
         return self.write(activation, getattr(self, name), value.float(), add=False)
 
     def write(self, activation, buffer, value, add):
-        """activation, whose backward adds value to buffer, or puts it there. An activation without
-        a backward: see carried_by.
+        """activation, whose backward adds value to buffer, or (add=False) puts it in place. For an
+        activation without a backward see carried_by.
         """
         if activation is None or not activation.requires_grad:
             self.wait([*self.waiting, (buffer, value, add)])
@@ -751,8 +751,8 @@ class RouterCounts:
         self.waiting = writes
 
     def carried_by(self, activation):
-        """activation, whose backward does the waiting writes: those of a frozen router, whose probs
-        need no gradient.
+        """activation, whose backward does the waiting writes: of _apply_expert_bias, or of a frozen
+        router, whose probs need no gradient.
         """
         if self.waiting and activation.requires_grad:
             for write in self.waiting:
@@ -805,9 +805,9 @@ def _named_routers(model):
 
 def finish_step(model: nn.Module) -> None:
     """Ends a training step: updates the expert biases and starts the averages of the global loss
-    anew. Call it after the optimizer's step, once for all microbatches (docs/recipes.md: in
-    Lightning, accelerate, ..). A PipelineStage without input_args and output_args may run a step on
-    empty tensors, which is counted. Collective.
+    anew. Call it after the optimizer's step, once for all microbatches: docs/recipes.md has the
+    place in Lightning and others. Give a PipelineStage its input_args and output_args: else it may
+    run a step on empty tensors, which is counted. Collective.
     """
     update_expert_bias(model)
     for router in _routers(model):
@@ -880,9 +880,11 @@ class RoutingRecord:
 @contextlib.contextmanager
 def record_routing(model: nn.Module):
     """A context that gives a RoutingRecord of what the model's routers choose inside it, in eager
-    and compiled code. It holds the latest forward. To keep all of a `generate`: `kept = [];
-    model.register_forward_hook(lambda *_: kept.append(record.indices))`. ValueError: no router, or
-    nested on one model.
+    and compiled code. It holds the latest forward. To keep all of a `generate`:
+
+        model.register_forward_hook(lambda *_: kept.append(record.indices))      # kept = []
+
+    ValueError: no router, or nested on one model.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> x = torch.randn(6, 1, 8)
@@ -945,7 +947,8 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     NaN: a layer without it, or nothing counted yet.
 
     reduce: over all ranks, collective: counts summed, losses summed over the ranks that share them
-    and averaged over the others. ValueError: several ranks run, and a router has no group of them.
+    and averaged over the others; else this rank's. ValueError: several ranks run, and a router has
+    no group of them.
     """
     counts, logged, violations = [], [], []
     on = set()

@@ -54,8 +54,8 @@ def _own_part(parameter, group, axis):
 
 
 class ParallelModule(nn.Module):
-    """A module of the layer, which knows the group over which each parameter is sharded and that
-    over which its gradient is summed.
+    """A module of the layer. For each parameter it knows the group that shards it, and the group
+    that sums its gradient.
     """
     # parameter -> the config's field with its standard deviation
     std_fields = {
@@ -92,8 +92,8 @@ class ParallelModule(nn.Module):
         """Draws this module's own weights anew (normal). Biases become zero, norms one.
 
         A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
-        torch's default generator draws a seed per parameter; with its number added, this seeds each
-        expert, drawn unsharded in fp32. A rank draws its own experts and keeps its part.
+        torch's default generator draws a seed per parameter, and seed + e seeds expert e, which is
+        drawn unsharded in fp32. A rank draws its own experts and keeps its part.
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name in _FILLED_WITH:
@@ -179,10 +179,10 @@ def sharded_state_dict(
 
     The tensors are the model's and the optimizer's own, DTensors where they are sharded: so it
     loads at other sizes of tp and ep, and without process groups. The optimizer's are
-    optimizer.NAME.KEY, without hyperparameters such as lr; a parameter without a step yet gets the
-    state of step 0. Names leave out torch.compile and checkpoint_wrapper. ValueError: the optimizer
-    has a parameter that the model lacks, or keeps something other than tensors, of the parameter's
-    shape where that is sharded.
+    optimizer.NAME.KEY, without hyperparameters such as lr; the call gives a parameter without a
+    step the state of step 0. Names leave out torch.compile and checkpoint_wrapper. ValueError: the
+    optimizer has a parameter that the model lacks, or keeps something other than tensors, of the
+    parameter's shape where that is sharded.
 
     >>> model = nn.Linear(2, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -226,7 +226,7 @@ def _moment(module, path, parameter, name, value):
 
 
 def _make_optimizer_state(optimizer):
-    """Gives parameters without a state that of step 0, by a stand-in's step without hooks."""
+    """Gives parameters without a state the state of step 0: a stand-in steps, without hooks."""
     groups = optimizer.param_groups
     _keep_first_step_undamped(optimizer)
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
@@ -257,7 +257,7 @@ _FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
 
 def _keep_first_step_undamped(optimizer):
     """SGD's first momentum is the gradient; from a momentum of zeros it would be 1 - dampening
-    times that. So the next step takes new zeros, made here or loaded, out.
+    times that. So the next step first removes zeros that are new, made here or loaded.
     """
     def momentum(parameter):
         return optimizer.state.get(parameter, {}).get("momentum_buffer")
@@ -315,7 +315,7 @@ def as_shard(name, tensor, group, axis):
             f"{name} is a DTensor with {tensor.placements} over ranks {alike.tolist()}, beside a "
             f"group of ranks {ranks.tolist()} that hold other parts; needs fully_shard over ranks "
             f"that hold the same part, such as mesh['dp']")
-    # Each rank of the group has its part's ranks placed as here.
+    # The ranks of another part lie around its rank as these lie around this one.
     mesh_ranks = (ranks - dist.get_rank()).view(-1, *[1] * inner.ndim) + alike
     mesh = DeviceMesh.from_group(
         [group, *inner.get_all_groups()], inner.device_type, mesh=mesh_ranks,
@@ -334,8 +334,7 @@ def _whole_shape(part, group, axis):
 
 @torch.no_grad()
 def _take_shards(module, state, prefix, metadata, *_):
-    """Before load_state_dict() of a ParallelModule: this rank's part of DTensors and whole tensors.
-    """
+    """Before load_state_dict() of a ParallelModule: a rank's part of DTensors and whole tensors."""
     for path, own, group, axis in _own_shards(module, prefix):
         given = state.get(prefix + path)
         if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):

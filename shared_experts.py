@@ -1,4 +1,5 @@
 """The shared expert: an MLP for every token, in one call or in five steps beside the routed path.
+Open it to see how the steps overlap.
 """
 import contextlib
 import enum
@@ -122,7 +123,7 @@ def _fork_stream(tensor: Tensor) -> Tensor:
 
 @compat.op(_empty_on_other_stream)
 def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A copy of `tensor` after the current stream has waited for the side stream."""
+    """A copy of `tensor`, after the current stream waited for the side stream, for `others` too."""
     current = _current_stream(tensor.device)
     current.wait_stream(_SIDE_STREAMS[tensor.device])
     for made_there in (tensor, *others):
@@ -134,11 +135,11 @@ class _ToSideStream(torch.autograd.Function):
     """(input, *weights) -> (input and weights for the side stream, input for the current stream).
 
     With `wait` the side stream waits for its input, a copy. In the backward the current stream
-    waits for the side stream's gradients: a join that takes the gradient of the current stream's
-    path as an argument, so that a graph overlaps the two.
+    waits for the side stream's gradients. That join has the gradient of the current stream's path
+    as an argument: so in a graph it comes after that path, and the two overlap.
     """
 
-    # *tensors: without grad, Dynamo up to torch 2.14 leaves out the ctx of a forward if that fits
+    # *tensors: without grad, Dynamo up to torch 2.14 calls a forward without its ctx if that fits
     # the number of its named arguments.
     @staticmethod
     def forward(ctx, stream, wait, *tensors):
@@ -205,8 +206,8 @@ class _FromSideStream(torch.autograd.Function):
     the other way round.
 
     A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a tensor,
-    on that node's stream: this one, on the current stream. Nobody would wait for a recomputation on
-    the side stream.
+    on that node's stream. This node is the first, on the current stream: nobody would wait for a
+    recomputation on the side stream.
     """
 
     @staticmethod
@@ -235,9 +236,9 @@ def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
 class SharedExpertMLP(ParallelModule):
     """An MLP for every token, of width Fs = shared_expert_intermediate_size, without biases.
 
-    hidden_states [.., H] -> the same shape. With `gate` the output is multiplied by sigmoid(x ·
-    gate_weightᵀ). Over tp each rank has its part of the first axis with sequence_parallel, else all
-    of it.
+    hidden_states [.., H] -> the same shape. With `gate` the output is multiplied by
+    sigmoid(gate_weight · x). Over tp each rank has its part of the first axis with
+    sequence_parallel, else all of it.
 
     With shared_expert_overlap five steps do what `forward` does, on the side stream:
     pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm, get_output.
@@ -265,7 +266,7 @@ class SharedExpertMLP(ParallelModule):
         output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
-    # In steps the weights come from _ToSideStream, so that their gradients wait for that stream.
+    # The weights are arguments: in steps they come from _ToSideStream, which joins their gradients.
 
     def _score(self, x, gate_weight=None):
         H = self.config.hidden_size
@@ -334,7 +335,7 @@ class SharedExpertMLP(ParallelModule):
         """
         with self._beside():
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
-        # A graph's order is fixed.
+        # In a graph the order is fixed already.
         if self.stream is not None and not torch.compiler.is_compiling():
             act = _BackwardStreamWait.apply(act)
         node = getattr(overlapped_comm_output, "grad_fn", None)
@@ -428,7 +429,7 @@ class OverlappedDispatch(NamedTuple):
 
 
 def ends_overlap(forward):
-    """Decorator of the layer's forward: the shared expert keeps nothing after it, nor after an
+    """Decorator of the layer's forward: the shared expert keeps nothing after it, even after an
     exception, by which a checkpoint ends its recomputation.
     """
     @functools.wraps(forward)
