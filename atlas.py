@@ -13,6 +13,7 @@ Python, but for its functions:
     top(rank, K)                 the places of the K largest
     experts(chosen, x)           the outputs of the chosen experts
 """
+import argparse
 import json
 import re
 import sys
@@ -289,9 +290,13 @@ def main() -> None:
     """Prints the table, one router, or in what several differ. Exit status 2, and one line, for a
     type that is unknown, and for a config that cannot be read or expressed.
     """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="TYPE or config.json")
+    words = parser.parse_args().words
     models = []                                              # (type, name, config or None)
     try:
-        for word in sys.argv[1:]:
+        for word in words:
             if not word.endswith(".json"):
                 models.append((word, "", None))
                 continue
@@ -309,7 +314,7 @@ def main() -> None:
                            (model_type, *published_config(model_type))
                            for model_type, name, config in models]))
     except (OSError, ValueError, TypeError) as refused:      # TypeError: the file is no dict
-        print(f"{' '.join(sys.argv[1:])}: {' '.join(str(refused).split())}", file=sys.stderr)
+        print(f"{' '.join(words)}: {' '.join(str(refused).split())}", file=sys.stderr)
         sys.exit(2)
 
 

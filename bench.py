@@ -1,7 +1,11 @@
 """What the layer costs, beside what else one could use.
 
-    python bench.py [layer | overlap | ranks | families | models | card] [--quick] [--json FILE]
-    python bench.py ranks --against FOLDER           # beside another copy of these files
+    python bench.py layer                            # and its parts, and decoding
+    python bench.py overlap                          # the shared expert beside the routed path
+    python bench.py ranks [--against FOLDER]         # over ep; beside another copy of these files
+    python bench.py families                         # published layers, scaled down
+    python bench.py models                           # Hugging Face models with our experts, blocks
+    python bench.py card                             # one GPU: times, TFLOP/s, GB/s, syncs
     python bench.py curves --run FOLDER              # draws the runs of train.py --out FOLDER
     python bench.py order                            # draws docs/overlap.svg from docs/overlap.md
 
@@ -1013,7 +1017,8 @@ COMMANDS = dict(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "command", nargs="?", default="layer", choices=[*COMMANDS, "curves", "order"])
     parser.add_argument("--quick", action="store_true", help="small shapes, few rounds")

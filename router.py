@@ -163,7 +163,8 @@ class Router(ParallelModule, ABC):
 
     def _count_biases(self, probs, logits_TE, padding_T):
         """probs, whose backward adds to the histogram of bias_update="quantile"."""
-        scores_TE = kernels.SCORE_FUNCTIONS[self.config.score_function](compat.upcast(logits_TE))
+        score = kernels.SCORE_FUNCTIONS[self.config.score_function]
+        scores_TE = score(compat.upcast(logits_TE.detach()))
         histogram = kernels.required_bias_histogram(
             scores_TE, self.expert_bias, self.config.topk, padding_mask=padding_T)
         return self.counts.write(probs, self.bias_histogram, histogram, add=True)
@@ -310,8 +311,7 @@ class TopKRouter(Router):
         self, logits: Tensor, padding_T: Tensor | None = None, topk_indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logits [S, B, E] or [T, E], padding_T [T] -> probs, indices [T, K]. Nothing is checked.
-        """
+        """logits [S, B, E] or [T, E], padding_T [T] -> probs, indices [T, K]. Checks nothing."""
         config = self.config
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))

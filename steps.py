@@ -245,7 +245,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the table of docs/compile.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=5, default=[2048, 512, 256, 64, 8],
                         metavar=("T", "H", "F", "E", "K"))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")

@@ -65,7 +65,9 @@ def fail(message):
 
 def parse_args(argv=None):
     """The settings of the run and of this process."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = fail
     add = parser.add_argument
     add("--data", default="", help=(
