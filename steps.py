@@ -267,7 +267,9 @@ def main() -> None:
         try:
             steps[name] = Measured(layer.to(x), x)
         except RuntimeError as error:                        # of F.grouped_mm, in this dtype
-            refused[name] = str(error).strip().splitlines()[-1].strip()
+            while error.__context__ is not None:             # that of the compiler hides it
+                error = error.__context__
+            refused[name] = str(error)
     for _ in range(20):                                      # in turn
         for step in steps.values():
             if sum(step.ms) < 5e3:

@@ -909,6 +909,7 @@ def test_steps_print_their_table(capfd, monkeypatch):
         header, _, *rows = capfd.readouterr().out.splitlines()
         assert header.startswith(f"T, H, F, E, K = [64, 32, 16, 8, 2], {dtype}, cpu")
         assert [row[:21].strip() for row in rows] == list(steps.STEPS)
+        assert not any("TORCHDYNAMO_VERBOSE" in row for row in rows)
         return [row[21:].split() for row in rows]
 
     with torch._inductor.config.patch(force_disable_caches=False):
