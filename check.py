@@ -10,21 +10,25 @@ experts  f(x [T, H], probs [T, K] fp32, indices [T, K] int64, fc1 [E, 2F, H], fc
 router   f(logits [T, E] fp32, expert_bias [E] or None) -> (probs [T, K], indices [T, K]) or
          (probs [T, E], map [T, E] bool)
 
-A figure is the error of your result over that of the plain loop in the same dtype, both against
-fp64: "ok" up to 4, a number up to 16, then "wrong". "refused" is an exception: an answer, not a
-mistake. Look for mistakes in fp32; in bf16 one of some percent may be as small as the rounding.
---list names the cases; --case NAME runs one and shows the first row that is off. The exit status
-is 1 if something is wrong; 2 if all cases are refused, the function cannot be loaded or an option
-does not fit; else 0. Of the notes only the first means that the row is wrong:
+A figure is your error over the plain loop's error in the same dtype, both against fp64. It is
+printed as "ok" up to 4, as a number up to 16, then as "wrong". "refused" means that your function
+raised an exception, which is an answer, not a mistake. Look for mistakes in fp32: in bf16 one of
+some percent may be as small as the rounding.
+
+--list names the cases; --case NAME runs one and shows the first rows that are off. The exit status
+is 1 if something is wrong, 2 if all cases are refused, the function cannot be loaded or an option
+does not fit, else 0.
+
+Notes, of which only the first makes a row wrong:
 
 its inputs are changed          A tensor that the function was given holds other values afterwards.
 differs from run to run         The same call twice gave other bits.
-not the top logits of N tokens  The choice is right by the scores, among which some are equal, as
-                                where a sigmoid is 1 in fp32. By the logits it would be another.
+not the top logits of N tokens  The choice is right by the scores, some of which are equal, as where
+                                a sigmoid is 1 in fp32. By the logits it would be another.
 kept for the backward           What autograd saves, over the bytes of x [T, H] and of fc1's output
                                 [T·K, 2F]: with 1.00 it saves little else.
 a token without the others      Whether 9 of 512 tokens have the same bits when they are alone.
-                                Where not, a sum is taken in an order that depends on T.
+                                If not, a sum is taken in an order that depends on T.
 N graphs for four T             By torch.compile. 2 are enough: for the first T, and for all others.
 """
 import argparse
@@ -172,7 +176,7 @@ def router_cases(E, with_bias):
 
 class Row(NamedTuple):
     case: str
-    ratios: dict[str, float]      # result -> its error over that of the plain loop
+    ratios: dict[str, float]      # result -> its error over the plain loop's
     refused: str | None           # the exception
     wrong: bool
 
@@ -194,8 +198,8 @@ def same(a, b):
 
 
 def compare(name, results, dtype, note, show) -> Row:
-    """results: title -> (got, plain loop, loop in fp64). An error is that of the worst row; the
-    loop's is half an eps at least.
+    """results: title -> (got, plain loop, loop in fp64). The worst row counts; the loop's error is
+    taken as half an eps at least.
     """
     ratios, off = {}, []
     for title, (got, plain, right) in results.items():

@@ -315,7 +315,7 @@ def _dtype_of(reads):
 def _router_dtypes(words: list[str], dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
     """Fields of MoEConfig: a router of this precision in a model of this dtype.
 
-    words: Family.precision's. gate_dtype: the router weight's, and so that of a "model" product.
+    words: Family.precision's. gate_dtype: the router weight's, in which a "model" product is.
     """
     wide = torch.promote_types(dtype, torch.float32)
     product, scores, weights = [{"model": dtype, "fp32": wide}[word] for word in words]
@@ -851,7 +851,7 @@ def _options_of(experts):
     if flags["has_post_expert_norm"]:
         refuse("has_post_expert_norm")
     method = "transformers.integrations.moe._default_apply_gate"
-    if hasattr(experts, "_apply_gate"):                      # else that of Llama 4 and DBRX
+    if hasattr(experts, "_apply_gate"):                      # not in Llama 4 and DBRX
         method = _full_name(type(experts), "_apply_gate")
     gate = Gate("act_fn", {})
     if method != "transformers.integrations.moe._default_apply_gate":

@@ -267,7 +267,7 @@ def main() -> None:
         try:
             steps[name] = Measured(layer.to(x), x)
         except RuntimeError as error:                        # of F.grouped_mm, in this dtype
-            while error.__context__ is not None:             # that of the compiler hides it
+            while error.__context__ is not None:             # hidden by the compiler's
                 error = error.__context__
             refused[name] = str(error)
     for _ in range(20):                                      # in turn
