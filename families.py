@@ -152,7 +152,7 @@ class Family(NamedTuple):
     needs: field of the published config -> the values with which the layer computes the same model.
       A value without a tuple stands for itself or None. The field may be absent.
     precision: three words, "fp32" or "model" (the model's dtype): the dtypes of the gate's product,
-      of its scores, and of the weights that it returns. Read in the code of transformers 5.23.
+      of its scores, and of the weights that it returns. Read in the code of transformers 5.24.
     others: a pattern for names behind the prefix that are not the layer's: they are left alone.
     after: what becomes of the output y in the library: an expression, or a knob that gives one. A
       live model keeps it; the layer does not have it.
@@ -808,6 +808,8 @@ class Gate(NamedTuple):
 
 QUICK_GEGLU_GATE = Gate("quick_geglu", {"alpha": "alpha", "clamp_value": "limit"})
 CLAMPED_SWIGLU_GATE = Gate("swiglu", {"clamp_value": "swiglu_limit"})
+SITU_GATE = Gate("situ", {
+    "beta": "act_fn.gate_softcap.softcap", "linear_beta": "act_fn.up_softcap.softcap"})
 
 # class that defines the gate -> the gate
 GATES = {
@@ -816,12 +818,13 @@ GATES = {
     "DeepseekV4Experts": Gate("act_fn", {"clamp_value": "limit"}),
     "Glm5NextTextExperts": CLAMPED_SWIGLU_GATE,
     "HYV4Experts": CLAMPED_SWIGLU_GATE,
+    "HYV4VLExperts": CLAMPED_SWIGLU_GATE,
     "GptOssExperts": QUICK_GEGLU_GATE,
     "OpenAIPrivacyFilterExperts": QUICK_GEGLU_GATE,
     "MiniMaxM3VLExperts": Gate("quick_geglu", {
         "alpha": "swiglu_alpha", "clamp_value": "swiglu_limit"}),
-    "Inkling2Experts": Gate("situ", {
-        "beta": "act_fn.gate_softcap.softcap", "linear_beta": "act_fn.up_softcap.softcap"}),
+    "Inkling2Experts": SITU_GATE,
+    "Inkling2LoopExperts": SITU_GATE,
 }
 ACT_FNS = {
     "transformers.activations.SiLUActivation": "swiglu",
@@ -1924,6 +1927,13 @@ FAMILIES = {
         | shared_times("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
         needs={"router_dtype": "fp32"}),
+    "sarvam_moe": Family(
+        sizes() | noaux(2.5) | shared_times(),
+        layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED)),
+    "lara_mini": Family(
+        sizes() | SOFTMAX_OVER_ALL | normed(default=True)
+        | shared("shared_expert_intermediate_size"),
+        layouts(GATE + shared_expert("shared_expert"))),
     "axk2": deepseek(biased(2.5)),
     "dots3_note_text": deepseek(
         noaux(1.0),
@@ -1997,6 +2007,7 @@ PRECISIONS = dict(columns("""
     deepseek_v4                 model model model
     mistral4                    model model model
     ernie4_5_moe                fp32 fp32 model
+    lara_mini                   fp32 fp32 model
 """, 2))
 for name, words in PRECISIONS.items():
     FAMILIES[name] = FAMILIES[name]._replace(precision=words)
@@ -2013,6 +2024,9 @@ SAME = dict(columns("""
     granitemoeshared            granitemoe
     granitemoehybrid            granitemoe
     deepseek_v32                deepseek_v3
+    sarvam_mla                  glm_moe_dsa
+    hy_v4_vl_text               hy_v4
+    inkling2_loop_text          inkling2_text
     glm4v_moe_text              glm4_moe
     solar_open                  glm4_moe
     deepseek_ocr2_text          deepseek_v2

@@ -287,7 +287,8 @@ PUBLISHED = {
         GATE + "gate.bias E\n experts.w13_weight E 2F H\n experts.w2_weight E H F", score="sigmoid",
         act=situ(0.7, 1.2), held={
             "gate.bias": CORRECTION, "w13_weight": "gate_up_proj", "w2_weight": "down_proj"},
-        fused=lambda t: (in_halves(t["experts.w13_weight"]), t["experts.w2_weight"])),
+        fused=lambda t: (in_halves(t["experts.w13_weight"]), t["experts.w2_weight"]),
+        whole=dict(unpadded_vocab_size=64)),
     "flint": Published(
         "Flint FlintSparseMoeBlock", WITH_SHARED, GATE + EACH + ONE_SHARED, score="sigmoid",
         whole=dict(mlp_only_layers=[])),
@@ -391,6 +392,14 @@ PUBLISHED = {
         act=clamped_swiglu, whole=DSA | HYBRID | dict(
             qk_rope_head_dim=0, linear_num_heads=2, linear_head_dim=8)),
     "axk1": Published("AXK1 AXK1MoE", V3, V3_TENSORS, score="sigmoid", whole=MLA | SPARSE),
+    "sarvam_moe": Published(
+        "SarvamMoE Glm4MoeMoE", MOE | GROUPS | dict(num_experts=E8, num_shared_experts=2),
+        GATE + "gate.expert_bias E\n" + EACH + SHARED, score="sigmoid",
+        held={"gate.expert_bias": CORRECTION}, whole=dict(first_k_dense_replace=0)),
+    "lara_mini": Published(
+        "LaraMini LaraMiniSparseMoeBlock", WITH_SHARED, GATE + EACH + ONE_SHARED, whole=dict(
+            linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+            linear_value_head_dim=8)),
     "hy_v4": Published(
         "HYV4 HYV4MoE", V3 | dict(swiglu_limit=0.9, n_shared_experts=0), CORRECTED + EACH,
         score="sigmoid", act=clamped_swiglu, whole=DSA | dict(n_shared_experts=2)),
@@ -401,6 +410,14 @@ SAME = {
     "granitemoeshared": ("granitemoe", "GraniteMoeShared GraniteMoeSharedMoE", {}),
     "granitemoehybrid": ("granitemoe", "GraniteMoeHybrid GraniteMoeHybridMoE", HYBRID),
     "deepseek_v32": ("deepseek_v3", "DeepseekV32 DeepseekV32MoE", DSA),
+    "sarvam_mla": ("glm_moe_dsa", "SarvamMLA DeepseekV3MoE", MLA | dict(first_k_dense_replace=0)),
+    "hy_v4_vl_text": ("hy_v4", "HYV4VLText HYV4VLMoE", DSA | dict(
+        n_shared_experts=2, rope_parameters=dict(
+            rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]))),
+    "inkling2_loop_text": (
+        "inkling2_text", "Inkling2LoopText Inkling2LoopSparseMoeBlock", dict(
+            num_hidden_layers=4, unpadded_vocab_size=64, loop_layer_index_start=1,
+            loop_layer_index_end=2, n_layers_per_attn_res_block=1)),
     "glm4v_moe_text": ("glm4_moe", "Glm4vMoeText Glm4vMoeTextMoE", MROPE),
     "solar_open": ("glm4_moe", "SolarOpen SolarOpenMoE", {}),
     "deepseek_ocr2_text": ("deepseek_v2", "DeepseekOcr2Text DeepseekOcr2TextMoe", SPARSE),
@@ -616,7 +633,8 @@ def test_families_are_those_listed_here():
 
 def library_types() -> list[str]:
     """Every model_type of the library with MoE blocks. Imports nothing. In a folder with such a
-    class it is those of the configs with a number of experts, or else all."""
+    class, or without models, it is those of the configs with a number of experts; if a folder with
+    such a class has none, all."""
     found = importlib.util.find_spec("transformers")
     if found is None:
         return []
@@ -624,14 +642,17 @@ def library_types() -> list[str]:
     for folder in sorted(Path(found.origin).parent.glob("models/*")):
         def text(kind):
             return "\n".join(file.read_text() for file in folder.glob(f"{kind}_*.py"))
-        if not re.search(r"^class \w*(Experts|MoE|Moe)\(", text("modeling"), re.M):
+        models = text("modeling")
+        if models and not re.search(r"^class \w*(Experts|MoE|Moe)\(", models, re.M):
             continue
         parts = re.split(r"^class ", text("configuration"), flags=re.M)[1:]
         typed = {match[1]: part for part in parts
                  if (match := re.search(r'^    model_type = "(.+)"', part, re.M))}
         counted = [name for name in typed if re.search(r"^    \w*experts:", typed[name], re.M)]
-        types += counted or typed
-        types += [name for name in typed if '"text_config":' in typed[name]]
+        types += counted
+        if models:
+            types += [] if counted else typed
+            types += [name for name in typed if '"text_config":' in typed[name]]
     return types
 
 
@@ -952,10 +973,19 @@ def library_config(case: str, **fields):
     return config
 
 
+MODELED_BY = {"sarvam_moe": "glm4_moe", "sarvam_mla": "deepseek_v3"}     # configs without models
+
+
+def modeling_of(config):
+    """The module with the models of this config."""
+    name = type(config).__module__.replace("configuration_", "modeling_")
+    own = name.rpartition("modeling_")[2]
+    return importlib.import_module(name.replace(own, MODELED_BY.get(own, own)))
+
+
 def library_block(case: str, config, layer_idx: int = 1) -> torch.nn.Module:
     """The library's own block, with random weights."""
-    modeling = importlib.import_module(
-        type(config).__module__.replace("configuration_", "modeling_"))
+    modeling = modeling_of(config)
     layer_idx = [layer_idx] if case in ("deepseek_v4", "step3p5") else []
     block = getattr(modeling, PUBLISHED[case].block.split()[1])(config, *layer_idx)
     with torch.no_grad():
@@ -1681,7 +1711,7 @@ PRECISION = {
         qwen4_exp_text flex_olmo granitemoeshared granitemoehybrid qwen3_omni_moe_text
         qwen3_omni_moe_talker_text""",
     "model model model": "lfm2_moe dbrx deepseek_v4 mistral4",
-    "fp32 fp32 model": "ernie4_5_moe",
+    "fp32 fp32 model": "ernie4_5_moe lara_mini",
 }
 PRECISION = {case: words.split() for words, cases in PRECISION.items() for case in cases.split()}
 
@@ -2519,10 +2549,10 @@ def whole_model(case: str, **fixed) -> torch.nn.Module:
     fields |= PUBLISHED[case].whole | fixed
     fields = {name: value for name, value in fields.items() if value is not None}
     config = library_config(case, **fields)
-    modeling = importlib.import_module(
-        type(config).__module__.replace("configuration_", "modeling_"))
+    modeling = modeling_of(config)
+    types = config.model_type, MODELED_BY.get(config.model_type)
     own = {name: value for name, value in vars(modeling).items()
-           if getattr(value, "config_class", None) is type(config)}
+           if getattr(getattr(value, "config_class", None), "model_type", "") in types}
     ends = "ForCausalLM", "ForConditionalGeneration", "TextModel", "TalkerModel"
     model = next(own[name] for end in ends for name in own if name.endswith(end))(config)
     with torch.no_grad():
