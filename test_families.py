@@ -2611,7 +2611,7 @@ def test_live_models_of_the_library(case, tmp_path):
         close(*outputs, 1e-4)
         recorded = [whole_output(model, ids, output_router_logits=True).router_logits
                     for model in (ours, theirs)]
-        assert len(recorded[0]) == len(names)
+        assert len(recorded[0]) == len(recorded[1]) >= len(names)        # more in a looped model
         close(*recorded, 1e-4)
     same(ours.state_dict(), theirs.state_dict())
     if hasattr(theirs, "generate"):
@@ -2628,7 +2628,7 @@ def test_live_models_of_the_library(case, tmp_path):
     losses = three_steps(theirs, ids)
     assert losses == pytest.approx(three_steps(ours, ids), abs=1e-3)
     assert losses == pytest.approx(three_steps(checkpointed, ids), abs=1e-3)
-    if case != "inkling2_text":                       # which mixes dtypes in bf16 itself
+    if not case.startswith("inkling2"):               # which mixes dtypes in bf16 itself
         halves = ours.to(torch.bfloat16)
         assert whole_logits(halves, ids).isfinite().all()
         assert {p.dtype for p in halves.parameters()} - {torch.float32} == {torch.bfloat16}
