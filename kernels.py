@@ -653,8 +653,8 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     thresholds α_t; the mean over E is subtracted.
 
     histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, expert_bias [E]
-    the bias it was given. The share is the K/E quantile of each row, linear inside its bin. The
-    result has expert_bias.dtype. An empty histogram changes nothing.
+    the bias it was given. Before the mean is subtracted, the bias is the K/E quantile of each row,
+    linear inside its bin. It has expert_bias.dtype. An empty histogram changes nothing.
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
@@ -1142,7 +1142,7 @@ class _ExpertMLP(torch.autograd.Function):
         # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
         if need_fc2:
             grad_fc2 = grouped.weight_grad(grad, act, read, token_a=token_N)
-        del act
+        del act                                          # frees its memory
         if need_fc1:
             grad_fc1 = grouped.weight_grad(grad_hidden, tokens, read, token_b=token_N)
         if need_fc1_bias:

@@ -301,7 +301,7 @@ class TopKRouter(Router):
     # -- the choice --
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """In training, input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961), not for experts."""
+        """In training, the router's input · uniform[1 - eps, 1 + eps] (arXiv 2101.03961)."""
         eps = self.config.input_jitter_eps
         if not self.training:
             return input
