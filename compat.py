@@ -169,7 +169,7 @@ def is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-_precision_lock = threading.Lock()                  # a backward has a thread a device
+_precision_lock = threading.Lock()                  # a backward has one per device
 _PRECISIONS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 
 

@@ -68,8 +68,8 @@ class Reading(NamedTuple):
 
     fields: of MoEConfig -> value. sources: the same names -> fields of the published config.
     problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
-    after: what the library makes of the output y; None: nothing. by_layer: the layers differ, and
-    layer_idx was not given.
+    after: what the library makes of the output y; None: nothing.
+    by_layer: the layers differ, and layer_idx was not given.
     """
     model_type: str
     row: "Family"
@@ -134,8 +134,8 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
 class Slot(NamedTuple):
     """Where a published tensor lies in the layer.
 
-    part: an index of the parameter's axis p (gate, up), or "" for the whole parameter. axes: of the
-    published tensor, for einops. "e h (f p)" is gate and up interleaved.
+    part: an index of the parameter's axis p (gate, up), or "" for the whole parameter.
+    axes: of the published tensor, for einops. "e h (f p)" is gate and up interleaved.
     """
     parameter: str
     part: str
@@ -399,8 +399,7 @@ def from_hf(
       it are ignored.
 
     Over ep this rank's experts are read (others may be missing), over tp its part of the shared
-    expert. A batch_first of None becomes True without tp, since the library's hidden states are [B,
-    S, H].
+    expert. A batch_first of None becomes True without tp: the library has [B, S, H].
 
     ValueError: lists the missing, misshapen and unexpected tensors; or the layer is no block of
     this family, or on the meta device. The layer is then unchanged.
@@ -674,7 +673,8 @@ def upcycle(
 
     gate_proj [F, H], or None where the activation is not gated. up_proj [F, H], down_proj [H, F].
       They are cast to params_dtype.
-    noise: normal noise on every expert's matrices, in standard deviations of the weights.
+    noise: the standard deviation of normal noise on every expert's matrices, as a share of the
+      weights' own.
 
     The router is drawn anew. Biases are zero, and so is a shared expert's down projection. The
     output at the start is the dense FFN's if a token's probs sum to 1 and are not applied to the
@@ -799,8 +799,8 @@ def _flags_of(experts):
 class Gate(NamedTuple):
     """What a class of the library computes between its two products.
 
-    activation: a name of kernels.ACTIVATIONS, or "act_fn" for the module's. constants: constant of
-    the activation -> attribute of the module.
+    activation: a name of kernels.ACTIVATIONS, or "act_fn" for the module's.
+    constants: constant of the activation -> attribute of the module.
     """
     activation: str
     constants: dict[str, str]
@@ -1047,9 +1047,10 @@ def _of_the_library(name):
 class Guest(moe.TopKRouter):
     """A TopKRouter that computes with the tensors of a library's gate, and holds none of them.
 
-    places: weight, bias, expert_bias, and hash_table -> (module, attribute). batch: what the
-    model's forward knows of its texts. dtypes: the dtypes of model and gate weight -> fields of
-    MoEConfig. experts_before: the experts implementation that ours replaced.
+    places: weight, bias, expert_bias, and hash_table -> (module, attribute).
+    batch: what the model's forward knows of its texts.
+    dtypes: the dtypes of model and gate weight -> fields of MoEConfig.
+    experts_before: the experts implementation that ours replaced.
     """
     weight = _of_the_library("weight")
     bias = _of_the_library("bias")
@@ -1283,8 +1284,8 @@ class Renamed(NamedTuple):
 
 class Published:
     """Lets load_state_dict of a live model take what save_pretrained has written, as the library's
-    Trainer does to resume. By itself it leaves out tensors that from_pretrained renames or lays out
-    anew.
+    Trainer does to resume. Otherwise tensors that from_pretrained renames or lays out anew would
+    be left out.
 
     waiting: name in the model -> published name -> tensor, of those cut between files.
     """
@@ -1540,8 +1541,8 @@ def shared(*sizes: str) -> dict:
 def shared_times(*sizes: str, default: int | None = 1, size: object = _ABSENT) -> dict:
     """Knob of several shared experts, which side by side are one.
 
-    sizes: the names of the field with the size of each; without one it is F. default, size: the
-    defaults of their number and of that size.
+    sizes: the names of the field with the size of each; without one it is F.
+    default, size: the defaults of their number and of that size.
     """
     names = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     each = field(*sizes or ["moe_intermediate_size"], default=size)
@@ -1558,8 +1559,9 @@ def grouped(
 ) -> dict:
     """Knobs of n_group groups of experts, of which the topk_group best are kept.
 
-    groups, kept: the defaults of the two fields. best: how many scores make a group's score. on: a
-    function of the Reader: whether groups are used. None: if there are several.
+    groups, kept: the defaults of the two fields.
+    best: how many scores make a group's score.
+    on: a function of the Reader: whether groups are used. None: if there are several.
     """
     number = field("n_group", "num_expert_group", default=groups)
 

@@ -285,8 +285,8 @@ def _neighbours(experts):
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
-    The index [E + L] int32 holds the experts of the batches in order, then the row of each of L =
-    13·N // 10 slots, N for a spare one.
+    The index [E + L] int32 holds the experts of the batches in order, then the row of each of its L
+    slots, N for a spare one. L = 13·N // 10.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = tuple(on_host.tolist())

@@ -367,16 +367,13 @@ FIELDS = {
     "beam":
         "hidden_size moe_intermediate_size num_experts num_experts_per_tok n_group topk_group "
         "norm_topk_prob routed_scaling_factor",
-    "sarvam_mla":
-        "hidden_size moe_intermediate_size num_experts num_experts_per_tok n_group topk_group "
-        "norm_topk_prob routed_scaling_factor num_shared_experts",
     "hy_v4_vl_text":
         "hidden_size moe_intermediate_size n_routed_experts num_experts_per_tok n_group topk_group "
         "norm_topk_prob routed_scaling_factor swiglu_limit n_shared_experts",
-    "inkling2_loop_text":
-        "hidden_size moe_intermediate_size n_routed_experts num_experts_per_tok route_scale "
-        "mlp_gate_softcap mlp_up_softcap",
     "granitemoeshared":
         "hidden_size intermediate_size num_local_experts num_experts_per_tok "
         "shared_intermediate_size",
 }
+FIELDS |= {
+    "sarvam_mla": FIELDS["sarvam_moe"],
+    "inkling2_loop_text": FIELDS["inkling2_text"]}

@@ -2611,7 +2611,8 @@ def test_live_models_of_the_library(case, tmp_path):
         close(*outputs, 1e-4)
         recorded = [whole_output(model, ids, output_router_logits=True).router_logits
                     for model in (ours, theirs)]
-        assert len(recorded[0]) == len(recorded[1]) >= len(names)        # more in a looped model
+        again = 2 if case == "inkling2_loop_text" else 0         # its one looped layer runs 3 times
+        assert len(recorded[0]) == len(recorded[1]) == len(names) + again
         close(*recorded, 1e-4)
     same(ours.state_dict(), theirs.state_dict())
     if hasattr(theirs, "generate"):
