@@ -429,7 +429,7 @@ class TopKRouter(Router):
         E = self.config.num_experts
         by = probs_TK.detach() if self.config.token_drop_policy == "probs" else None
         place_TK = kernels.place_in_expert(indices_TK, by, E)
-        return (place_TK >= self._capacity(len(indices_TK))) | (indices_TK == E)
+        return (place_TK >= self._capacity(indices_TK.shape[0])) | (indices_TK == E)
 
     def _unroute(self, probs_TK, indices_TK, where):
         unrouted_TK = indices_TK.masked_fill(where, self.config.num_experts)
@@ -444,7 +444,7 @@ class TopKRouter(Router):
         """The [T, E] form. With pad_to_capacity the map also marks the fillers."""
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
         if self.config.pad_to_capacity:
-            map_TE = kernels.place_by_position(map_TE) < self._capacity(len(map_TE))
+            map_TE = kernels.place_by_position(map_TE) < self._capacity(map_TE.shape[0])
         return probs_TE, map_TE
 
     # -- losses --

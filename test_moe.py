@@ -4945,13 +4945,30 @@ def test_compile_every_kernel():
     assert graphs_made() == 1
 
 
-def test_compile_export_with_dynamic_T():
-    layer = small_layer(score_function="sigmoid", num_groups=3, group_topk=2).eval()
-    T = torch.export.Dim("T", min=1, max=65536)
-    program = torch.export.export(layer, (torch.randn(12, 8),), dynamic_shapes=({0: T},))
-    for n in (1, 5, 300):
-        x = torch.randn(n, 8)
-        same(program.module()(x), layer(x))
+@pytest.mark.parametrize("name", slow_but(
+    ["dropping"], [*CONFIGS, "losses and a capacity"]))
+def test_compile_export_with_dynamic_T(name):
+    """Export takes the length of an axis for symbolic where it is `x.shape[0]`, and for a constant
+    where it is `len(x)`."""
+    fields = CONFIGS.get(name, dict(LOSSES, capacity_factor=0.8))
+    layer = small_layer(**{"shared_expert_intermediate_size": 8, **fields})
+    K = layer.config.topk
+    for training, masked, given, flat in itertools.product([False, True], repeat=4):
+        def inputs(n):
+            axes = [n] if flat else [n, 3]
+            x = torch.randn(*axes, 8)
+            mask = torch.rand(axes) < 0.2 if masked else None
+            choice = random_indices(math.prod(axes), 6, K).view(*axes, K) if given else None
+            return x, mask, choice
+
+        layer.train(training)
+        first = {0: torch.export.Dim("length", min=1, max=65536)}
+        shapes = first, first if masked else None, first if given else None
+        with about(f"training {training}, masked {masked}, given {given}, flat {flat}"):
+            program = torch.export.export(layer, inputs(12), dynamic_shapes=shapes)
+            for n in (1, 5, 300):
+                args = inputs(n)
+                same(program.module()(*args), layer(*args))
 
 
 def test_compile_ops_pass_opcheck():
