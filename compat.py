@@ -154,6 +154,12 @@ def _refuse_shape(name, tensor, letters, sizes):
     raise ValueError(f"{name} has shape {list(tensor.shape)}; needs [{', '.join(needed)}]")
 
 
+def check_equal_shapes(**tensors):
+    if len({tensor.shape for tensor in tensors.values()}) > 1:
+        found = [f"{name} has shape {list(x.shape)}" for name, x in tensors.items()]
+        raise ValueError(f"{', '.join(found)}; they need one shape")
+
+
 def check_one_dtype(**tensors):
     if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
         _refuse_dtypes(tensors)
@@ -297,6 +303,11 @@ def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tens
 def wait_for(buffer: Tensor) -> Tensor:
     """What is in flight, once it arrived."""
     return torch.ops._c10d_functional.wait_tensor(buffer)
+
+
+def active_ddp():
+    """The DistributedDataParallel whose forward is running, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def as_one_dim(mesh):

@@ -43,14 +43,14 @@ if __package__:
     from .parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
     from .router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
     from .shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
-    from .sharding import ParallelModule
+    from .sharding import ParallelModule, refuse_ddp_of_parts
 else:
     import compat
     import kernels
     from parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
     from router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
     from shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
-    from sharding import ParallelModule
+    from sharding import ParallelModule, refuse_ddp_of_parts
 
 
 # ---- Config ----
@@ -285,6 +285,7 @@ class MoELayer(ParallelModule):
 def make_dispatch(x, probs, indices, plan, config, group) -> Dispatch:
     if group_size(group) == 1:
         return Local(x, probs, plan)
+    refuse_ddp_of_parts()
     capacity_factor = config.capacity_factor if config.pad_to_capacity else None
     return ExpertParallel(
         x, probs, indices, plan.counts, group=group, capacity_factor=capacity_factor)

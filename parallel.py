@@ -2,6 +2,7 @@
 all-to-all over ep in two halves, the tensor-parallel pair. In one process nothing here
 communicates, and you can leave it closed.
 """
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -90,6 +91,22 @@ def group_rank(group) -> int:
 def all_sum(x: Tensor, group) -> Tensor:
     """The sum of x over the group, without gradient, in a new tensor. With one rank, x itself."""
     return x if group_size(group) == 1 else _all_reduced(x, group)
+
+
+def all_sums(tensors: list[Tensor], groups: list) -> list[Tensor]:
+    """all_sum of each tensor over its group, in one collective for all that have group, dtype and
+    device in common.
+    """
+    alike = defaultdict(list)
+    for i, (x, group) in enumerate(zip(tensors, groups)):
+        if group_size(group) > 1:
+            alike[group, x.dtype, x.device].append(i)
+    sums = list(tensors)
+    for (group, _, _), places in alike.items():
+        flat = all_sum(torch.cat([tensors[i].flatten() for i in places]), group)
+        for i, part in zip(places, flat.split([tensors[i].numel() for i in places])):
+            sums[i] = part.view_as(tensors[i])
+    return sums
 
 
 def _all_reduced(x, group):

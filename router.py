@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import compat, kernels
-    from .parallel import ProcessGroups, all_sum, group_size
-    from .sharding import ParallelModule, gathered
+    from .parallel import ProcessGroups, all_sum, all_sums, group_size
+    from .sharding import ParallelModule, compare_replicas, gathered
 else:
     import compat
     import kernels
-    from parallel import ProcessGroups, all_sum, group_size
-    from sharding import ParallelModule, gathered
+    from parallel import ProcessGroups, all_sum, all_sums, group_size
+    from sharding import ParallelModule, compare_replicas, gathered
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -61,6 +61,8 @@ class Router(ParallelModule, ABC):
         self._recording = False
         self._recorded = None, None                  # indices, probs
         self._replayed = None
+        self.register_forward_pre_hook(_begin_counting)
+        self.register_forward_hook(_carry_counts)
         self.reset_parameters()
 
     def make_tensors(self) -> None:
@@ -95,10 +97,8 @@ class Router(ParallelModule, ABC):
             if given is not None:
                 raise ValueError(f"{name} is given, and {type(self).__name__}.route is that of "
                                  f"Router, which calls only forward(input); override route")
-        self._prepare_counts()
         probs_TE, map_TE = self(input)
         kept_TE = probs_TE.detach().masked_fill(~map_TE, -math.inf)
-        probs_TE = self.counts.carried_by(probs_TE)
         best = kept_TE.topk(self.config.topk, dim=1)
         unrouted = best.values == -math.inf
         if padding_mask is not None:
@@ -154,11 +154,11 @@ class Router(ParallelModule, ABC):
         return self.training and torch.is_grad_enabled()
 
     def _apply_expert_bias(self, routing_map):
-        """Counts the tokens of the map [T, E], before dropping and without padding, in the
-        backward. Call it in the forward of a router of your own; TopKRouter counts by itself.
+        """Counts the tokens of the map [T, E], before dropping and without padding, in the backward
+        of the probs that `forward` returns. Call it in the forward of a router of your own, once or
+        more often; TopKRouter counts by itself.
         """
         if self._in_training_forward():
-            self._prepare_counts()
             self.counts.count(None, routing_map.sum(0))
 
     def _count_biases(self, probs, logits_TE, padding_T):
@@ -180,9 +180,17 @@ class Router(ParallelModule, ABC):
         self.counts.zero("global_tokens_per_expert", "ga_steps")
 
     def add_in_backward(self, activation: Tensor, buffer: Tensor, value: Tensor) -> Tensor:
-        """activation, whose backward adds value to buffer: for a count of your own in `choose`. So
-        an activation checkpoint adds it once, and a forward without a backward not at all.
+        """activation, whose backward adds value to buffer: for a count of your own in `choose` or
+        `forward`. So an activation checkpoint adds it once, and a forward without a backward not at
+        all. If the activation needs no gradient, the backward of `forward`'s probs adds it.
+
+        TypeError: value is fractional and buffer has an integer dtype, which would cut it off.
+        ValueError: the shapes differ.
         """
+        if value.is_floating_point() and not buffer.is_floating_point():
+            raise TypeError(f"value is {value.dtype} and buffer {buffer.dtype}, which cannot hold "
+                            f"it; needs a buffer of a floating dtype")
+        compat.check_equal_shapes(value=value, buffer=buffer)
         if not self._in_training_forward():
             return activation
         return self.counts.write(activation, buffer, value, add=True)
@@ -201,11 +209,14 @@ class Router(ParallelModule, ABC):
         _loss_scale(self.weight.device)
         return self
 
-    def _prepare_counts(self):
+    def _begin_counting(self):
+        """At the start of a forward: drops what a forward without a backward has left, and moves the
+        counts to the weight's device.
+        """
         if self.counts.last_tokens_per_expert.device != self.weight.device:
             self.counts.follow(self.weight.device)
-        if self.counts.waiting:                      # of a forward that had no backward
-            self.counts.wait([])
+        if self.counts.waiting:
+            self.counts.set_waiting([])
 
     def _maintain_float32_expert_bias(self):
         """Casts the expert bias back if something other than `_apply` has cast it."""
@@ -216,12 +227,24 @@ class Router(ParallelModule, ABC):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
-        self._prepare_counts()                         # and any device
+        self._begin_counting()                         # and any device
         self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
 
     def _save_to_state_dict(self, *args, **kwargs):
         self._maintain_float32_expert_bias()
         super()._save_to_state_dict(*args, **kwargs)
+
+
+# Hooks of a Router, so that its counts do not depend on who calls it.
+
+def _begin_counting(router, inputs):
+    router._begin_counting()
+
+
+def _carry_counts(router, inputs, outputs):
+    if router.counts.waiting:
+        probs, *others = outputs
+        return router.counts.carried_by(probs), *others
 
 
 class _RandomLogits(torch.autograd.Function):
@@ -315,7 +338,6 @@ class TopKRouter(Router):
         config = self.config
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))
-        self._prepare_counts()
         if cu_seqlens is None and config.batch_first is None and "seq_aux_loss" in config.losses:
             _check_order(config, list(logits.shape[:-1]))
         if config.always_one and self.weight.requires_grad and self._in_training_forward():
@@ -682,7 +704,7 @@ class _WriteInBackward(torch.autograd.Function):
     @compat.once_differentiable
     def backward(ctx, grad):
         value, = ctx.saved_tensors
-        _write(ctx.buffer, value, grad[:1], ctx.add)
+        _write(ctx.buffer, value, grad[:1] if grad.ndim else grad, ctx.add)
         # activation, buffer, value, add
         return grad, None, None, None
 
@@ -742,12 +764,22 @@ class RouterCounts:
         activation without a backward see carried_by.
         """
         if activation is None or not activation.requires_grad:
-            self.wait([*self.waiting, (buffer, value, add)])
+            self._defer(buffer, value, add)
             return activation
         return _WriteInBackward.apply(activation, buffer, value, add)
 
+    def _defer(self, buffer, value, add):
+        """Keeps a write for carried_by. Those of one forward to one buffer add up."""
+        others = []
+        for write in self.waiting:
+            if write[0] is buffer:
+                value = value + write[1]
+            else:
+                others.append(write)
+        self.set_waiting([*others, (buffer, value, add)])
+
     @compat.writes_to_module
-    def wait(self, writes):
+    def set_waiting(self, writes):
         self.waiting = writes
 
     def carried_by(self, activation):
@@ -757,8 +789,13 @@ class RouterCounts:
         if self.waiting and activation.requires_grad:
             for write in self.waiting:
                 activation = _WriteInBackward.apply(activation, *write)
-            self.wait([])
+            self.set_waiting([])
         return activation
+
+    def shares(self, ranks):
+        """[LOGGED]: by what the sum of each over so many ranks is divided."""
+        shares = [ranks / (self.sharers[name] or ranks) for name in LOGGED]
+        return self.last_tokens_per_expert.new_tensor(shares)
 
     def zero(self, *names):
         for name, tensor in self.tensors().items():
@@ -803,16 +840,29 @@ def _named_routers(model):
     return routers
 
 
-def finish_step(model: nn.Module) -> None:
+def finish_step(model: nn.Module, check_replicas: bool = False) -> None:
     """Ends a training step: updates the expert biases and starts the averages of the global loss
     anew. Call it after the optimizer's step, once for all microbatches: docs/recipes.md has the
     place in Lightning and others. Give a PipelineStage its input_args and output_args: else it may
     run a step on empty tensors, which is counted. Collective.
+
+    check_replicas: a RuntimeError names MoE parameters and expert biases that differ between ranks
+    that should hold them alike, as after a forgotten reduce_gradients. It costs one collective and
+    a read of all weights, so use it for the first steps. ValueError: several ranks run, and a
+    router has no group of them.
     """
     update_expert_bias(model)
-    for router in _routers(model):
+    routers = _named_routers(model)
+    for router in routers.values():
         router.reset_global_aux_loss_tracker()
         router.end_step()
+    if check_replicas:
+        for router in routers.values():
+            if router.pg_collection.tp_dp_cp is None:
+                _check_one_process("which of them hold one model is not known")
+        compare_replicas(model, {
+            f"{name}.expert_bias".lstrip("."): router.expert_bias for name, router in routers.items()
+            if router.expert_bias is not None})
 
 
 def _check_one_process(otherwise):
@@ -836,19 +886,20 @@ def update_expert_bias(model: nn.Module) -> None:
         if router.pg_collection.tp_dp_cp is None:
             _check_one_process("each would balance its own tokens, and their expert biases would "
                                "drift apart")
-    for router in routers:
+    counts = [
+        router.local_tokens_per_expert.long() if router.bias_histogram is None
+        else router.bias_histogram for router in routers]
+    counts = all_sums(counts, [router.pg_collection.tp_dp_cp for router in routers])
+    for router, counted in zip(routers, counts):
         router._maintain_float32_expert_bias()
         if router.expert_bias.is_inference():        # a graph has cast it, in inference mode
             router.expert_bias = router.expert_bias.clone()
         config = router.config
-        group = router.pg_collection.tp_dp_cp
         if config.bias_update == "quantile":
-            histogram = all_sum(router.bias_histogram, group)
-            bias = kernels.quantile_expert_bias(histogram, router.expert_bias, config.topk)
+            bias = kernels.quantile_expert_bias(counted, router.expert_bias, config.topk)
         else:
             bias = kernels.get_updated_expert_bias(
-                router.local_tokens_per_expert, router.expert_bias,
-                expert_bias_update_rate=config.bias_update_rate, tp_dp_cp_group=group)
+                counted, router.expert_bias, expert_bias_update_rate=config.bias_update_rate)
         router.expert_bias.copy_(bias)
         router.counts.zero("local_tokens_per_expert", "bias_histogram")
 
@@ -950,28 +1001,30 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     and averaged over the others; else this rank's. ValueError: several ranks run, and a router has
     no group of them.
     """
-    counts, logged, violations = [], [], []
+    routers = _routers(model)
+    counts = [router.counts.last_tokens_per_expert.long() for router in routers]
+    logged = [
+        torch.stack([getattr(router.counts, name) for name in LOGGED]) for router in routers]
+    if reduce:
+        groups = [
+            router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp for router in routers]
+        if None in groups:
+            _check_one_process("each would return its own values")
+        counts = all_sums(counts, groups)
+        logged = [
+            sums / router.counts.shares(group_size(group))
+            for sums, router, group in zip(all_sums(logged, groups), routers, groups)]
+
     on = set()
-    for router in _routers(model):
-        counts_E = router.counts.last_tokens_per_expert.long()
-        last_logged = torch.stack([getattr(router.counts, name) for name in LOGGED])
-        if reduce:
-            group = router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp
-            if group is None:
-                _check_one_process("each would return its own values")
-            ranks = group_size(group)
-            shares = [ranks / (router.counts.sharers[name] or ranks) for name in LOGGED]
-            counts_E = all_sum(counts_E, group)
-            last_logged = all_sum(last_logged, group) / last_logged.new_tensor(shares)
-        counts.append(counts_E)
-        logged.append(last_logged)
-        # 0 / 0 before any forward
-        violations.append((counts_E.amax() * len(counts_E)).float() / counts_E.sum() - 1)
+    for router in routers:
         on |= {LOSS_NAMES[kind] for kind in router.config.losses}
         if router.config.z_loss_coeff:
             on.add("z_loss")
         if router.config.capacity_factor is not None:
             on.add("dropped")
+    # 0 / 0 before any forward
+    violations = [
+        (counts_E.amax() * counts_E.numel()).float() / counts_E.sum() - 1 for counts_E in counts]
     return {
         **{name: values for name, values in zip(LOGGED, torch.stack(logged, 1)) if name in on},
         "max_violation": torch.stack(violations),

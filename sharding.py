@@ -2,6 +2,7 @@
 load or train over ranks; the forward does not need it.
 """
 import re
+import weakref
 from collections import defaultdict
 from typing import Iterable
 
@@ -141,6 +142,15 @@ def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
         module.register_load_state_dict_pre_hook(_take_shards)
 
 
+def _owner(module, path):
+    """(the parameter's path, its module, its name there), where a parametrization's tensors count as
+    the parameter that they make.
+    """
+    made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
+    owner, _, name = made.rpartition(".")
+    return made, module.get_submodule(owner), name
+
+
 def _place(module, path, tensor, prefix=""):
     """(group, axis, gradient group) of the tensor here, by ParallelModule or share_out; else None.
 
@@ -148,9 +158,7 @@ def _place(module, path, tensor, prefix=""):
     that they make: each needs as many axes, and its size on the sharded one. (With one expert a
     rank, an adapter for all experts therefore looks like one of the rank's own.)
     """
-    made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
-    owner, _, name = made.rpartition(".")
-    owner = module.get_submodule(owner)
+    made, owner, name = _owner(module, path)
     if not isinstance(owner, ParallelModule):
         groups, over_ep = vars(owner).get("_shared_out", (ProcessGroups(), False))
         if over_ep:
@@ -372,6 +380,91 @@ def part_of(name, given, own, group, axis):
     if isinstance(own, DTensor):
         part = distribute_tensor(part, own.device_mesh, own.placements, src_data_rank=None)
     return part
+
+
+# ---- Replicas: what several ranks hold alike ----
+
+def compare_replicas(model: nn.Module, biases: dict[str, Tensor]) -> None:
+    """RuntimeError, on every rank, if ranks that should hold the same MoE parameters, or the same of
+    these expert biases (name -> [E]), hold other bits. It names the tensors and the ranks.
+
+    One all-gather over tp_dp_cp of a checksum per tensor, and one read on the host. Collective.
+    """
+    held = defaultdict(list)                     # tp_dp_cp -> (name, tensor, the group and axis)
+    for path, tensor in [*model.named_parameters(), *biases.items()]:
+        _, owner, _ = _owner(model, path)
+        groups = getattr(owner, "pg_collection", None) or vars(owner).get("_shared_out", [None])[0]
+        if groups is not None and group_size(groups.tp_dp_cp) > 1:
+            group, axis, _ = _place(model, path, tensor)
+            part = group_rank(group) if axis is not None else 0
+            held[groups.tp_dp_cp].append((_unwrapped(path), tensor, part))
+    for group, tensors in held.items():
+        ranks = dist.get_process_group_ranks(group)
+        own = torch.stack([_fingerprint(tensor, part) for _, tensor, part in tensors])
+        table = own.new_empty(len(ranks) * len(own), 2)
+        dist.all_gather_into_tensor(table, own, group=group)
+        table = table.view(len(ranks), len(own), 2).tolist()
+        found = [text for i, (name, _, _) in enumerate(tensors)
+                 if (text := _differences(name, ranks, [row[i] for row in table]))]
+        if found:
+            raise RuntimeError(
+                f"{len(found)} tensors differ between ranks that hold them alike: "
+                f"{'; '.join(found[:10])}. Needs one seed on all ranks, gradients that are summed "
+                f"before the optimizer's step (reduce_gradients, DDP or FSDP2), and a norm over "
+                f"all ranks for clipping (gradient_norm)")
+
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _fingerprint(tensor, part):
+    """[2] int64: a checksum of this rank's bits, and a number for the part that they are."""
+    starts = ()
+    if isinstance(tensor, DTensor):
+        starts = compat.place_of_part(tensor)
+        tensor = tensor.to_local()
+    bits = tensor.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[tensor.itemsize])
+    checksum = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for block in bits.split(2 ** 20):            # a few MB at a time
+        place = torch.arange(1, 1 + block.numel(), device=bits.device)
+        checksum = checksum * 31 + (block * place).sum()
+    return torch.stack((checksum, torch.full_like(checksum, hash((part, *starts)))))
+
+
+def _differences(name, ranks, fingerprints):
+    """What is said of a tensor; "" if all ranks that hold a part hold the same bits."""
+    holders = defaultdict(lambda: defaultdict(list))       # part -> checksum -> ranks
+    for rank, (checksum, part) in zip(ranks, fingerprints):
+        holders[part][checksum].append(rank)
+    differing = [[*by_checksum.values()] for by_checksum in holders.values()
+                 if len(by_checksum) > 1]
+    return "".join(f"{name} on ranks {' and '.join(map(str, sets))}" for sets in differing[:1])
+
+
+# ---- Under DistributedDataParallel ----
+
+_CHECKED = weakref.WeakSet()                     # each DDP once
+
+
+@torch.compiler.assume_constant_result           # so that a graph runs it while it is traced
+def refuse_ddp_of_parts() -> None:
+    """RuntimeError in a forward under a DistributedDataParallel that averages different parts:
+    parameters that the layer shares out over ranks, and DDP does not ignore.
+    """
+    ddp = compat.active_ddp()
+    if ddp is None or ddp in _CHECKED:
+        return
+    averaging = {*dist.get_process_group_ranks(ddp.process_group)}
+    for path, parameter in ddp.module.named_parameters():
+        group, axis, over = _place(ddp.module, path, parameter)
+        shared_out = axis is not None and group_size(group) > 1
+        alike = {dist.get_rank()} if over is None else {*dist.get_process_group_ranks(over)}
+        if shared_out and path not in ddp.parameters_to_ignore and not averaging <= alike:
+            raise RuntimeError(
+                f"DistributedDataParallel averages {path} over ranks {sorted(averaging)}, of which "
+                f"only {sorted(alike)} hold the same part, and has overwritten it by that of the "
+                f"first rank; needs reduce_gradients or FSDP2 in place of DDP (docs/ranks.md)")
+    _CHECKED.add(ddp)
 
 
 # ---- Gradients ----

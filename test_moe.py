@@ -2752,10 +2752,65 @@ def test_router_of_ones_own_counts_once(way):
     layer.router.route(x)[0].sum().backward()
     same(counts, 3 * once.float())
     layer.router(x), layer.router(x)                         # leave nothing to the next forward
-    assert len(layer.router.counts.waiting) == 2             # and keep one forward's two counts
+    assert not layer.router.counts.waiting
     layer.eval()(x).sum().backward()
     layer.train()(x).sum().backward()
     same(counts, 4 * once.float())
+
+
+class CountsTwice(Thresholded):
+    """It counts a half of its map at a time, and tokens in a buffer of its own before that."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.seen = torch.zeros(1)
+
+    def forward(self, input):
+        probs, routing_map = super().forward(input)
+        tokens = torch.full((1,), float(len(probs)))
+        self.add_in_backward(probs.detach(), self.seen, tokens)      # needs no gradient
+        for half in routing_map.tensor_split(2):
+            self._apply_expert_bias(half)
+        return probs, routing_map
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("way", ["plain", "reentrant", "non-reentrant", "compiled"])
+def test_router_of_ones_own_counts_when_called_alone(way, frozen):
+    """What it counts in its forward is added in the backward of what forward returns, and several
+    calls in one forward add up. A frozen router counts through the output of its layer."""
+    layer = small_layer(topk=3, enable_expert_bias=True)
+    router = layer.router = CountsTwice(layer.config)
+    router.requires_grad_(not frozen)
+    called = layer if frozen else router
+    x = fp32_leaf(7, 8)
+    once = router.routing(router.gating(x))[1].sum(0).float()
+    function = WAYS[way](lambda x: called(x) if frozen else called(x)[0])
+    router(x.detach())                                       # without a backward: not counted
+    for n in (1, 2):
+        y = function(x)
+        assert router.seen == 7 * (n - 1)
+        y.sum().backward()
+        same(router.local_tokens_per_expert, n * once)
+        same(load_balancing_metrics(router)["tokens_per_expert"][0], once.long())
+        assert router.seen == 7 * n
+
+
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_router_counts_beside_a_number(way):
+    """The activation may be 0-d."""
+    router = TopKRouter(small_config(**LOSSES))
+    buffer = torch.zeros(3, dtype=torch.int64)
+
+    def loss(x):
+        y = router.attach_and_log_load_balancing_loss(
+            x.sum(), 0.5, aux_loss=x.mean(), aux_loss_name="z_loss", reduce_group=None)
+        return router.add_in_backward(y, buffer, torch.tensor([1, 2, 3]))
+    x = fp32_leaf(4, 3)
+    WAYS[way](loss)(x).backward()
+    close(x.grad, torch.full((4, 3), 1 + 1 / 12), 1e-6)
+    same(buffer, torch.tensor([1, 2, 3]))
+    same(router.counts.z_loss, 2 * x.detach().mean())
 
 
 def test_router_errors():
@@ -2774,6 +2829,8 @@ def test_router_errors():
         router.route(x[:, 0], cu_seqlens=pack[None]) => cu_seqlens is [1, 2] torch.int64
         router.route(x[:, 0], cu_seqlens=pack[0]); router(x[:, 0], cu_seqlens=pack[:0]) => needs [n
         attach(zeros(5), 0.1, zeros(()), "mse", None) => is 'mse'; known: 'load_balancing_loss'
+        router.add_in_backward(x, zeros(2).long(), zeros(2)) => TypeError: value is torch.float32 an
+        router.add_in_backward(x, zeros(2), zeros(3)) => value has shape [3], buffer has shape [2]
         """, router=(router := TopKRouter(small_config())), zeros=torch.zeros,
         attach=router.attach_and_log_load_balancing_loss, x=torch.zeros(5, 3, 8),
         mask=torch.zeros(3, 5).bool(), pack=torch.tensor([0, 5]))
@@ -3412,6 +3469,121 @@ def test_groups_share_counts_losses_and_bias(rank, ranks):
                     close(got[name].double(), want.double(), 0 if exact else 1e-5)
                 finish_both(mine, whole)
             mine.zero_grad(), whole.zero_grad()
+
+
+@over_ranks(2)
+def test_groups_sum_over_ranks_once_a_model(rank, ranks):
+    """One all-reduce a dtype for all routers, whatever their updates: biases and metrics are those
+    of each layer alone."""
+    groups = ProcessGroups(tp_dp_cp=torch.distributed.group.WORLD)
+    model = torch.nn.Sequential(*[
+        MoELayer(small_config(**fields), groups) for fields in (
+            BIASED, QUANTILE, dict(BIASED, num_experts=5), LOSSES, QUANTILE)])
+    model(torch.randn(9 + rank, 3, 8)).sum().backward()
+    alone = [copy.deepcopy(layer) for layer in model]
+    got = load_balancing_metrics(model, reduce=True)
+    for i, layer in enumerate(alone):
+        for name, value in load_balancing_metrics(layer, reduce=True).items():
+            same(got[name][i, :layer.config.num_experts] if value.ndim == 2 else got[name][i],
+                 value[0])
+        finish_step(layer)
+    sums = []
+    with pytest.MonkeyPatch.context() as patch:
+        all_reduce = torch.distributed.all_reduce
+        patch.setattr(torch.distributed, "all_reduce", lambda x, group=None: (
+            sums.append([x.dtype, x.numel()]), all_reduce(x, group=group)))
+        load_balancing_metrics(model, reduce=True)
+        finish_step(model)
+    assert sums == [
+        [torch.int64, 29], [torch.float32, 25], [torch.int64, 11], [torch.int32, 12000]]
+    for layer, other in zip(model, alone):
+        same([*layer.buffers(), *counts_of(layer)], [*other.buffers(), *counts_of(other)])
+
+
+@over_ranks(4)
+def test_groups_find_replicas_that_drift(rank, ranks):
+    """finish_step names the tensor and the ranks, on every rank. With ep and dp, with tp, with what
+    FSDP2 has sharded; what ranks hold differently, by design, is not compared."""
+    fields = dict(**BIASED, latent_size=3)
+    x = torch.randn(ranks, 5, 2, 6, dtype=torch.float64)[rank]
+
+    def model_of(seed=0, tp=False):
+        groups = groups_over(dp=2, tp=2) if tp else groups_over(dp=2, ep=2)
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(6, 6).double(), MoELayer(
+            exact_config(**fields, sequence_parallel=tp), groups))
+
+    def step(model, reduced=True):
+        model(x).square().sum().backward()
+        if reduced:
+            reduce_gradients(model)
+        torch.optim.SGD(model[1].parameters(), lr=0.1).step()
+
+    def found(model):
+        text = error(finish_step, model, check_replicas=True)
+        assert text.startswith("RuntimeError") and "needs" in text.lower()
+        names = re.findall(r"[\w.]+(?= on ranks)", text)
+        return names, text
+
+    for tp in (False, True):
+        good = model_of(tp=tp)
+        good[0].weight.data.add_(rank)                       # not the layer's
+        for _ in range(2):
+            step(good)
+            finish_step(good, check_replicas=True)
+        names, _ = found(model_of(seed=rank, tp=tp))
+        assert {"1.router.weight", "1.experts.fc1", "1.shared_experts.fc2"} < {*names}
+        forgotten = model_of(tp=tp)
+        step(forgotten, reduced=False)
+        names, text = found(forgotten)
+        assert {"1.router.weight", "1.experts.fc1", "1.latent_up.weight"} < {*names}
+        assert "1.router.weight on ranks [0] and [1] and [2] and [3]" in text
+
+    drifted = model_of()
+    layer = drifted[1]
+    with torch.no_grad():                                    # a swap: the sum of the bits is equal
+        layer.router.expert_bias[:2] = torch.tensor([1e-3, -1e-3] if rank == 2 else [-1e-3, 1e-3])
+    with about("swapped"):
+        names, text = found(drifted)
+        assert names == ["1.router.expert_bias"] and "on ranks [0, 1, 3] and [2]" in text
+    layer = model_of()[1]
+    if rank == 3:
+        layer.experts.fc2.data[0, 0, 0] *= 1 + 1e-15
+    names, text = found(layer)
+    assert names == ["experts.fc2"] and "experts.fc2 on ranks [1] and [3]" in text
+
+    mesh = mesh_of(dp=2, ep=2)
+    torch.manual_seed(0)
+    layer = MoELayer(exact_config(**fields), ProcessGroups.from_mesh(mesh))
+    fully_shard(layer.experts, mesh=mesh["dp"])
+    fully_shard(layer, mesh=mesh["dp"])
+    finish_step(layer, check_replicas=True)
+    layer.router.weight.data.to_local().add_(rank % 2)       # ep ranks hold the same shard
+    assert found(layer)[0] == ["router.weight"]
+
+    alone = exact_layer(**fields)
+    assert "tp_dp_cp is None and 4 ranks run" in error(finish_step, alone, check_replicas=True)
+    alone.router.pg_collection = group_of_one()
+    finish_step(alone, check_replicas=True)
+
+
+@over_ranks(2)
+def test_groups_refuse_ddp_around_shared_out_parts(rank, ranks):
+    """DDP would average the experts of different ranks. Where it leaves them alone it may be."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    layer = MoELayer(exact_config(), groups_over(ep=2))
+    x = leaf(5, 2, 6)
+    graphs = functools.partial(torch.compile, backend="aot_eager")       # DDP itself breaks them
+    for wrapped in (DDP(copy.deepcopy(layer)), graphs(DDP(copy.deepcopy(layer)))):
+        text = error(wrapped, x)
+        assert "DistributedDataParallel averages experts.fc1 over ranks [0, 1]" in text
+        assert f"only [{rank}] hold the same part" in text
+    layer(x).sum().backward()
+    names = [name for name, _ in layer.named_parameters() if name.startswith("experts.")]
+    DDP._set_params_and_buffers_to_ignore_for_model(layer, names)
+    wrapped = DDP(layer)
+    for _ in range(2):
+        wrapped(x).sum().backward()
 
 
 @over_ranks(2)
