@@ -31,7 +31,7 @@ Where is it?
 import copy
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Sequence
 
 import torch
@@ -43,14 +43,14 @@ if __package__:
     from .parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
     from .router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
     from .shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
-    from .sharding import ParallelModule, refuse_ddp_of_parts
+    from .sharding import ParallelModule, owner_of, refuse_ddp_of_parts
 else:
     import compat
     import kernels
     from parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
     from router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
     from shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
-    from sharding import ParallelModule, refuse_ddp_of_parts
+    from sharding import ParallelModule, owner_of, refuse_ddp_of_parts
 
 
 # ---- Config ----
@@ -309,6 +309,7 @@ def _as_autocast(*tensors):
 
 class Experts(ParallelModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
+    per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
@@ -389,10 +390,11 @@ def select_experts(
     """A layer with these experts of `layer`, in this order. Leave some out to prune; name some
     twice to grow, as [*range(E), 0].
 
-    The router's rows and expert bias go along, counts start anew, all else is copied. In an
-    optimizer the new parameters take the old ones' places, with their state. The new layer is not
-    compiled. ValueError: several ranks, a number that is no expert's, state of an unknown shape,
-    and what the config refuses.
+    The router's rows and expert bias go along: what its class names in `per_expert`, to which a
+    router of your own may add. Counts start anew, all else is copied. In an optimizer the new
+    parameters take the old ones' places, with their state. The new layer is not compiled.
+    ValueError: several ranks, a number that is no expert's, state of an unknown shape, and what the
+    config refuses.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> select_experts(layer, [3, 0, 2]).router.weight.shape
@@ -412,8 +414,9 @@ def select_experts(
     chosen = torch.tensor(experts, device=layer.router.weight.device)
 
     def selected(name, old, tensor, key=None):
-        own = name.startswith(("router.", "experts.")) and old.shape[:1] == (E,)
-        if not own or not torch.is_tensor(tensor) or tensor.ndim == 0:
+        owner, own_name = owner_of(layer, name)
+        per_expert = own_name in getattr(owner, "per_expert", ()) and old.shape[:1] == (E,)
+        if not per_expert or not torch.is_tensor(tensor) or tensor.ndim == 0:
             return tensor
         # Adafactor's means over an axis have size 1 in it.
         fits = [n in (1, size) for n, size in zip(tensor.shape, old.shape)]
@@ -481,6 +484,11 @@ def _changed(config, name):
     return getattr(config, name) != getattr(MoEConfig, name)
 
 
+def _of_type(*types):
+    """The fields of MoEConfig that are annotated so."""
+    return " ".join(field.name for field in fields(MoEConfig) if field.type in types)
+
+
 def _is_number(x):
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
@@ -488,8 +496,9 @@ def _is_number(x):
 def _refused_values(c):
     """Each field by itself, then those without effect."""
     rules = (
-        ("hidden_size ffn_hidden_size num_experts topk latent_size shared_expert_intermediate_size",
-         lambda x: isinstance(x, int) and x > 0, "a positive int"),
+        (_of_type(bool, bool | None), lambda x: isinstance(x, bool), "True or False"),
+        (_of_type(int, int | None),
+         lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0, "a positive int"),
         ("router_dtype probs_dtype params_dtype",
          lambda x: isinstance(x, torch.dtype) and x.is_floating_point, "a floating torch.dtype"),
         ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta",
@@ -500,7 +509,6 @@ def _refused_values(c):
          lambda x: _is_number(x) and x >= 0, "0 or more"),
         ("glu_alpha glu_linear_offset norm_eps scaling_factor bias_update_rate init_std",
          _is_number, "a finite number"),
-        ("batch_first", lambda x: isinstance(x, bool), "True or False"),
         ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
          'True, False or "round_robin"'),
     )

@@ -46,6 +46,7 @@ class Router(ParallelModule, ABC):
     """The base of a router: weight [E, H], logits, expert bias and counts. A subclass with
     `forward` and `routing` works in a layer.
     """
+    per_expert = "weight", "bias", "expert_bias"         # moe.select_experts takes rows of these
 
     def __init__(self, config: "MoEConfig", pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
@@ -210,7 +211,7 @@ class Router(ParallelModule, ABC):
         return self
 
     def _begin_counting(self):
-        """At the start of a forward: drops what a forward without a backward has left, and moves the
+        """At the start of a forward: drops what one without a backward has left, and brings the
         counts to the weight's device.
         """
         if self.counts.last_tokens_per_expert.device != self.weight.device:
@@ -860,9 +861,10 @@ def finish_step(model: nn.Module, check_replicas: bool = False) -> None:
         for router in routers.values():
             if router.pg_collection.tp_dp_cp is None:
                 _check_one_process("which of them hold one model is not known")
-        compare_replicas(model, {
-            f"{name}.expert_bias".lstrip("."): router.expert_bias for name, router in routers.items()
-            if router.expert_bias is not None})
+        biases = {
+            f"{name}.expert_bias".lstrip("."): router.expert_bias
+            for name, router in routers.items() if router.expert_bias is not None}
+        compare_replicas(model, biases)
 
 
 def _check_one_process(otherwise):

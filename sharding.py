@@ -142,13 +142,13 @@ def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
         module.register_load_state_dict_pre_hook(_take_shards)
 
 
-def _owner(module, path):
-    """(the parameter's path, its module, its name there), where a parametrization's tensors count as
-    the parameter that they make.
+def owner_of(module, path):
+    """(the module that has the parameter, its name there). A parametrization's tensors count as the
+    parameter that they make.
     """
-    made = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
-    owner, _, name = made.rpartition(".")
-    return made, module.get_submodule(owner), name
+    path = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
+    owner, _, name = path.rpartition(".")
+    return module.get_submodule(owner), name
 
 
 def _place(module, path, tensor, prefix=""):
@@ -158,14 +158,14 @@ def _place(module, path, tensor, prefix=""):
     that they make: each needs as many axes, and its size on the sharded one. (With one expert a
     rank, an adapter for all experts therefore looks like one of the rank's own.)
     """
-    made, owner, name = _owner(module, path)
+    owner, name = owner_of(module, path)
     if not isinstance(owner, ParallelModule):
         groups, over_ep = vars(owner).get("_shared_out", (ProcessGroups(), False))
         if over_ep:
             return groups.ep, 0, groups.expt_dp
         return None, None, groups.tp_dp_cp
     group, axis = owner.shard(name)
-    if made != path and axis is not None and group_size(group) > 1:
+    if "parametrizations." in path and axis is not None and group_size(group) > 1:
         whole = getattr(owner.parametrizations[name], "original", None)
         if whole is None:
             whole = getattr(owner, name)
@@ -385,14 +385,14 @@ def part_of(name, given, own, group, axis):
 # ---- Replicas: what several ranks hold alike ----
 
 def compare_replicas(model: nn.Module, biases: dict[str, Tensor]) -> None:
-    """RuntimeError, on every rank, if ranks that should hold the same MoE parameters, or the same of
-    these expert biases (name -> [E]), hold other bits. It names the tensors and the ranks.
+    """RuntimeError, on every rank, if ranks that should hold the same bits of a MoE parameter or of
+    one of these expert biases (name -> [E]) do not. It names the tensors and the ranks.
 
     One all-gather over tp_dp_cp of a checksum per tensor, and one read on the host. Collective.
     """
     held = defaultdict(list)                     # tp_dp_cp -> (name, tensor, the group and axis)
     for path, tensor in [*model.named_parameters(), *biases.items()]:
-        _, owner, _ = _owner(model, path)
+        owner, _ = owner_of(model, path)
         groups = getattr(owner, "pg_collection", None) or vars(owner).get("_shared_out", [None])[0]
         if groups is not None and group_size(groups.tp_dp_cp) > 1:
             group, axis, _ = _place(model, path, tensor)

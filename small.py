@@ -310,7 +310,9 @@ class MoE(nn.Module):
         self.shared_fc2 = new(H, Fs) if Fs else None
         bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("counts", torch.empty(E, dtype=torch.int64), persistent=False)
+        # No buffer: DistributedDataParallel would overwrite it by rank 0's.
+        self.counts = torch.empty(E, dtype=torch.int64)
+        self._place_counts()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -318,14 +320,15 @@ class MoE(nn.Module):
         """Draws the weights anew; bias and counts are 0."""
         for weight in self.parameters():
             weight.normal_(std=0.02)
-        for buffer in self.buffers():
-            buffer.zero_()
+        for tensor in (*self.buffers(), self.counts):
+            tensor.zero_()
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
         E, H, W = self.fc2.shape
         dtype, autocast = self.fc2.dtype, torch.is_autocast_enabled(x.device.type)
-        if x.ndim < 2 or x.shape[-1] != H or not autocast and x.dtype != dtype:
+        casts = autocast and torch.float64 not in (x.dtype, dtype)     # autocast leaves fp64 alone
+        if x.ndim < 2 or x.shape[-1] != H or x.dtype != dtype and not casts:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; needs {dtype} [.., T, {H}]")
         if padding_mask is not None:
             found, needed = (padding_mask.dtype, padding_mask.shape), (torch.bool, x.shape[:-1])
@@ -385,7 +388,7 @@ class MoE(nn.Module):
         is counted in its backward.
 
         group: the ranks that train the same weights, such as torch.distributed.group.WORLD, whose
-        counts are summed. DDP also needs broadcast_buffers=False.
+        counts are summed.
         """
         if self.expert_bias is None:
             raise RuntimeError("update_bias needs expert_bias=True")
@@ -401,18 +404,23 @@ class MoE(nn.Module):
         self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
         self.counts.zero_()
 
-    # The counts are in no checkpoint. A layer made on meta begins them with 0: after to_empty in
-    # _apply, after load_state_dict(assign=True) here.
-    def _load_from_state_dict(self, *args):
-        super()._load_from_state_dict(*args)
+    def _place_counts(self):
+        """Moves the counts to the weights' device. From the meta device they begin with 0."""
         if self.counts.is_meta:
             self.counts = torch.zeros_like(self.counts, device=self.router.device)
+        self.counts = self.counts.to(self.router.device)
+        # What the compiler takes for granted of a buffer: its shape and its address.
+        torch._dynamo.mark_static(self.counts)
+        torch._dynamo.mark_static_address(self.counts, guard=False)
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        self._place_counts()                             # assign=True brings another device
 
     def _apply(self, fn, recurse=True):
-        bias, was_meta = self.expert_bias, self.counts.is_meta
+        bias = self.expert_bias
         super()._apply(fn, recurse)
-        if was_meta:
-            self.counts.zero_()
+        self._place_counts()
         if bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)      # stays in fp32
         return self

@@ -254,15 +254,18 @@ def main() -> None:
     args = parser.parse_args()
     torch._inductor.config.force_disable_caches = True       # a cache counts other kernels
     T, *sizes = args.shape
+    try:
+        layers = {name: step(*sizes) for name, step in STEPS.items()}
+    except ValueError as error:
+        parser.error(f"--shape is {args.shape}: {error}")
     print(f"T, H, F, E, K = {args.shape}, {args.dtype}, {args.device}, torch {torch.__version__}, "
           f"{torch.get_num_threads()} threads")
     torch.manual_seed(0)
     weights = Loop(*sizes).state_dict()
     x = torch.randn(T, sizes[0]).to(args.device, DTYPES[args.dtype])
     steps, refused = {}, {}
-    for name, step in STEPS.items():
+    for name, layer in layers.items():
         print(f"{name} ..", file=sys.stderr)
-        layer = step(*sizes)
         layer.load_state_dict(weights)
         try:
             steps[name] = Measured(layer.to(x), x)

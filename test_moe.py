@@ -1995,6 +1995,13 @@ def test_config_errors():
     check_error_table("""
         config(hidden_size=0); config(ffn_hidden_size=-1); config(topk=0) => needs a positive int
         config(num_experts=8.0) => num_experts = 8.0: needs a positive int
+        config(topk=True) => topk = True: needs a positive int
+        groups(group_score_topk=True) => group_score_topk = True: needs a positive int, or None
+        groups(num_groups="4"); groups(group_topk=2.0) => needs a positive int, or None
+        config(enable_expert_bias="false") => enable_expert_bias = 'false': needs True or False
+        config(add_bias_linear="no"); config(pre_softmax=None) => needs True or False
+        config(sequence_parallel=1); config(router_bias=torch.ones(())) => needs True or False
+        config(norm_topk_prob=1); config(batch_first="yes") => needs True or False, or None
         config(latent_size=0); config(shared_expert_intermediate_size=0) => a positive int, or None
         config(topk=9) => topk = 9, num_experts = 8
         config(activation="silu") => swiglu, geglu, quick_geglu, situ, relu2, gelu
@@ -2624,6 +2631,31 @@ def test_layer_prune_and_grow():
         select(grown, [3]) => topk = 2, num_experts = 1
         select(layer, [0, 1]); select(copies, [0, 1]) => is on several ranks; needs one process
         """, select=moe.select_experts, grown=grown, layer=layer, copies=copies)
+
+
+def test_layer_selects_what_a_router_declares():
+    """A tensor of a router of one's own goes along if its class names it in `per_expert`; else it
+    stays, even if its length happens to be E. A parametrized parameter is taken by its parts."""
+    class Mine(TopKRouter):
+        per_expert = (*TopKRouter.per_expert, "load")
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("seen", torch.arange(2.0))              # assignments, tokens
+            self.register_buffer("load", torch.arange(1.0, 1 + config.num_experts))
+            self.scale = torch.nn.Linear(2, config.num_experts)
+
+    layer = small_layer(num_experts=2, topk=1, pre_softmax=True)
+    layer.router = Mine(layer.config)
+    torch.nn.utils.parametrize.register_parametrization(layer.experts, "fc2", torch.nn.Tanh())
+    raw = layer.experts.parametrizations.fc2.original.data.uniform_(0.1, 0.9)
+    new = moe.select_experts(layer, [1, 0, 1])
+    same(new.router.seen, layer.router.seen)
+    same(new.router.load, torch.tensor([2.0, 1, 2]))
+    same(new.router.scale.weight, layer.router.scale.weight)
+    same(new.router.weight, layer.router.weight[[1, 0, 1]])
+    same(new.experts.parametrizations.fc2.original, raw[[1, 0, 1]])
+    same(new.experts.fc2, raw[[1, 0, 1]].tanh())
 
 
 def test_layer_selected_experts_train_on():

@@ -156,6 +156,15 @@ def test_small_compiled(case):
     assert counters["stats"]["unique_graphs"] <= 2
 
 
+def test_small_compiled_for_any_length_at_once():
+    """One graph from the first call on, which has as many tokens as there are experts."""
+    layer, _ = pair("all")
+    function = compiled(layer, dynamic=True)
+    for T in (E, 7, 40):
+        step(layer, torch.randn(T, H, requires_grad=True), function=function)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("backend", slow_but([None, "inductor"], [None, "aot_eager", "inductor"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_keeps_as_few_bytes(dtype, backend):
@@ -273,13 +282,13 @@ def test_small_from_meta(way):
 
 @over_ranks(2)
 def test_small_over_ranks(rank, ranks):
-    """Under DDP: weights and bias are those of one process with all tokens. Without a group the
-    biases would drift apart."""
+    """Under DDP: weights and bias are those of one process with all tokens. DDP overwrites buffers
+    by those of rank 0: the counts are none. Without a group the biases would drift apart."""
     torch.set_default_device("cpu")                      # of this process: gloo takes no card
     torch.manual_seed(0)
     layer = MoE(H, F_, E, K, expert_bias=True)
     whole = copy.deepcopy(layer)
-    wrapped = torch.nn.parallel.DistributedDataParallel(layer, broadcast_buffers=False)
+    wrapped = torch.nn.parallel.DistributedDataParallel(layer)
     everyone = torch.distributed.group.WORLD
     for x in torch.randn(3, 2, ranks, 20, H):            # two microbatches a step
         for part in x:
@@ -457,9 +466,12 @@ def test_small_errors():
         layer(x[:, :5]) => x is torch.float32 [4, 5]; needs torch.float32 [.., T, 12]
         layer(x[0]) => x is torch.float32 [12]; needs torch.float32 [.., T, 12]
         layer(x.double()) => x is torch.float64 [4, 12]; needs torch.float32
+        autocast(x.double()) => x is torch.float64 [4, 12]; needs torch.float32
+        autocast(x, double) => x is torch.float32 [4, 12]; needs torch.float64
         layer(x, x > 0); layer(x, x[:, 0]) => padding_mask is
         MoE(12, 10, 6, 3).update_bias() => RuntimeError: update_bias needs expert_bias=True
-        """, MoE=MoE, layer=layer, x=x)
+        """, MoE=MoE, layer=layer, x=x, double=copy.deepcopy(layer).double(),
+        autocast=lambda x, layer=layer: torch.autocast(DEVICE, torch.bfloat16)(layer)(x))
     assert "create_graph is True" in error(
         torch.autograd.grad, layer(x).sum(), [x], create_graph=True)
 
