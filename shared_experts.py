@@ -91,12 +91,13 @@ def _check_step(shared, step, required_state):
 _SIDE_STREAMS = {}                           # device -> torch.Stream
 
 
-def _make_side_stream(device):
-    """Called outside of compiled code, which cannot make a stream."""
-    if device.type in ("cpu", "meta") or device in _SIDE_STREAMS:
-        return
-    if hasattr(torch.get_device_module(device), "Stream"):           # MPS has none
-        _SIDE_STREAMS[device] = torch.Stream(device)
+@torch.compiler.assume_constant_result       # a graph cannot make a stream, so its tracer does
+def _has_side_stream(device) -> bool:
+    """Whether this device has streams. If so, its side stream is made at the first call."""
+    if device not in _SIDE_STREAMS and device.type not in ("cpu", "meta"):
+        if hasattr(torch.get_device_module(device), "Stream"):       # MPS has none
+            _SIDE_STREAMS[device] = torch.Stream(device)
+    return device in _SIDE_STREAMS
 
 
 def _current_stream(device):
@@ -258,7 +259,6 @@ class SharedExpertMLP(ParallelModule):
         self.gate_weight = self.parameter(1, H) if gate else None
         self.reset_overlap()
         self.reset_parameters()
-        _make_side_stream(self.fc1.device)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_score = self._score(hidden_states, self.gate_weight)
@@ -297,9 +297,9 @@ class SharedExpertMLP(ParallelModule):
     @property
     def stream(self) -> torch.Stream | None:
         """The side stream of the parameters' device. None without overlap or an accelerator."""
-        if not self.config.shared_expert_overlap:
+        if not self.config.shared_expert_overlap or not _has_side_stream(self.fc1.device):
             return None
-        return _SIDE_STREAMS.get(self.fc1.device)
+        return _SIDE_STREAMS[self.fc1.device]
 
     def _beside(self):
         return contextlib.nullcontext() if self.stream is None else self.stream
@@ -387,15 +387,6 @@ class SharedExpertMLP(ParallelModule):
         self.cached_fc2_output = None
         self.cached_output = None
         self._weights = None                 # fc1, fc2, gate_weight, for the side stream
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        _make_side_stream(self.fc1.device)
-        return self
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        _make_side_stream(self.fc1.device)
 
     # -- over ranks --
 
