@@ -3,6 +3,7 @@ model: finish_step, record and replay, metrics. Open it to see how tokens find t
 """
 import contextlib
 import math
+import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Sequence
 
@@ -613,6 +614,8 @@ class TopKRouter(Router):
         activation = self.counts.log(activation, aux_loss_name, value, sharers)
         if self.config.calculate_per_token_loss:
             aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
+        if compat.is_any_autocast():
+            _warn_without_scale(activation.device.type)
         return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
 
     def _tokens_of(self, activation, valid_token_count):
@@ -639,13 +642,31 @@ def _add_loss_scale(device):
         _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
 
 
+_is_scale_set = False
+
+
+@torch.compiler.assume_constant_result           # so that a graph runs it while it is traced
+def _warn_without_scale(device_type: str) -> None:
+    """fp16 needs a loss scale, which GradScaler multiplies into the main loss alone."""
+    fp16 = torch.is_autocast_enabled(device_type) and (
+        torch.get_autocast_dtype(device_type) == torch.float16)
+    if fp16 and not _is_scale_set:
+        warnings.warn(
+            "balance losses under autocast to fp16, and set_aux_loss_scale was never called: with "
+            "a GradScaler their gradients are too small by its scale. Needs "
+            "set_aux_loss_scale(scaler.get_scale()) before each backward, or (1.0) without a "
+            "scaler", stacklevel=2)
+
+
 def set_aux_loss_scale(scale: float | Tensor) -> None:
     """Sets the factor on the gradients of all balance losses and z-losses in this process: the
     factor by which you multiply the main loss (a loss scaler's, 1 / microbatches), a float or a 0-d
     tensor. It holds for every backward from now on, without a recompile.
     """
+    global _is_scale_set
     if isinstance(scale, Tensor) and scale.ndim:
         raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
+    _is_scale_set = True
     with torch.no_grad():
         for tensor in _LOSS_SCALE.values():
             tensor.fill_(scale)

@@ -3344,6 +3344,53 @@ def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
     assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, torch.ones(2))
 
 
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_router_warns_of_fp16_without_a_loss_scale(monkeypatch, way):
+    """A GradScaler cannot be seen, but autocast to fp16 can. No scale is needed without balance
+    losses, in bf16, or where one was set."""
+    monkeypatch.setattr(router_file, "_is_scale_set", False)
+    balanced = small_layer(load_balancing_type="aux_loss", aux_loss_coeff=0.1)
+
+    def warnings_of(layer, dtype):
+        torch._dynamo.reset()
+        with warnings.catch_warnings(record=True) as caught, torch.autocast(DEVICE, dtype):
+            warnings.simplefilter("always")
+            WAYS[way](layer)(fp32_leaf(5, 8)).sum().backward()
+        return sum("set_aux_loss_scale was never called" in str(w.message) for w in caught)
+    assert warnings_of(balanced, torch.float16) == 1
+    assert warnings_of(balanced, torch.bfloat16) == 0
+    assert warnings_of(small_layer(), torch.float16) == 0
+    set_aux_loss_scale(2.0)
+    assert warnings_of(balanced, torch.float16) == 0
+
+
+def test_router_counts_where_a_backward_reaches_the_probs():
+    """docs/features.md has the list. What one graph runs is counted if any of it has a backward."""
+    layer = small_layer(**BIASED)
+    count = layer.router.local_tokens_per_expert
+    x = fp32_leaf(5, 8)
+
+    def counted():
+        n = count.sum().item() / 10
+        count.zero_()
+        return n
+    torch.autograd.grad(layer(x).sum(), [layer.experts.fc2])
+    layer(x).sum().backward(inputs=[*layer.experts.parameters()])
+    assert counted() == 0
+    loss = layer(x).sum()
+    loss.backward(retain_graph=True)
+    assert counted() == 1
+    loss.backward()
+    assert counted() == 1
+
+    def both(x):
+        return layer(x).sum(), layer(2 * x).sum()
+    both(x)[0].backward()
+    assert counted() == 1
+    compiled(both)(x)[0].backward()
+    assert counted() == 2
+
+
 def test_router_forced_balance():
     """Random experts of even load whatever the weights, and still a gradient. A masked logit (-inf)
     stays out of the random values."""

@@ -1213,24 +1213,27 @@ def test_docs_private_names_exist():
 
 
 def test_docs_router_of_your_own():
-    """Top-p routing: the fewest experts whose probs sum to p, in eager mode and in a graph."""
+    """A threshold for scores: a token has its best experts over it, in eager mode and in a graph.
+    With normalised sigmoids none of the probs would reach it."""
     names = {}
     exec(example("choose"), names)
     layer = names["layer"]
-    layer.router.p = 0.15
     x = torch.randn(30, 1, 64)
-    logits = layer.router.gating(x.flatten(0, 1))
+    logits = layer.router.gating(x.flatten(0, 1)) - 0.2
+    layer.router.gating = lambda input: logits.view(*input.shape[:-1], 16)
     all_probs, all_indices = TopKRouter.choose(layer.router, logits)
     probs, indices = layer.router.route(x)
+    fewer = 0
     for t in range(30):
-        kept = 1
-        while all_probs[t, :kept].sum() < 0.15:
-            kept += 1
-        assert kept < 4
+        kept = min((logits[t].sigmoid() >= 0.5).sum().item(), 4)
+        fewer += kept < 4
         assert indices[t].tolist() == [*all_indices[t, :kept].tolist(), *[16] * (4 - kept)]
         same(probs[t, :kept], all_probs[t, :kept])
         same(probs[t, kept:], torch.zeros(4 - kept))
+    assert 5 < fewer < 30 and (indices < 16).any()
+    del layer.router.gating
     y = layer(x)
+    _, indices = layer.router.route(x)
     same(compiled(layer)(x), y)
     y.sum().backward()
     assert load_balancing_metrics(layer)["tokens_per_expert"].sum() == (indices < 16).sum()
@@ -1442,6 +1445,17 @@ def test_docs_scaler():
         autocast=torch.autocast("cpu", enabled=False)))
     set_aux_loss_scale(1.0)
     close(list(model.parameters()), list(want.parameters()), 1e-4)
+
+    model = small_model(**BALANCED)
+    before = copy.deepcopy(model.state_dict())
+    exec(code, dict(                                         # a step that the scaler skips
+        torch=torch, model=model, optimizer=torch.optim.AdamW(model.parameters()),
+        batches=batches[:1], loss_of=lambda model, x: loss_of(model, x) * torch.inf,
+        finish_step=finish_step, set_aux_loss_scale=set_aux_loss_scale,
+        autocast=torch.autocast("cpu", enabled=False)))
+    set_aux_loss_scale(1.0)
+    moved = [name for name, x in model.state_dict().items() if not x.equal(before[name])]
+    assert moved == ["1.router.expert_bias"]
 
 
 def test_docs_ema():
