@@ -1093,7 +1093,7 @@ class Guest(moe.TopKRouter):
 
     def as_gate(self, hidden_states: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [T, H] or [B, S, H] -> (logits [T, E], probs [T, K], indices [T, K])."""
-        self._begin_counting()                               # the library calls its own gate
+        self.begin_counting()                               # the library calls its own gate
         axes, padding_T, cu_seqlens = self.batch.of(self, hidden_states)
         chosen_TK = None
         if "hash_table" in self.places:                      # others are the model's input_ids

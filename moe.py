@@ -53,6 +53,12 @@ else:
     from sharding import ParallelModule, owner_of, refuse_ddp_of_parts
 
 
+__all__ = [
+    "MoEConfig", "MoELayer", "Experts", "select_experts", "Router", "TopKRouter",
+    "SharedExpertMLP", "SharedExpertState", "finish_step", "update_expert_bias",
+    "load_balancing_metrics", "set_aux_loss_scale", "record_routing", "replay_routing"]
+
+
 # ---- Config ----
 
 # field of MoEConfig -> constant of an activation

@@ -211,7 +211,7 @@ class Router(ParallelModule, ABC):
         _loss_scale(self.weight.device)
         return self
 
-    def _begin_counting(self):
+    def begin_counting(self):
         """At the start of a forward: drops what one without a backward has left, and brings the
         counts to the weight's device.
         """
@@ -229,7 +229,7 @@ class Router(ParallelModule, ABC):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
-        self._begin_counting()                         # and any device
+        self.begin_counting()                         # and any device
         self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
 
     def _save_to_state_dict(self, *args, **kwargs):
@@ -240,7 +240,7 @@ class Router(ParallelModule, ABC):
 # Hooks of a Router, so that its counts do not depend on who calls it.
 
 def _begin_counting(router, inputs):
-    router._begin_counting()
+    router.begin_counting()
 
 
 def _carry_counts(router, inputs, outputs):

@@ -172,10 +172,13 @@ def test_sources_import_torch_and_einops_alone(file, local):
     "file", [*[f"{name}.py" for name in LAYER], "small.py", "families.py", "atlas.py", "train.py"])
 def test_sources_private_names_of_torch(file):
     """They stand in one section of compat.py. What nn.Module is made of, and its methods that are
-    there to be overridden, are none; nor is what Python offers, nor a field of transformers."""
+    there to be overridden, are none; nor is what Python offers, nor a field of transformers. In
+    small.py are two that torch's manual explains, torch._dynamo.mark_static and its like."""
     others = {"_apply", "_load_from_state_dict", "_save_to_state_dict", "_parameters", "_buffers",
               "_modules", "_replace", "_exit", "_experts_implementation"}
     text = Path(file).read_text()
+    if file == "small.py":
+        others.add("_dynamo")
     if file == "compat.py":
         text, _, section = text.partition("\ndef as_number(")     # the section's first function
         assert section
@@ -302,6 +305,9 @@ def check_examples(module) -> None:
 def test_sources_names_are_where_people_import_them_from():
     assert kernels.permute is megatron.permute and moe.finish_step is router_file.finish_step
     assert parallel.reduce_gradients is moe.reduce_gradients is sharding.reduce_gradients
+    names = {}
+    exec("from moe import *", names)
+    assert {*moe.__all__} == {name for name in names if not name.startswith("__")}
     for module in (kernels, moe, parallel):
         with pytest.raises(AttributeError, match="'no_name' is in none of"):
             assert module.no_name
