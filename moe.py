@@ -41,15 +41,23 @@ from torch import Tensor, nn
 if __package__:
     from . import compat, kernels
     from .parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
-    from .router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
-    from .shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
+    from .router import (
+        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
+        load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
+        update_expert_bias)
+    from .shared_experts import (
+        OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
     from .sharding import ParallelModule, owner_of, refuse_ddp_of_parts
 else:
     import compat
     import kernels
     from parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
-    from router import LOAD_BALANCING_TYPES, LOSS_NAMES, RouterCounts, TopKRouter, refuse_input
-    from shared_experts import OverlappedDispatch, SharedExpertMLP, ends_overlap
+    from router import (
+        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
+        load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
+        update_expert_bias)
+    from shared_experts import (
+        OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
     from sharding import ParallelModule, owner_of, refuse_ddp_of_parts
 
 

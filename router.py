@@ -215,10 +215,15 @@ class Router(ParallelModule, ABC):
         """At the start of a forward: drops what one without a backward has left, and brings the
         counts to the weight's device.
         """
-        if self.counts.last_tokens_per_expert.device != self.weight.device:
-            self.counts.follow(self.weight.device)
+        self._bring_counts()
         if self.counts.waiting:
             self.counts.set_waiting([])
+
+    @torch.compiler.assume_constant_result           # a graph runs this while it is traced
+    def _bring_counts(self):
+        """To the weight's device, if fully_shard or assign=True moved it without `_apply`."""
+        if self.counts.last_tokens_per_expert.device != self.weight.device:
+            self.counts.follow(self.weight.device)
 
     def _maintain_float32_expert_bias(self):
         """Casts the expert bias back if something other than `_apply` has cast it."""
@@ -843,7 +848,7 @@ class RouterCounts:
             self.reset()
 
     def follow(self, device):
-        """To the router's device, if fully_shard or assign=True moved it without `_apply`."""
+        """To another device, with their values."""
         with torch.inference_mode(False):            # else training could not update them
             self.move(lambda tensor: torch.empty_like(tensor, device=device))
 

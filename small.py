@@ -311,7 +311,7 @@ class MoE(nn.Module):
         bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
         # No buffer: DistributedDataParallel would overwrite it by rank 0's.
-        self.counts = torch.empty(E, dtype=torch.int64)
+        self.counts = torch.empty(E, dtype=torch.int64, device="meta")
         self._place_counts()
         self.reset_parameters()
 
@@ -343,6 +343,7 @@ class MoE(nn.Module):
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and capability(x.device) in (0, 9, 10)
         order, inverse, counts, offsets = sort_by_expert(indices, E, not native)
+        self._place_counts()
         total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)
@@ -404,14 +405,19 @@ class MoE(nn.Module):
         self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
         self.counts.zero_()
 
-    def _place_counts(self):
-        """Moves the counts to the weights' device. From the meta device they begin with 0."""
-        if self.counts.is_meta:
-            self.counts = torch.zeros_like(self.counts, device=self.router.device)
-        self.counts = self.counts.to(self.router.device)
-        # What the compiler takes for granted of a buffer: its shape and its address.
-        torch._dynamo.mark_static(self.counts)
-        torch._dynamo.mark_static_address(self.counts, guard=False)
+    @torch.compiler.assume_constant_result           # a graph runs this while it is traced
+    def _place_counts(self) -> None:
+        """Brings the counts to the weights' device: fully_shard moves those without _apply. From the
+        meta device they begin with 0.
+        """
+        device, counts = self.router.device, self.counts
+        if counts.device != device:
+            with torch.inference_mode(False):                # else training could not add to them
+                empty = torch.zeros_like(counts, device=device)
+            self.counts = empty if counts.is_meta else empty.copy_(counts)
+            # What the compiler takes for granted of a buffer: its shape and its address.
+            torch._dynamo.mark_static(self.counts)
+            torch._dynamo.mark_static_address(self.counts, guard=False)
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)

@@ -4630,6 +4630,24 @@ def test_trainer_counts_are_where_the_weight_is():
     assert layer.router.expert_bias.any()
 
 
+@on_a_card
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_trainer_counts_follow_the_weight_to_a_card(way):
+    """fully_shard brings parameters and buffers there, and tells the module nothing."""
+    with torch.device("cpu"):
+        layer = small_layer(**QUANTILE)
+    for part in layer.modules():
+        for name, tensor in [*part.named_parameters(recurse=False),
+                             *part.named_buffers(recurse=False)]:
+            moved = tensor.detach().to(DEVICE)
+            setattr(part, name, torch.nn.Parameter(moved) if tensor.requires_grad else moved)
+    function = WAYS[way](layer)
+    for n in (1, 2):
+        function(fp32_leaf(7, 8)).sum().backward()
+        assert all(tensor.device.type == DEVICE for tensor in counts_of(layer))
+        assert layer.router.local_tokens_per_expert.sum() == 14 * n
+
+
 def test_trainer_loads_a_layer_that_to_empty_has_made(tmp_path):
     """From the meta device and from a real one, by load_state_dict and by DCP: no reset_parameters.
     Memory that nobody has written holds NaN here, and large integers."""

@@ -280,6 +280,21 @@ def test_small_from_meta(way):
     assert not before.equal(layer.expert_bias)
 
 
+@on_a_card
+@pytest.mark.parametrize("compile", [False, True])
+def test_card_small_counts_follow_the_weights(compile):
+    """fully_shard moves parameters and buffers to the card, and tells the module nothing."""
+    with torch.device("cpu"):
+        layer, _ = pair("all")
+    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+        moved = tensor.detach().to(DEVICE)
+        setattr(layer, name, torch.nn.Parameter(moved) if tensor.requires_grad else moved)
+    function = compiled(layer) if compile else layer
+    for n in (1, 2):
+        step(layer, torch.randn(7, H, device=DEVICE, requires_grad=True), function=function)
+        assert layer.counts.device.type == DEVICE and layer.counts.sum() == n * 7 * K
+
+
 @over_ranks(2)
 def test_small_over_ranks(rank, ranks):
     """Under DDP: weights and bias are those of one process with all tokens. DDP overwrites buffers
