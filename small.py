@@ -407,8 +407,8 @@ class MoE(nn.Module):
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def _place_counts(self) -> None:
-        """Brings the counts to the weights' device: fully_shard moves those without _apply. From the
-        meta device they begin with 0.
+        """Brings the counts to the weights' device, since fully_shard moves those without _apply.
+        From the meta device they begin with 0.
         """
         device, counts = self.router.device, self.counts
         if counts.device != device:
