@@ -57,7 +57,7 @@ FORMULAS = """
     shared             | shared  | y = y + shared_expert(x), {shared} wide
     gated_shared       | shared  | y = y + sigmoid(x @ g) * shared_expert(x), {gated_shared} wide
     after              | special | behind the layer: y = {after}
-    always             | -       | product in {product}, scores in {scores}, weights in {weights}
+    always             | -       | product in {product}, scores in {scores}, probs in {probs_in}
 """
 FORMULAS = [re.split(r" *\| *", line.strip()) for line in FORMULAS.strip().splitlines()]
 COLUMNS = ("scores", "choice", "probs", "experts", "shared", "special")
@@ -78,13 +78,13 @@ def _facts(reading: families.Reading) -> dict:
     constants = [f"{constant} = {fields[field]}" for field, constant in moe._CONSTANTS.items()
                  if fields.get(field) is not None and hasattr(
                      moe.kernels.ACTIVATIONS.get(facts["activation"]), constant)]
-    product, scores, weights = [word.replace("model", "the model's dtype")
-                                for word in reading.precision]
+    product, scores, probs = [word.replace("model", "the model's dtype")
+                              for word in reading.row.dtypes()]
     return facts | {
         "always": True,
         "product": product,
         "scores": scores,
-        "weights": weights,
+        "probs_in": probs,
         "over_chosen": over_chosen,
         "by_score": facts["enable_expert_bias"] or facts["num_groups"] or scores != "fp32",
         "best": facts["group_score_topk"],
@@ -258,7 +258,7 @@ def table() -> str:
     """The table of docs/routers.md: a line per family, with its published model, then a line per
     refused type."""
     head = ["model_type", "model (source of the formulas)", "H, E, K, F, S", *COLUMNS,
-            "product, scores, weights"]
+            "product, scores, probs"]
     rows = [head, ["---"] * len(head)]
     first = {}                                               # cells -> the first family with them
     for name in families.FAMILIES:
@@ -274,7 +274,7 @@ def table() -> str:
         for layers, reading in readings:
             if reading.of_the_block:
                 cells[-1].append(f"{layers} {_config_text(reading)}".strip())
-        cells = [*map("; ".join, cells), ", ".join(usual.precision)]
+        cells = [*map("; ".join, cells), ", ".join(usual.row.dtypes())]
         same = first.setdefault(tuple(cells), name)
         if same != name:
             cells = [f"as `{same}`", *[""] * (len(cells) - 1)]

@@ -75,7 +75,6 @@ class Reading(NamedTuple):
     row: "Family"
     fields: dict
     sources: dict
-    precision: list[str]
     problems: list[str]
     of_the_block: list[str]
     after: str | None
@@ -107,10 +106,6 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
     if dtype not in DTYPES:
         router.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
         dtype = "float32"
-    precision = row.precision.split()
-    if router("need_fp32_gate", default=False):
-        precision[0] = "fp32"
-
     needs = _usual_needs(fields)
     if layer_idx is not None:
         _check_layer_idx(block)
@@ -122,10 +117,10 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
             read(name, default=fine[0], among=dict.fromkeys(fine))
 
     params_dtype = getattr(torch, dtype)
-    fields |= _router_dtypes(precision, params_dtype, gate_dtype=params_dtype)
+    fields |= _router_dtypes(row, params_dtype)
     fields |= {"params_dtype": params_dtype, "batch_first": True}
     return Reading(
-        model_type, row, fields, sources, precision, problems=router.problems,
+        model_type, row, fields, sources, problems=router.problems,
         of_the_block=block.problems, after=after,
         quantized=any(each.get("quantization_config") is not None for each in reads),
         by_layer=router.by_layer or block.by_layer)
@@ -151,8 +146,10 @@ class Family(NamedTuple):
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
     needs: field of the published config -> the values with which the layer computes the same model.
       A value without a tuple stands for itself or None. The field may be absent.
-    precision: three words, "fp32" or "model" (the model's dtype): the dtypes of the gate's product,
-      of its scores, and of the weights that it returns. Read in the code of transformers 5.24.
+    precision: four dtypes, of the gate's weight as the library loads it, of the gate's product, of
+      its scores, and of the probs that it returns. "model" is the model's dtype, "gate" that of the
+      gate's weight, and "fp32" is fp32 in bf16 and fp16 models. Read in the code of transformers
+      5.24.
     others: a pattern for names behind the prefix that are not the layer's: they are left alone.
     after: what becomes of the output y in the library: an expression, or a knob that gives one. A
       live model keeps it; the layer does not have it.
@@ -161,10 +158,15 @@ class Family(NamedTuple):
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
     needs: dict[str, object] = {}
-    precision: str = "fp32 fp32 fp32"
+    precision: str = "fp32 fp32 fp32 fp32"
     others: str = ""
     after: str | Callable = ""
     block_scales: bool = False
+
+    def dtypes(self) -> list[str]:
+        """Of the product, the scores and the probs: "fp32" or "model"."""
+        gate, *others = self.precision.split()
+        return [gate if word == "gate" else word for word in others]
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -312,16 +314,24 @@ def _dtype_of(reads):
     return "float32"
 
 
-def _router_dtypes(words: list[str], dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
+def _gate_dtype(row: Family, dtype: torch.dtype) -> torch.dtype:
+    """Of the gate's weight, when the library loads a model in this dtype."""
+    if row.precision.startswith("fp32"):
+        return torch.promote_types(dtype, torch.float32)
+    return dtype
+
+
+def _router_dtypes(row: Family, dtype: torch.dtype, gate_dtype: torch.dtype | None = None) -> dict:
     """Fields of MoEConfig: a router of this precision in a model of this dtype.
 
-    words: Family.precision's. gate_dtype: the router weight's, in which a "model" product is.
+    gate_dtype: the router weight's; None: as the library loads it.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    product, scores, weights = [{"model": dtype, "fp32": wide}[word] for word in words]
-    fields = {"router_dtype": gate_dtype if words[0] == "model" else wide}
-    if weights != product or scores != wide:
-        fields["probs_dtype"] = weights
+    dtypes = {"model": dtype, "fp32": wide, "gate": gate_dtype or _gate_dtype(row, dtype)}
+    product, scores, probs = [dtypes[word] for word in row.precision.split()[1:]]
+    fields = {"router_dtype": product}
+    if probs != product or scores != wide:
+        fields["probs_dtype"] = probs
     return fields
 
 
@@ -393,7 +403,7 @@ def from_hf(
 
     tensors: name -> tensor of float64, float32, bfloat16 or float16, with published names and
       layouts or those held in memory. Each is cast to its parameter's dtype; the expert bias stays
-      float32. One is loaded at a time, through [name] or safetensors' get_tensor. Without
+      float32, and so does the router's weight where the library keeps it. One is loaded at a time, through [name] or safetensors' get_tensor. Without
       safetensors' get_slice each is loaded twice, first for its shape.
     prefix: the text in front of the block's own names, such as "model.layers.3.mlp.". Names without
       it are ignored.
@@ -408,14 +418,20 @@ def from_hf(
     >>> tensors = to_hf(moe.MoELayer(config), "mixtral")
     >>> layer = from_hf(moe.MoELayer(config), tensors, "mixtral")
     """
-    inner, _ = _checked(layer, model_type)
+    inner, row = _checked(layer, model_type)
     if not hasattr(tensors, "keys"):
         raise TypeError(f"tensors is a {type(tensors).__name__}; needs a mapping, name -> tensor")
     if inner.router.weight.is_meta:
         raise ValueError("layer is on the meta device and cannot take weights; call "
                          "layer.to_empty(device=..) and reset_parameters() of its modules first")
     source = Source(tensors, prefix)
-    _fill(_matched(inner, model_type, source), source)
+    places = _matched(inner, model_type, source)
+
+    # A gate that the library keeps in fp32 would be rounded here, and then choose other experts.
+    inner.router.to(_gate_dtype(row, inner.router.weight.dtype))
+    gate = next(iter(places))
+    places[gate] = places[gate]._replace(view=inner.router.weight.detach())
+    _fill(places, source)
     if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
         inner.set_config(dataclasses.replace(inner.config, batch_first=True))
     return layer
@@ -1196,7 +1212,7 @@ def _router_for(model, name, row, changes, groups):
     weight = _tensors(block)[path]
     if row.block_scales:
         fields["scaling_factor"] = None
-    dtypes = functools.partial(_dtypes_of_gate, row.precision.split(), changes)
+    dtypes = functools.partial(_dtypes_of_gate, row, changes)
     fields |= dtypes(model.dtype, weight.dtype)
     reading = read_config(model.config, _layer_of(name))
     reading.refuse(reading.problems)
@@ -1230,11 +1246,11 @@ def _router_for(model, name, row, changes, groups):
     return router
 
 
-def _dtypes_of_gate(words, changes, dtype, gate_dtype):
+def _dtypes_of_gate(row, changes, dtype, gate_dtype):
     """Fields of MoEConfig: what the library's gate has in a model of this dtype, or the changes."""
     fields = {"probs_dtype": None}
     if "router_dtype" not in changes:
-        fields |= _router_dtypes(words, dtype, gate_dtype)
+        fields |= _router_dtypes(row, dtype, gate_dtype)
     return {name: changes.get(name, value) for name, value in fields.items()}
 
 
@@ -1981,35 +1997,35 @@ FAMILIES = {
         noaux(2.827) | SWIGLU | CLAMPED, {"shared_expert_intermediate_size": unclamped}),
 }
 
-# Routers that are not fp32 throughout: the precision of product, scores and weights.
+# Routers that are not fp32 throughout: the precision of weight, product, scores and probs.
 PRECISIONS = dict(columns("""
-    mixtral                     model fp32 fp32
-    minimax_m2                  model fp32 fp32
-    minimax_m3_vl_text          model fp32 fp32
-    afmoe                       model fp32 fp32
-    step3p5                     model fp32 fp32
-    granitemoe                  model fp32 model
-    granitemoe_swa              model fp32 model
-    jamba                       model fp32 model
-    olmoe                       model fp32 model
-    qwen3_moe                   model fp32 model
-    qwen2_moe                   model fp32 model
-    qwen3_next                  model fp32 model
-    qwen3_vl_moe_text           model fp32 model
-    qwen3_5_moe_text            model fp32 model
-    llama4_text                 model fp32 model
-    gpt_oss                     model fp32 model
-    hunyuan_v1_moe              model fp32 model
-    mellum                      model fp32 model
-    aria_text                   model fp32 model
-    cohere2_moe                 model fp32 model
-    laguna                      model fp32 model
-    lfm2_moe                    model model model
-    dbrx                        model model model
-    deepseek_v4                 model model model
-    mistral4                    model model model
-    ernie4_5_moe                fp32 fp32 model
-    lara_mini                   fp32 fp32 model
+    mixtral                     model  gate  fp32   fp32
+    minimax_m2                  model  gate  fp32   fp32
+    minimax_m3_vl_text          model  gate  fp32   fp32
+    afmoe                       model  gate  fp32   fp32
+    step3p5                     model  gate  fp32   fp32
+    granitemoe                  model  gate  fp32   model
+    granitemoe_swa              model  gate  fp32   model
+    jamba                       model  gate  fp32   model
+    olmoe                       model  gate  fp32   model
+    qwen3_moe                   model  gate  fp32   model
+    qwen2_moe                   model  gate  fp32   model
+    qwen3_next                  model  gate  fp32   model
+    qwen3_vl_moe_text           model  gate  fp32   model
+    qwen3_5_moe_text            model  gate  fp32   model
+    llama4_text                 model  gate  fp32   model
+    gpt_oss                     model  gate  fp32   model
+    hunyuan_v1_moe              fp32   gate  fp32   gate
+    mellum                      model  gate  fp32   model
+    aria_text                   model  gate  fp32   model
+    cohere2_moe                 model  gate  fp32   model
+    laguna                      model  gate  fp32   model
+    lfm2_moe                    model  gate  model  model
+    dbrx                        model  gate  model  model
+    deepseek_v4                 model  gate  model  model
+    mistral4                    model  gate  model  model
+    ernie4_5_moe                fp32   fp32  fp32   model
+    lara_mini                   model  fp32  fp32   model
 """, 2))
 for name, words in PRECISIONS.items():
     FAMILIES[name] = FAMILIES[name]._replace(precision=words)

@@ -1706,8 +1706,7 @@ def test_live_guests_are_the_librarys_models(case):
 PRECISION = {
     "model fp32 fp32": "mixtral minimax_m2 minimax_m3_vl_text afmoe step3p5 minimax",
     "model fp32 model": """
-        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss hunyuan_v1_moe
-        mellum qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
+        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss mellum qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
         qwen4_exp_text flex_olmo granitemoeshared granitemoehybrid qwen3_omni_moe_text
         qwen3_omni_moe_talker_text""",
     "model model model": "lfm2_moe dbrx deepseek_v4 mistral4",
@@ -1719,11 +1718,11 @@ PRECISION = {case: words.split() for words, cases in PRECISION.items() for case 
 def test_families_precisions_in_the_docs():
     """The table of docs/models.md has every precision, with types that have it."""
     page = (HERE / "docs/models.md").read_text()
-    _, _, after = page.partition("| product | scores | weights |")
+    _, _, after = page.partition("| product | scores | probs |")
     rows = [line.split(" | ") for line in after.split("\n\n")[0].splitlines()[2:]]
     said = {name: " ".join(row[:3]).removeprefix("| ")
             for row in rows for name in re.findall(r"`(\w+)`", row[3])}
-    precisions = {name: row.precision for name, row in families.FAMILIES.items()}
+    precisions = {name: " ".join(row.dtypes()) for name, row in families.FAMILIES.items()}
     assert said == {name: precisions[name] for name in said}
     assert set(said.values()) == set(precisions.values()) and len(rows) == 5
     assert PRECISION == {name: words.split() for name, words in precisions.items()
@@ -1734,6 +1733,47 @@ def block_router(case: str, dtype, **changes):
     model = OneBlock(case, dtype, **wide_fields(case))
     families.replace_blocks(model, **changes)
     return router_of(model)
+
+
+def many_experts(case: str) -> dict:
+    """Fields of a whole model whose blocks have 64 experts, 4 of them a token (Llama's 1)."""
+    wide = {name: {128: 64, 8: 4}.get(value, value) for name, value in wide_fields(case).items()
+            if re.search("experts|per_tok|moe_k|top_?k$|^n_group", name) and "shared" not in name}
+    if case == "dbrx":
+        wide = dict(ffn_config=wide_fields(case)["ffn_config"] | dict(ffn_hidden_size=24))
+    return wide
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_live_precision_is_that_of_the_loaded_model(case, tmp_path):
+    """A gate is saved in fp32, and loaded with dtype=torch.bfloat16: the library keeps it in fp32
+    or rounds it. The layer of from_hf and the replaced gate have its numbers, its dtypes, and its
+    choice for every token."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads a safetensors file")
+    torch.manual_seed(3)
+    saved = whole_model(case, **many_experts(case))
+    saved.save_pretrained(tmp_path)
+    model = type(saved).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    held = families.TYPES[family(case)].layouts[-1]
+    prefix = families._prefixes(families._tensors(model), [held])[-1]
+    block = model.get_submodule(prefix[:-1])
+    x = torch.randn(2, 2048, 32).bfloat16()
+    with torch.no_grad():
+        weights, indices = gate_of_the_library(case, block, x.clone())
+        fields = model.config.to_dict()
+        tensors = safetensors.load_file(tmp_path / "model.safetensors")
+        if "hy_v4" in case:                          # a layer would clamp its shared expert too
+            fields["n_shared_experts"] = 0
+            tensors = {name: t for name, t in tensors.items() if "shared_experts" not in name}
+        config = families.config_from_hf(fields, families._layer_of(prefix))
+        found = families._prefixes(tensors, families.TYPES[family(case)].layouts)
+        layer = families.from_hf(MoELayer(config), tensors, family(case), found[-1])
+        families.replace_blocks(model)
+        for router in (layer.router, router_of(model, -1)):
+            probs, chosen = router.route(x)
+            same(router.weight, families._tensors(block)[next(iter(held))])
+            assert torch.equal(chosen.sort(1).values, indices.sort(1).values)
+            assert probs.dtype == weights.dtype
 
 
 @pytest.mark.parametrize("dtype, cases", [
@@ -2647,6 +2687,7 @@ class OneBlock(torch.nn.Module):
         modeling = importlib.import_module(type(block).__module__)
         kept = [name for model in vars(modeling).values()
                 for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+        kept.append("gate.wg")                       # Hunyuan's is made in fp32
         router = next(iter(families.TYPES[family(case)].layouts[-1]))
         with torch.no_grad():
             block.get_parameter(router).mul_(0.2)    # sigmoid scores of large logits are all 1
@@ -2702,7 +2743,7 @@ def gate_of_the_library(case: str, block, x: Tensor) -> tuple[Tensor, Tensor]:
 # softmax over the chosen has K + 1; Hunyuan rounds that to bf16. Cohere2 rounds its sigmoid scores,
 # their sum and the quotient, where the layer rounds once; it chooses by its logits. In gpt-oss a
 # logit is summed up in another order, and some round the other way.
-UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=1, cohere2_moe=4, gpt_oss=1)
+UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=19, cohere2_moe=4, gpt_oss=1)
 
 
 @pytest.mark.parametrize("case", IN_THE_LIBRARY)
