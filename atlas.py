@@ -172,9 +172,7 @@ def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
     whole = families.read_config(hf_config)
     kinds = {}
     if whole.by_layer:
-        config = families.type_of(hf_config)[1][0]
-        first, end = config.get("first_k_dense_replace"), config.get("num_hidden_layers")
-        for layer in range(first or 0, end or 0):
+        for layer in whole.sparse:
             reading = families.read_config(hf_config, layer)
             kinds.setdefault(str(reading), (reading, []))[1].append(layer)
     readings = [(families.layers(numbers), reading)
@@ -214,7 +212,10 @@ def router(model_type: str, hf_config=None) -> str:
         hf_config = {**hf_config, "model_type": model_type}
     readings = readings_of(hf_config)
     _, usual = readings[-1]
-    text = [title, *(f"{str(line):59} {line.origin}".rstrip() for line in lines_of(usual))]
+    text = [title]
+    if usual.dense:
+        text.append(f"without experts: {families.layers(usual.dense)}")
+    text += [*(f"{str(line):59} {line.origin}".rstrip() for line in lines_of(usual))]
     if usual.quantized:
         text.append("quantised experts: config_from_hf needs dequantised weights, and a config "
                     "without quantization_config")

@@ -70,6 +70,8 @@ class Reading(NamedTuple):
     problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
     after: what the library makes of the output y; None: nothing.
     by_layer: the layers differ, and layer_idx was not given.
+    dense, sparse: the layers without and with experts; both empty if the config has no number of
+      layers.
     """
     model_type: str
     row: "Family"
@@ -80,6 +82,8 @@ class Reading(NamedTuple):
     after: str | None
     quantized: bool
     by_layer: bool
+    dense: list[int]
+    sparse: list[int]
 
     def refuse(self, problems: list[str]) -> None:
         if problems:
@@ -106,10 +110,10 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
     if dtype not in DTYPES:
         router.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
         dtype = "float32"
-    needs = _usual_needs(fields)
+    dense, sparse = _dense_and_sparse(block.config, row)
     if layer_idx is not None:
-        _check_layer_idx(block)
-        needs["mlp_layer_types"] = "sparse", "moe", None
+        _check_layer_idx(block, row, sparse)
+    needs = _usual_needs(fields)
     for name, fine in (needs | row.needs).items():
         if name not in router.names | block.names:
             fine = fine if isinstance(fine, tuple) else (fine, None)
@@ -123,7 +127,7 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
         model_type, row, fields, sources, problems=router.problems,
         of_the_block=block.problems, after=after,
         quantized=any(each.get("quantization_config") is not None for each in reads),
-        by_layer=router.by_layer or block.by_layer)
+        by_layer=router.by_layer or block.by_layer, dense=dense, sparse=sparse)
 
 
 class Slot(NamedTuple):
@@ -150,6 +154,7 @@ class Family(NamedTuple):
       its scores, and of the probs that it returns. "model" is the model's dtype, "gate" that of the
       gate's weight, and "fp32" is fp32 in bf16 and fp16 models. Read in the code of transformers
       5.24.
+    dense: field of has_experts -> its value where the config lacks it.
     others: a pattern for names behind the prefix that are not the layer's: they are left alone.
     after: what becomes of the output y in the library: an expression, or a knob that gives one. A
       live model keeps it; the layer does not have it.
@@ -159,6 +164,7 @@ class Family(NamedTuple):
     layouts: tuple[dict[str, Slot], ...]
     needs: dict[str, object] = {}
     precision: str = "fp32 fp32 fp32 fp32"
+    dense: dict[str, object] = {}
     others: str = ""
     after: str | Callable = ""
     block_scales: bool = False
@@ -208,22 +214,24 @@ class Reader:
         self.problems.append(f"{how}; needs layer_idx")
         self.by_layer = True
 
-    def get(self, name: str, default=None):
-        """The value of a field ("ffn_config.moe_top_k": a field of a field), or the default.
-
-        A list has one value per layer: layer_idx chooses one; without it all must be equal.
-        """
+    def whole(self, name: str, default=None):
+        """The value of a field ("ffn_config.moe_top_k": a field of a field), or the default."""
         value = self.config
         for part in name.split("."):
             if isinstance(value, Mapping):
                 value = value.get(part, _ABSENT)
             else:
                 value = getattr(value, part, _ABSENT)
-        if value is _ABSENT:
-            return default
-        if not isinstance(value, (list, tuple)):
-            return value
+        return default if value is _ABSENT else value
 
+    def get(self, name: str, default=None):
+        """The same. A list has one value per layer: layer_idx chooses one; without it all must be
+        equal.
+        """
+        value = self.whole(name, default)
+        return self.of_layer(name, value) if isinstance(value, (list, tuple)) else value
+
+    def of_layer(self, name: str, value):
         index = self.layer_idx or 0
         if index >= len(value):
             self.problems.append(f"{name} has {len(value)} values; layer_idx is {self.layer_idx}")
@@ -374,12 +382,81 @@ FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
            "moe_router_scaling_factor", "moe_routed_scaling_factor")
 
 
-def _check_layer_idx(read):
-    dense = read.get("first_k_dense_replace") or 0
-    if 0 <= read.layer_idx < dense and read.get("mlp_layer_types") is None:
-        read.problems.append(f"the first {dense} layers are dense; layer_idx is {read.layer_idx}")
+# Which layers have experts. The first of these that a config has says so alone: a list or a pattern
+# with a value for each layer, or the numbers of the layers with experts.
+EACH_LAYER = ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "is_moe_layer",
+              "moe_layer_freq")
+SPARSE = "sparse", "moe", "hash_moe", "E", True
+NUMBERS = "moe_layers", "moe_layers_enum"
+
+
+# Without one, a layer has experts if each of these says so.
+def from_layer(first, layer):
+    return layer >= first
+
+
+def every(step, layer):
+    return (layer + 1) % step == 0
+
+
+WHERE = {
+    "first_k_dense_replace": from_layer,
+    "first_last_k_dense_replace": from_layer,
+    "num_dense_layers": from_layer,
+    "moe_layer_start_index": from_layer,
+    "moe_layer_end_index": lambda last, layer: last == -1 or layer <= last,
+    "moe_layer_interval": every,
+    "interleave_moe_layer_step": every,
+    "decoder_sparse_step": every,
+    "mlp_only_layers": lambda dense, layer: layer not in dense,
+    "moe_layer_freq": lambda step, layer: layer % step == 0,
+}
+
+
+def has_experts(read: Reader, row: Family) -> bool:
+    """Whether the Reader's layer has the MoE block. The other layers are dense."""
+    layer = read.layer_idx
+    for name in EACH_LAYER:
+        kinds = read.whole(name)
+        is_list = isinstance(kinds, (list, tuple, str))
+        if is_list and (name != "layers_block_type" or "moe" in kinds):
+            return read.of_layer(name, kinds) in (*SPARSE, None)       # None: it has no such layer
+    for name in NUMBERS:
+        numbers = read.whole(name)
+        if numbers is not None:
+            numbers = numbers.split(",") if isinstance(numbers, str) else numbers
+            return layer in map(int, numbers)
+
+    def get(name):
+        value = read.whole(name)
+        return row.dense.get(name) if value is None else value
+
+    for name, rule in WHERE.items():
+        value = get(name)
+        if value and not rule(value, layer):
+            return False
+    period = get("expert_layer_period")
+    return not period or layer % period == get("expert_layer_offset")
+
+
+def _dense_and_sparse(config, row):
+    """The numbers of the layers without and with experts."""
+    read = Reader(config)
+    number = read.get("num_hidden_layers") or read.get("n_layers")
+    number = number or len(read.whole("layers_block_type") or [])
+    found = [], []
+    for layer in range(number):
+        found[has_experts(Reader(config, layer), row)].append(layer)
+    return found
+
+
+def _check_layer_idx(read, row, sparse):
     if read.layer_idx < 0:
         read.problems.append(f"layer_idx is {read.layer_idx}; needs 0 or more")
+    elif not has_experts(read, row):
+        which = layers(sparse) if sparse else "another"
+        read.problems.append(
+            f"layer_idx is {read.layer_idx}, a layer without experts; needs {which}")
 
 
 def meaning(values):
@@ -403,8 +480,9 @@ def from_hf(
 
     tensors: name -> tensor of float64, float32, bfloat16 or float16, with published names and
       layouts or those held in memory. Each is cast to its parameter's dtype; the expert bias stays
-      float32, and so does the router's weight where the library keeps it. One is loaded at a time, through [name] or safetensors' get_tensor. Without
-      safetensors' get_slice each is loaded twice, first for its shape.
+      float32, and so does the router's weight in the families in which the library keeps it. One is
+      loaded at a time, through [name] or safetensors' get_tensor. Without safetensors' get_slice
+      each is loaded twice, first for its shape.
     prefix: the text in front of the block's own names, such as "model.layers.3.mlp.". Names without
       it are ignored.
 
@@ -912,7 +990,7 @@ OF_THE_BLOCK = """
 # Fields of published configs that say nothing of the router.
 NOT_OF_THE_ROUTER = """
     mlp_bias moe_latent_size hidden_act n_shared_experts swiglu_limit num_shared_expert
-    use_mixed_mlp_moe use_bias mlp_layer_types
+    use_mixed_mlp_moe use_bias
 """.split() + [*SHARED_SIZES, *LIMITS]
 
 
@@ -1644,11 +1722,10 @@ def kimi_activation(read: Reader) -> str:
 
 def chosen_by_score(read: Reader) -> bool:
     """Whether a DeepSeek-V4 layer has a bias. In a hash layer a table chooses the experts."""
-    kinds = {"moe": True, "hash_moe": False, None: None}
-    by_score = read("mlp_layer_types", default=None, among=kinds)
-    hashed = read("num_hash_layers", default=3) or 0         # used without mlp_layer_types
-    if by_score is not None:
-        return by_score
+    kind = read("mlp_layer_types", default=None)
+    if kind is not None:
+        return kind != "hash_moe"
+    hashed = read("num_hash_layers", default=3) or 0
     if hashed and read.layer_idx is None:
         read.differ(f"the first {hashed} layers are hash layers")
     return (read.layer_idx or 0) >= hashed
@@ -1835,7 +1912,7 @@ FAMILIES = {
         (layout(GRANITE), layout(ROUTER + FUSED))),
     "jamba": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
-        layouts(ROUTER)),
+        layouts(ROUTER), dense={"expert_layer_period": 2, "expert_layer_offset": 1}),
     "olmoe": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE)),
@@ -1862,7 +1939,8 @@ FAMILIES = {
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
-        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
+        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)},
+        dense={"moe_layer_start_index": 1}),
     "minimax_m2": Family(
         sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(BESIDE, w132(EACH)),
@@ -1878,7 +1956,7 @@ FAMILIES = {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
-        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH)), dense={"num_dense_layers": 2}),
     "nemotron_h": Family(
         sizes() | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
@@ -1928,7 +2006,7 @@ FAMILIES = {
     "flint": Family(
         sizes() | SIGMOID | normed(default=True)
         | shared("shared_expert_intermediate_size"),
-        layouts(GATE + shared_expert("shared_expert"))),
+        layouts(GATE + shared_expert("shared_expert")), dense={"mlp_only_layers": [0, 1]}),
     "mistral_large4_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
         | grouped(groups=1, kept=1) | shared_times(),
@@ -1974,7 +2052,8 @@ FAMILIES = {
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
         | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
     "afmoe": Family(
-        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED)),
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED),
+        dense={"num_dense_layers": 1}),
     "hy_v3": Family(
         sizes("moe_intermediate_size", "expert_hidden_dim") | biased(2.826) | ALWAYS_NORMED
         | shared_times(), layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
@@ -2053,6 +2132,18 @@ SAME = dict(columns("""
     qwen3_omni_moe_talker_text  qwen2_moe
 """, 2))
 FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
+# How many layers are dense where a config has no first_k_dense_replace.
+FIRST_DENSE = {
+    1: """
+        glm4_moe glm4v_moe_text glm4_moe_lite kimi_linear kimi_k3 mistral_large4_text sarvam_moe
+        sarvam_mla axk1 axk2 dots3_note_text exaone_moe hy_v3 hy_v4 hy_v4_vl_text laguna
+        mimo_v2_flash unlimited_ocr_text""",
+    2: "bailing_hybrid",
+    3: "deepseek_v3 deepseek_v32 kimi_k2 beam step3p5 glm_moe_dsa glm5_next_text",
+}
+for number, names in FIRST_DENSE.items():
+    for name in names.split():
+        FAMILIES[name] = FAMILIES[name]._replace(dense={"first_k_dense_replace": number})
 for name in ("granitemoeshared", "granitemoehybrid"):
     FAMILIES[name] = FAMILIES[name]._replace(after=beside)
 

@@ -870,7 +870,8 @@ def test_atlas_of_a_named_model_is_the_librarys_of_its_config(name):
         ("intermediate_size", "moe_intermediate_size", "expert_hidden_dim", "share_expert_dim",
          "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
          "shared_intermediate_size"), F5)
-    fields = {field: value[5] if isinstance(value, list) and "limits" not in field else value
+    by_layer = "limits", "mlp_layer_types", "moe_layer_freq"
+    fields = {field: value[5] if isinstance(value, list) and not field.endswith(by_layer) else value
               for field, value in published.MODELS[name].config.items()
               if value is not None and field not in ("quantization_config", "model_type")}
     fields = {field: narrow.get(field, value) if value else value
@@ -1177,10 +1178,6 @@ def test_families_layers_that_differ():
     hunyuan = fam_fields("hunyuan_v1_moe", moe_topk=[3, 2, 1, 2])
     assert read(hunyuan, layer_idx=1).topk == 2
     assert read(hunyuan | {"moe_topk": [3]}).topk == 3
-    kimi = fam_fields("kimi_linear", mlp_layer_types=["dense", "sparse"])
-    v3 = fam_fields("deepseek_v3", first_k_dense_replace=2)
-    assert read(v3, 2) == read(v3) == read(v3 | {"mlp_layer_types": ["sparse"] * 3}, 1)
-    assert read(kimi, layer_idx=1) == read(kimi)
     dense = v4 | {"mlp_layer_types": ["moe", "dense"]}
     check_errors([
         (lambda: read(typed), "mlp_layer_types is 'hash_moe' in layers 0 to 1 or "
@@ -1188,11 +1185,95 @@ def test_families_layers_that_differ():
         (lambda: read(untyped), "the first 3 layers are hash layers; needs layer_idx"),
         (lambda: read(typed, 4), "mlp_layer_types has 4 values; layer_idx is 4"),
         (lambda: read(typed, -1), "layer_idx is -1; needs 0 or more"),
-        (lambda: read(dense, 1), "mlp_layer_types is 'dense'; needs 'moe' or 'hash_moe' or None"),
+        (lambda: read(dense, 1), "layer_idx is 1, a layer without experts; needs layers 0"),
         (lambda: read(hunyuan),
-         "moe_topk is 3 in layer 0 or 2 in layers 1, 3 or 1 in layer 2; needs layer_idx"),
-        (lambda: read(kimi, 0), "mlp_layer_types is 'dense'; needs 'sparse' or 'moe' or None"),
-        (lambda: read(v3, 1), "the first 2 layers are dense; layer_idx is 1")])
+         "moe_topk is 3 in layer 0 or 2 in layers 1, 3 or 1 in layer 2; needs layer_idx")])
+
+
+# type, fields of published configs, which of 8 layers are dense
+DENSE_LAYERS = """
+deepseek_v3   first_k_dense_replace=2  0 1
+glm_moe_dsa   first_k_dense_replace=2,mlp_layer_types=['sparse']*8  -
+kimi_linear   mlp_layer_types=['dense']+['sparse']*6+['dense']  0 7
+kimi_linear   first_k_dense_replace=2,moe_layer_freq=1  0 1
+axk1          first_k_dense_replace=1,moe_layer_freq=2  0 1 3 5 7
+mimo_v2_flash moe_layer_freq=[0]+[1]*7  0
+dots3_note_text  moe_layer_freq=[0,1]*4  0 2 4 6
+minimax_m3_vl_text  moe_layer_freq=[0]*3+[1]*5  0 1 2
+step3p5       moe_layers_enum='3,4,6,7'  0 1 2 5
+llama4_text   interleave_moe_layer_step=2  0 2 4 6
+llama4_text   moe_layers=[1,2]  0 3 4 5 6 7
+jamba         expert_layer_period=4,expert_layer_offset=2  0 1 3 4 5 7
+lfm2_moe      num_dense_layers=3  0 1 2
+afmoe         num_dense_layers=0  -
+ernie4_5_moe  moe_layer_start_index=1,moe_layer_end_index=6  0 7
+ernie4_5_moe  moe_layer_start_index=1,moe_layer_end_index=-1,moe_layer_interval=2  0 2 4 6
+qwen3_moe     mlp_only_layers=[3],decoder_sparse_step=2  0 2 3 4 6
+qwen3_next    mlp_only_layers=[3]  3
+flint         mlp_only_layers=[]  -
+nemotron_h    hybrid_override_pattern='MEMEM*EE'  0 2 4 5
+nemotron_h    layers_block_type=['mamba','moe']*4  0 2 4 6
+"""
+
+
+def sparse_in_the_library(case: str, **fields) -> tuple[list[int], object]:
+    """The layers with experts in the library's own model, on the meta device, and its config.
+    PUBLISHED says of most types that all layers have experts. That is left out here."""
+    whole = PUBLISHED[case].whole
+    fixed = dict.fromkeys(["mlp_layer_types", "first_k_dense_replace", "num_dense_layers",
+                           "mlp_only_layers", "moe_layer_start_index"])
+    fixed |= dict(num_hidden_layers=8) | fields
+    if case == "dbrx":
+        fixed = dict(n_layers=8)
+    if case == "deepseek_ocr2_text" and not fields:
+        fixed["mlp_layer_types"] = ["dense"] + ["sparse"] * 7          # it has no default
+    if "layer_types" in whole:
+        fixed["layer_types"] = whole["layer_types"] * 4
+    with torch.device("meta"):
+        model = whole_model(case, **fixed)
+    prefixes = families._prefixes(families._tensors(model), families.TYPES[case].layouts[-1:])
+    return [families._layer_of(prefix) for prefix in prefixes], model.config
+
+
+@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in FAMILIES])
+def test_families_dense_layers_are_the_librarys(case):
+    """Of every type, where its config does not say: of the config object, and of a dict without
+    that field."""
+    sparse, config = sparse_in_the_library(case)
+    assert families.read_config(config).sparse == sparse
+    sizes = {name: value for name, value in fam_fields(case).items() if name != "mlp_layer_types"}
+    if case not in ("deepseek_ocr2_text", "nemotron_h"):     # which have no default
+        assert families.read_config(sizes | {"num_hidden_layers": 8}).sparse == sparse
+
+
+@pytest.mark.parametrize("line", DENSE_LAYERS.strip().splitlines())
+def test_families_dense_layers(line):
+    """In all the ways in which configs say it: as the library has it, refused by their numbers, and
+    printed first."""
+    name, given, *dense = line.split()
+    dense = [] if dense == ["-"] else [int(layer) for layer in dense]
+    given = eval(f"dict({given})")
+    fields = fam_fields(name, **{"num_hidden_layers": 8, **given})
+    sparse = [layer for layer in range(8) if layer not in dense]
+    assert sparse_in_the_library(name, **given)[0] == sparse
+    text = atlas.router(name, fields)
+    assert (text.splitlines()[1] == f"without experts: {families.layers(dense)}"
+            or not dense and "without" not in text)
+    for layer in range(8):
+        call = functools.partial(families.config_from_hf, fields, layer)
+        if layer in dense:
+            assert error(call) == (
+                f"ValueError: this {name} config cannot be expressed: layer_idx is {layer}, "
+                f"a layer without experts; needs {families.layers(sparse)}")
+        else:
+            assert call() == families.config_from_hf(fields)
+
+
+def test_families_dense_layers_that_the_library_does_not_read():
+    """K-EXAONE's own code does."""
+    for given in (dict(first_last_k_dense_replace=2), dict(is_moe_layer=[False] * 2 + [True] * 6)):
+        read = families.read_config(fam_fields("exaone_moe", num_hidden_layers=8, **given))
+        assert (read.dense, read.sparse) == ([0, 1], [2, 3, 4, 5, 6, 7])
 
 
 @pytest.mark.parametrize("through", [lambda layer: layer, pytest.param(compiled, marks=slow)])
@@ -1706,7 +1787,8 @@ def test_live_guests_are_the_librarys_models(case):
 PRECISION = {
     "model fp32 fp32": "mixtral minimax_m2 minimax_m3_vl_text afmoe step3p5 minimax",
     "model fp32 model": """
-        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss mellum qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
+        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss mellum
+        qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
         qwen4_exp_text flex_olmo granitemoeshared granitemoehybrid qwen3_omni_moe_text
         qwen3_omni_moe_talker_text""",
     "model model model": "lfm2_moe dbrx deepseek_v4 mistral4",
@@ -2740,7 +2822,7 @@ def gate_of_the_library(case: str, block, x: Tensor) -> tuple[Tensor, Tensor]:
 
 # Not to the bit: how far, at most, in units of the last place of the weights' dtype. The first
 # three divide a softmax over all by its sum over the chosen: K + 2 roundings in fp32, of which a
-# softmax over the chosen has K + 1; Hunyuan rounds that to bf16. Cohere2 rounds its sigmoid scores,
+# softmax over the chosen has K + 1. Cohere2 rounds its sigmoid scores,
 # their sum and the quotient, where the layer rounds once; it chooses by its logits. In gpt-oss a
 # logit is summed up in another order, and some round the other way.
 UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=19, cohere2_moe=4, gpt_oss=1)
