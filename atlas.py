@@ -216,6 +216,8 @@ def router(model_type: str, hf_config=None) -> str:
     if usual.dense:
         text.append(f"without experts: {families.layers(usual.dense)}")
     text += [*(f"{str(line):59} {line.origin}".rstrip() for line in lines_of(usual))]
+    if usual.unread:
+        text.append(f"not read: {', '.join(usual.unread)}")
     if usual.quantized:
         text.append("quantised experts: config_from_hf needs dequantised weights, and a config "
                     "without quantization_config")

@@ -20,6 +20,7 @@ import inspect
 import math
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     batch_first is True, as the library's hidden states are [B, S, H]. params_dtype is the config's
     dtype or torch_dtype, else float32; in bf16 and fp16 the router has the library's precision.
     Sizes must be in the config; any other field has the library's default. ValueError: lists all
-    that the layer cannot express.
+    that the layer cannot express. A warning lists fields of routers, gates, experts or limits that
+    nothing reads: the library does not know them either, or they are another model's.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -60,6 +62,9 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
         problems.append("quantization_config is given; "
                         "needs dequantised weights and a config without it")
     reading.refuse(problems)
+    if reading.unread:
+        warnings.warn(f"this {reading.model_type} config has fields that nothing reads: "
+                      f"{', '.join(reading.unread)}", stacklevel=2)
     return moe.MoEConfig(**reading.fields)
 
 
@@ -70,6 +75,7 @@ class Reading(NamedTuple):
     problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
     after: what the library makes of the output y; None: nothing.
     by_layer: the layers differ, and layer_idx was not given.
+    unread: fields that speak of routers, gates, experts or limits, and that nothing reads.
     dense, sparse: the layers without and with experts; both empty if the config has no number of
       layers.
     """
@@ -82,6 +88,7 @@ class Reading(NamedTuple):
     after: str | None
     quantized: bool
     by_layer: bool
+    unread: list[str]
     dense: list[int]
     sparse: list[int]
 
@@ -113,7 +120,7 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
     dense, sparse = _dense_and_sparse(block.config, row)
     if layer_idx is not None:
         _check_layer_idx(block, row, sparse)
-    needs = _usual_needs(fields)
+    needs = _usual_needs(fields, row)
     for name, fine in (needs | row.needs).items():
         if name not in router.names | block.names:
             fine = fine if isinstance(fine, tuple) else (fine, None)
@@ -127,7 +134,8 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
         model_type, row, fields, sources, problems=router.problems,
         of_the_block=block.problems, after=after,
         quantized=any(each.get("quantization_config") is not None for each in reads),
-        by_layer=router.by_layer or block.by_layer, dense=dense, sparse=sparse)
+        by_layer=router.by_layer or block.by_layer,
+        unread=_unread(router.config, router.names | block.names), dense=dense, sparse=sparse)
 
 
 class Slot(NamedTuple):
@@ -343,11 +351,11 @@ def _router_dtypes(row: Family, dtype: torch.dtype, gate_dtype: torch.dtype | No
     return fields
 
 
-def _usual_needs(values):
+def _usual_needs(values, row):
     """The needs of every family, except for fields that its knobs read."""
     has_bias = values.get("enable_expert_bias", False)
     score_function = values.get("score_function", "softmax")
-    return {
+    needs = {
         "router_jitter_noise": 0.0,
         "mlp_bias": False,
         "moe_latent_size": None,
@@ -362,17 +370,23 @@ def _usual_needs(values):
         "routed_scaling_factor": (1.0, 0, None),
         **dict.fromkeys(SHARED_SIZES, 0),
         "n_shared_experts": 0,
+        "shared_expert_gate": values.get("shared_expert_gate", False),
         "swiglu_limit": None,
         **dict.fromkeys(LIMITS, 0),
         "moe_router_logit_softcapping": 0,
         "moe_apply_router_weight_on_input": False,
+        "use_moe": True,
     }
+    if row.dtypes()[0] == "fp32":
+        needs |= dict.fromkeys(("router_dtype", "moe_router_dtype"), ("float32", "fp32", None))
+    return needs
 
 
 # Other names of one field.
 SCORINGS = ("scoring_func", "score_func", "score_function", "moe_router_activation",
             "moe_router_activation_func")
-BIASES = "use_routing_bias", "moe_router_enable_expert_bias", "use_moe_router_bias"
+BIASES = ("use_routing_bias", "moe_router_enable_expert_bias", "use_moe_router_bias",
+          "use_expert_bias", "e_score_correction_bias")
 GROUPS = "n_group", "num_expert_groups", "num_limited_groups"
 NORMS = "norm_topk_prob", "route_norm", "norm_expert_weight"
 SHARED_SIZES = "shared_expert_intermediate_size", "shared_intermediate_size"
@@ -457,6 +471,35 @@ def _check_layer_idx(read, row, sparse):
         which = layers(sparse) if sparse else "another"
         read.problems.append(
             f"layer_idx is {read.layer_idx}, a layer without experts; needs {which}")
+
+
+SPEAKS = re.compile("(?!index_|attn_|output_).*(rout|gat(e|ing)|expert|moe|top_?k|limit|scor)")
+# Fields that speak of the same and change nothing here.
+IGNORED = {
+    "the loss": "router_aux_loss_coef moe_loss_weight",
+    "read by has_experts, or beside what it reads":
+        "expert_layer_period expert_layer_offset moe_every_n_layer moe_layer_offset",
+    "of groups, where there is one": "topk_group use_grouped_topk",
+    "how something is computed or stored":
+        "enable_moe_fp32_combine expert_dtype moe_shared_expert_overlap",
+    "of attention, of loops, of generate":
+        "gating gated_norm_rank kda_safe_gate loop_gate_rank time_step_limit top_k",
+}
+KNOWN = {*EACH_LAYER, *NUMBERS, *WHERE, *" ".join(IGNORED.values()).split()}
+
+
+def _unread(config, names):
+    """The fields that speak of routers, gates, experts or limits, without these names."""
+    if not isinstance(config, Mapping):
+        config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    fields = dict(config)
+    for outer in {name.split(".")[0] for name in names if "." in name}:
+        inner = fields.get(outer)
+        if isinstance(inner, Mapping):
+            fields |= {f"{outer}.{name}": value for name, value in inner.items()}
+    return [name for name, value in fields.items()
+            if value is not None and name not in names and name.split(".")[-1] not in KNOWN
+            and SPEAKS.match(name)]
 
 
 def meaning(values):
@@ -990,7 +1033,7 @@ OF_THE_BLOCK = """
 # Fields of published configs that say nothing of the router.
 NOT_OF_THE_ROUTER = """
     mlp_bias moe_latent_size hidden_act n_shared_experts swiglu_limit num_shared_expert
-    use_mixed_mlp_moe use_bias
+    use_mixed_mlp_moe use_bias use_moe shared_expert_gate
 """.split() + [*SHARED_SIZES, *LIMITS]
 
 
@@ -2021,10 +2064,10 @@ FAMILIES = {
     "bailing_hybrid": Family(
         sizes() | V3_ROUTER
         | shared_times("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-        layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
-        needs={"router_dtype": "fp32"}),
+        layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED)),
     "sarvam_moe": Family(
-        sizes() | noaux(2.5) | shared_times(),
+        sizes() | noaux(2.5)
+        | shared_times("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED)),
     "lara_mini": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True)
@@ -2068,8 +2111,7 @@ FAMILIES = {
     "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
     "glm_moe_dsa": deepseek(noaux(2.5)),
     "glm4_moe_lite": deepseek(noaux(1.8)),
-    "glm5_next_text": deepseek(noaux(2.5) | SWIGLU | CLAMPED)._replace(
-        needs={"moe_router_dtype": "float32"}),
+    "glm5_next_text": deepseek(noaux(2.5) | SWIGLU | CLAMPED),
     "axk1": deepseek(V3_ROUTER)._replace(
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm(y)"),
     "hy_v4": deepseek(

@@ -735,38 +735,76 @@ def test_atlas_ends_with_the_config(case):
     assert ("latent_down" in text) == (case in ("nemotron_h-latent", "kimi_k3"))
 
 
-# Fields of published configs whose names speak of experts or routers, and that change nothing here.
-CHANGES_NOTHING = {
-    "the loss": "router_aux_loss_coef aux_loss_alpha seq_aux moe_loss_weight",
-    "which layers have experts":
-        "expert_layer_offset expert_layer_period moe_layer_freq interleave_moe_layer_step "
-        "moe_layer_start_index moe_layer_end_index moe_layer_interval",
-    "how many groups are kept, where there is one or none": "topk_group",
-    "one group, or none": "use_grouped_topk",
-    "the file's dtype, of weights that are to be dequantised": "expert_dtype",
-    "a sum that the layer takes in fp32 in any case": "enable_moe_fp32_combine",
-}
 SPEAKS = re.compile(
     "expert|moe|rout|gate|limit|shared?_|topk|top_k|group|norm|scor|swiglu|situ|latent|_act|aux")
 
 
 @pytest.mark.parametrize("name", published.MODELS)
 def test_atlas_reads_what_a_published_config_says(name, monkeypatch):
-    """Every field that may change the router or the experts is read or needed."""
+    """Every field that may change the router or the experts is read, or needed, or named. The
+    others are of the loss, or are listed in families.py."""
     seen = set()
-    get = families.Reader.get
-    monkeypatch.setattr(families.Reader, "get",
-                        lambda read, name, *rest, **more: seen.add(name) or get(read, name, *rest,
-                                                                                 **more))
+    whole = families.Reader.whole
+    monkeypatch.setattr(families.Reader, "whole", lambda read, name, default=None:
+                        seen.add(name) or whole(read, name, default))
     config = published.MODELS[name].config
-    atlas.readings_of(config)
+    (_, reading), *_ = atlas.readings_of(config)
+    assert reading.unread == (["need_fp32_gate"] if name == "step3p5" else [])
     nested = {f"{field}.{inner}" for field in config if isinstance(config[field], dict)
               for inner in config[field]} - {"quantization_config.quant_method"}
-    fields = {*config, *nested} - seen - {"ffn_config"}
-    known = {field for line in CHANGES_NOTHING.values() for field in line.split()}
-    unread = {field for field in fields if SPEAKS.search(field)}
-    assert {field.split(".")[-1] for field in unread} <= known
+    fields = {*config, *nested} - seen - {"ffn_config", "aux_loss_alpha", "seq_aux"}
+    unread = {field.split(".")[-1] for field in fields if SPEAKS.search(field)}
+    assert unread - {*reading.unread} <= families.KNOWN
     assert families.type_of(config)[0] in families.TYPES
+
+
+# type, field and value, the refusal; "-" where it is only named
+UNREAD = """
+deepseek_v3    router_temperature=2.0       -
+deepseek_v3    moe_router_noise_std=0.1     -
+deepseek_v3    group_score_topk=1           -
+deepseek_v3    use_expert_bias=False        needs True or None
+deepseek_v3    router_dtype='bfloat16'      needs 'float32' or 'fp32' or None
+deepseek_v3    shared_expert_gate=True      needs False or None
+qwen3_moe      expert_capacity_factor=1.25  -
+qwen3_moe      e_score_correction_bias=True needs False or None
+qwen3_moe      router_dtype='float32'       -
+mimo_v2_flash  moe_router_dtype='bfloat16'  needs 'float32' or 'fp32' or None
+step3p5        need_fp32_gate=True          -
+dbrx           ffn_config.moe_noise=0.1     -
+qwen2_moe      use_moe=False                needs True or None
+"""
+
+
+@pytest.mark.parametrize("line", UNREAD.strip().splitlines())
+def test_families_unread_fields(line):
+    """What speaks of routers, gates, experts or limits is read, and refused, or it is named: by the
+    atlas, and in one warning."""
+    name, given, needs = line.split(maxsplit=2)
+    field, value = given.split("=")
+    fields = fam_fields(name)
+    if "." in field:
+        fields["ffn_config"] = fields["ffn_config"] | {field.split(".")[1]: eval(value)}
+    else:
+        fields[field] = eval(value)
+    if needs != "-":
+        assert error(families.config_from_hf, fields).endswith(f": {field} is {value}; {needs}")
+        return
+    text = f"this {name} config has fields that nothing reads: {field}"
+    with pytest.warns(UserWarning, match=re.escape(text) + "$"):
+        config = families.config_from_hf(fields)
+    assert config == families.config_from_hf(fam_fields(name))
+    lines = atlas.router(name, fields).splitlines()
+    assert f"not read: {field}" in lines and eval(lines[-1]) == config
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_families_no_warning_for_the_librarys_configs(case, recwarn):
+    for config in (library_config(case, **library_fields(case)), fam_fields(case)):
+        assert families.read_config(config).unread == []
+        if "hy_v4" not in case:                       # its shared experts are refused
+            families.config_from_hf(config)
+    assert not [warning for warning in recwarn if "nothing reads" in str(warning.message)]
 
 
 def test_atlas_of_a_named_model_has_its_numbers():
@@ -870,8 +908,9 @@ def test_atlas_of_a_named_model_is_the_librarys_of_its_config(name):
         ("intermediate_size", "moe_intermediate_size", "expert_hidden_dim", "share_expert_dim",
          "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
          "shared_intermediate_size"), F5)
-    by_layer = "limits", "mlp_layer_types", "moe_layer_freq"
-    fields = {field: value[5] if isinstance(value, list) and not field.endswith(by_layer) else value
+    one = {field: value[5] for field, value in published.MODELS[name].config.items()
+           if isinstance(value, list) and not re.search("limits|layer_", field)}
+    fields = {field: one.get(field, value)
               for field, value in published.MODELS[name].config.items()
               if value is not None and field not in ("quantization_config", "model_type")}
     fields = {field: narrow.get(field, value) if value else value
