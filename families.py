@@ -15,6 +15,7 @@ dataclasses.replace, or as a change of replace_blocks. The letters are those of 
 """
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -75,6 +76,7 @@ class Reading(NamedTuple):
     problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
     after: what the library makes of the output y; None: nothing.
     by_layer: the layers differ, and layer_idx was not given.
+    limits: "limit" and "shared_limit", if the layer clamps behind the activation.
     unread: fields that speak of routers, gates, experts or limits, and that nothing reads.
     dense, sparse: the layers without and with experts; both empty if the config has no number of
       layers.
@@ -88,6 +90,7 @@ class Reading(NamedTuple):
     after: str | None
     quantized: bool
     by_layer: bool
+    limits: dict[str, float]
     unread: list[str]
     dense: list[int]
     sparse: list[int]
@@ -101,6 +104,7 @@ class Reading(NamedTuple):
 def read_config(hf_config, layer_idx: int | None = None) -> Reading:
     """The arguments are config_from_hf's. Only an unknown type is refused."""
     model_type, reads = type_of(hf_config, layer_idx)
+    refuse_dense(model_type, reads[0])
     row = family(model_type)
     router, block = reads[0], Reader(reads[0].config, layer_idx)
     fields, sources = {}, {}
@@ -135,6 +139,7 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
         of_the_block=block.problems, after=after,
         quantized=any(each.get("quantization_config") is not None for each in reads),
         by_layer=router.by_layer or block.by_layer,
+        limits={of: block.get(name) for name, of in LIMITS.items() if block.get(name)},
         unread=_unread(router.config, router.names | block.names), dense=dense, sparse=sparse)
 
 
@@ -189,7 +194,7 @@ _ABSENT = object()
 
 
 class Missing(str):
-    """The name of a number that a config lacks, in its place."""
+    """In place of a value: the name of a field that a config lacks, or what it has of no use."""
 
     def __repr__(self):
         return str(self)
@@ -272,7 +277,7 @@ class Reader:
         if value not in list(among):                         # a value may not be hashable
             name = next(iter(found), names[0])
             self.problems.append(f"{name} is {value!r}; needs {_or(map(repr, among))}")
-            return Missing(name)
+            return Missing(f"{name} = {value!r}")
         return among[value]
 
 
@@ -316,8 +321,18 @@ def family(model_type):
     if model_type in REFUSED:
         raise ValueError(f"model_type is {model_type!r}: {REFUSED[model_type]}")
     if model_type not in TYPES:
-        raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
+        near = difflib.get_close_matches(str(model_type), [*TYPES, *REFUSED], n=1)
+        nearest = f"nearest: {near[0]}; " if near else ""
+        raise ValueError(f"model_type is {model_type!r}; {nearest}known: {', '.join(FAMILIES)}")
     return TYPES[model_type]
+
+
+def refuse_dense(model_type, read):
+    """ValueError: the config is of a model without experts."""
+    for name in ("enable_moe_block", *NUMBERS_OF_EXPERTS):
+        value = read.whole(name)
+        if value is not None and value == 0:                 # False too
+            raise ValueError(f"this {model_type} config is of a dense model: {name} is {value}")
 
 
 def _dtype_of(reads):
@@ -390,8 +405,12 @@ BIASES = ("use_routing_bias", "moe_router_enable_expert_bias", "use_moe_router_b
 GROUPS = "n_group", "num_expert_groups", "num_limited_groups"
 NORMS = "norm_topk_prob", "route_norm", "norm_expert_weight"
 SHARED_SIZES = "shared_expert_intermediate_size", "shared_intermediate_size"
-LIMITS = ("swiglu_limits", "swiglu_limits_shared",           # by layer
-          "expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+LIMITS = {                                                   # by layer
+    "swiglu_limits": "limit",
+    "expert_swiglu_limit_list": "limit",
+    "swiglu_limits_shared": "shared_limit",
+    "share_expert_swiglu_limit_list": "shared_limit",
+}
 FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
            "moe_router_scaling_factor", "moe_routed_scaling_factor")
 
@@ -1631,6 +1650,7 @@ def __getattr__(name):
 
 # ---- Words of the table: knobs ----
 
+NUMBERS_OF_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
@@ -1654,8 +1674,7 @@ def sizes(*F: str) -> dict:
         "ffn_hidden_size": field(*F or ["moe_intermediate_size"]),
         "topk": field("num_experts_per_tok", "num_experts_per_token", "experts_per_token",
                       "moe_k", "moe_topk", "moe_top_k"),
-        "num_experts": field(
-            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "num_experts": field(*NUMBERS_OF_EXPERTS),
         "activation": field("hidden_act", default="silu", among=GATED),
     }
 
@@ -1740,10 +1759,22 @@ def averaged(read: Reader) -> str | None:
         return strategy and "y / 2"
 
 
+def multiplied(name: str) -> Callable:
+    """Behind a block: the factor of this field."""
+    def knob(read):
+        factor = read(name, default=1.0)
+        return None if factor in (1, None) else f"y * {factor}"
+    return knob
+
+
 def beside(read: Reader) -> str | None:
-    """Behind Granite's block: the dense FFN that its layer adds."""
+    """Behind Granite's block: the dense FFN that its layer adds, and the factor of both."""
+    factor = multiplied("residual_multiplier")(read)
     size = read("shared_intermediate_size", default=0)
-    return size and f"y + shared_mlp(x), {size} wide"
+    if not size:
+        return factor
+    both = "y + shared_mlp(x)" if factor is None else factor.replace("y", "(y + shared_mlp(x))", 1)
+    return f"{both}, {size} wide"
 
 
 def unclamped(read: Reader) -> int | None:
@@ -1952,7 +1983,7 @@ FAMILIES = {
     "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
         sizes("intermediate_size"),
-        (layout(GRANITE), layout(ROUTER + FUSED))),
+        (layout(GRANITE), layout(ROUTER + FUSED)), after=multiplied("residual_multiplier")),
     "jamba": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
         layouts(ROUTER), dense={"expert_layer_period": 2, "expert_layer_offset": 1}),
@@ -1968,7 +1999,8 @@ FAMILIES = {
         layouts(GATE + SHARED)),
     "deepseek_v3": deepseek(V3_ROUTER),
     "glm4_moe": deepseek(noaux(1.0)),
-    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None)),
+    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None))._replace(
+        needs={"scoring_func": ("sigmoid", "noaux_tc", None)}),
     "llama4_text": Family(
         sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
@@ -2078,7 +2110,8 @@ FAMILIES = {
         noaux(1.0),
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size",
                      size=1536)),
-    "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
+    "beam": Family(
+        sizes() | V3_ROUTER, layouts(CORRECTED), after="post_feedforward_layernorm(y)"),
     "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
@@ -2096,7 +2129,7 @@ FAMILIES = {
         | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
     "afmoe": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED),
-        dense={"num_dense_layers": 1}),
+        dense={"num_dense_layers": 1}, after="post_mlp_layernorm(y)"),
     "hy_v3": Family(
         sizes("moe_intermediate_size", "expert_hidden_dim") | biased(2.826) | ALWAYS_NORMED
         | shared_times(), layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
@@ -2105,7 +2138,8 @@ FAMILIES = {
         layouts(LAGUNA, held=CORRECTED + SHARED)),
     "step3p5": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
-        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND),
+        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND,
+        needs={"n_shared_experts": 1}),
     "exaone_moe": Family(
         sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED)),
     "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
@@ -2186,8 +2220,10 @@ FIRST_DENSE = {
 for number, names in FIRST_DENSE.items():
     for name in names.split():
         FAMILIES[name] = FAMILIES[name]._replace(dense={"first_k_dense_replace": number})
-for name in ("granitemoeshared", "granitemoehybrid"):
-    FAMILIES[name] = FAMILIES[name]._replace(after=beside)
+AFTER = {"granitemoeshared": beside, "granitemoehybrid": beside,
+         "minimax": multiplied("mlp_beta_factor"), "flex_olmo": "post_feedforward_layernorm(y)"}
+for name, after in AFTER.items():
+    FAMILIES[name] = FAMILIES[name]._replace(after=after)
 
 # Why the layer cannot express the other models of the library.
 INEXPRESSIBLE = dict(columns("""

@@ -25,7 +25,7 @@ def published(model: str, source: str, found: str, **config) -> Published:
     return Published(model, source, found, config)
 
 
-# A row of families.FAMILIES -> a model of it. A row that is not here has no published config.
+# A row of families.FAMILIES -> a model of it. No config was found for the other rows.
 MODELS = {
     "mixtral": published(
         "mistralai/Mixtral-8x7B-v0.1", "arXiv 2401.04088", "file",
@@ -87,7 +87,7 @@ MODELS = {
     "dots1": published(
         "rednote-hilab/dots.llm1.inst", "arXiv 2506.05767", "quoted",
         model_type="dots1", hidden_size=4096, moe_intermediate_size=1408, n_routed_experts=128,
-        num_experts_per_tok=6, n_group=None, topk_group=None, scoring_func="sigmoid",
+        num_experts_per_tok=6, n_group=None, topk_group=None, scoring_func="noaux_tc",
         norm_topk_prob=True, routed_scaling_factor=2.5, n_shared_experts=2, num_hidden_layers=62,
         first_k_dense_replace=1),
     "llama4_text": published(
@@ -152,14 +152,14 @@ MODELS = {
         num_hash_layers=3, swiglu_limit=10.0, num_hidden_layers=43, torch_dtype="bfloat16",
         expert_dtype="fp4", quantization_config=dict(quant_method="fp8")),
     "minimax_m3_vl_text": published(
-        "MiniMaxAI/MiniMax-M3", "transformers 5.23", "file",
+        "MiniMaxAI/MiniMax-M3", "transformers 5.24", "file",
         model_type="minimax_m3", hidden_size=6144, intermediate_size=3072,
         moe_intermediate_size=3072, hidden_act="swigluoai", num_local_experts=128,
         num_experts_per_tok=4, scoring_func="sigmoid", routed_scaling_factor=2.0,
         use_routing_bias=True, n_shared_experts=1, shared_intermediate_size=3072, swiglu_limit=7.0,
         swiglu_alpha=1.702, torch_dtype="bfloat16", num_hidden_layers=60, first_k_dense_replace=3),
     "bailing_hybrid": published(
-        "inclusionAI/Ling-3.0-flash", "transformers 5.23", "file",
+        "inclusionAI/Ling-3.0-flash", "transformers 5.24", "file",
         model_type="bailing_hybrid", hidden_size=2560, moe_intermediate_size=768, hidden_act="silu",
         num_experts=512, num_experts_per_tok=8, n_group=8, topk_group=4, score_function="sigmoid",
         scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True,
@@ -168,14 +168,21 @@ MODELS = {
         share_expert_swiglu_limit_list=[0] * 34 + [5] * 6 + [7] * 2, router_dtype="fp32",
         scale_router_input=False, seq_aux=True, num_hidden_layers=42, torch_dtype="bfloat16",
         first_k_dense_replace=2),
+    "sarvam_moe": published(
+        "sarvamai/sarvam-30b", "transformers 5.24", "file",
+        model_type="sarvam_moe", hidden_size=4096, moe_intermediate_size=1024, hidden_act="silu",
+        num_experts=128, num_experts_per_tok=6, n_group=1, topk_group=1, score_function="sigmoid",
+        norm_topk_prob=True, routed_scaling_factor=2.5, moe_router_enable_expert_bias=True,
+        num_shared_experts=1, moe_shared_expert_intermediate_size=1024, router_dtype="fp32",
+        num_hidden_layers=19, first_k_dense_replace=1, dtype="float32"),
     "dots3_note_text": published(
-        "dots-studio/dots3-note-prev", "transformers 5.23", "quoted",
+        "dots-studio/dots3-note-prev", "transformers 5.24", "quoted",
         model_type="dots3_note_text", hidden_size=5120, moe_intermediate_size=1536,
         hidden_act="silu", n_routed_experts=256, num_experts_per_tok=8, scoring_func="sigmoid",
         topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=1.0, n_shared_experts=1,
         moe_layer_freq=1, num_hidden_layers=46, first_k_dense_replace=1),
     "mellum": published(
-        "JetBrains/Mellum2-12B-A2.5B-Thinking", "transformers 5.23", "file",
+        "JetBrains/Mellum2-12B-A2.5B-Thinking", "transformers 5.24", "file",
         model_type="mellum", hidden_size=2304, moe_intermediate_size=896, hidden_act="silu",
         num_experts=64, num_experts_per_tok=8, norm_topk_prob=True, router_aux_loss_coef=0.001,
         dtype="bfloat16", num_hidden_layers=28),
@@ -185,13 +192,13 @@ MODELS = {
         hidden_act="silu", num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
         dtype="bfloat16", num_hidden_layers=48),
     "qwen3_5_moe_text": published(
-        "Qwen/Qwen3.5-35B-A3B", "transformers 5.23", "file",
+        "Qwen/Qwen3.5-35B-A3B", "transformers 5.24", "file",
         model_type="qwen3_5_moe_text", hidden_size=2048, moe_intermediate_size=512,
         hidden_act="silu", num_experts=256, num_experts_per_tok=8,
         shared_expert_intermediate_size=512, router_aux_loss_coef=0.001, dtype="bfloat16",
         num_hidden_layers=40),
     "granitemoe_swa": published(
-        "ibm-granite/granite-swash-3b-a600m", "transformers 5.23", "quoted",
+        "ibm-granite/granite-swash-3b-a600m", "transformers 5.24", "quoted",
         model_type="granitemoe_swa", hidden_size=1280, intermediate_size=512, num_local_experts=48,
         num_experts_per_tok=4, shared_intermediate_size=1280, num_hidden_layers=28),
     "aria_text": published(
@@ -199,39 +206,39 @@ MODELS = {
         model_type="aria_text", hidden_size=2560, intermediate_size=1664, moe_num_experts=64,
         moe_topk=6, moe_num_shared_experts=2),
     "cohere2_moe": published(
-        "CohereLabs/command-a-plus-05-2026-w4a4", "transformers 5.23", "file",
+        "CohereLabs/command-a-plus-05-2026-w4a4", "transformers 5.24", "file",
         model_type="cohere2_moe", hidden_size=4096, intermediate_size=4096, hidden_act="silu",
         num_experts=128, num_experts_per_tok=8, expert_selection_fn="sigmoid", norm_topk_prob=True,
         num_shared_experts=4, shared_expert_combination_strategy="average", dtype="bfloat16",
         num_hidden_layers=32, first_k_dense_replace=0),
     "mistral4": published(
-        "mistralai/Mistral-Small-4-119B-2603", "transformers 5.23", "file",
+        "mistralai/Mistral-Small-4-119B-2603", "transformers 5.24", "file",
         model_type="mistral4", hidden_size=4096, moe_intermediate_size=2048, hidden_act="silu",
         n_routed_experts=128, num_experts_per_tok=4, n_group=1, topk_group=1, norm_topk_prob=True,
         routed_scaling_factor=1.0, n_shared_experts=1, mlp_bias=False, dtype="bfloat16",
         num_hidden_layers=36, first_k_dense_replace=0),
     "afmoe": published(
-        "arcee-ai/Trinity-Mini", "transformers 5.23", "quoted",
+        "arcee-ai/Trinity-Mini", "transformers 5.24", "quoted",
         model_type="afmoe", hidden_size=2048, moe_intermediate_size=1024, hidden_act="silu",
         num_experts=128, num_experts_per_tok=8, n_group=1, topk_group=1, num_expert_groups=1,
         num_limited_groups=1, score_func="sigmoid", route_norm=True, route_scale=2.826,
         num_shared_experts=1, num_hidden_layers=32, num_dense_layers=2),
     "hy_v3": published(
-        "tencent/Hy3-preview", "transformers 5.23", "file",
+        "tencent/Hy3-preview", "transformers 5.24", "file",
         model_type="hy_v3", hidden_size=4096, moe_intermediate_size=1536, expert_hidden_dim=1536,
         hidden_act="silu", num_experts=192, num_experts_per_tok=8,
         moe_router_enable_expert_bias=True, moe_router_use_sigmoid=True, route_norm=True,
         router_scaling_factor=2.826, num_shared_experts=1, enable_moe_fp32_combine=False,
         num_hidden_layers=80, first_k_dense_replace=1),
     "laguna": published(
-        "poolside/Laguna-XS.2", "transformers 5.23", "file",
+        "poolside/Laguna-XS.2", "transformers 5.24", "file",
         model_type="laguna", hidden_size=2048, moe_intermediate_size=512, num_experts=256,
         num_experts_per_tok=8, moe_routed_scaling_factor=2.5,
         moe_apply_router_weight_on_input=False, shared_expert_intermediate_size=512,
         router_aux_loss_coef=0.0, num_hidden_layers=40, torch_dtype="bfloat16",
         mlp_layer_types=["dense"] + ["sparse"] * 39),
     "step3p5": published(
-        "stepfun-ai/Step-3.5-Flash", "transformers 5.23", "quoted",
+        "stepfun-ai/Step-3.5-Flash", "transformers 5.24", "file",
         model_type="step3p5", hidden_size=4096, moe_intermediate_size=1280, moe_num_experts=288,
         moe_top_k=8, moe_router_activation="sigmoid", moe_router_scaling_factor=3.0,
         norm_expert_weight=True, use_moe_router_bias=True, need_fp32_gate=True,
@@ -240,14 +247,14 @@ MODELS = {
         torch_dtype="bfloat16",
         moe_layers_enum=",".join(map(str, range(3, 45)))),
     "exaone_moe": published(
-        "LGAI-EXAONE/K-EXAONE-236B-A23B", "transformers 5.23", "quoted",
+        "LGAI-EXAONE/K-EXAONE-236B-A23B", "transformers 5.24", "quoted",
         model_type="exaone_moe", hidden_size=6144, moe_intermediate_size=2048, hidden_act="silu",
         num_experts=128, num_experts_per_tok=8, n_group=1, topk_group=1, scoring_func="sigmoid",
         topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=2.5,
         num_shared_experts=1, dtype="bfloat16", num_hidden_layers=48,
         first_last_k_dense_replace=1),
     "mimo_v2_flash": published(
-        "XiaomiMiMo/MiMo-V2-Flash", "transformers 5.23", "file",
+        "XiaomiMiMo/MiMo-V2-Flash", "transformers 5.24", "file",
         model_type="mimo_v2_flash", hidden_size=4096, moe_intermediate_size=2048, hidden_act="silu",
         n_routed_experts=256, num_experts_per_tok=8, n_group=1, topk_group=1,
         scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=None,
@@ -255,20 +262,20 @@ MODELS = {
         quantization_config=dict(quant_method="fp8"), num_hidden_layers=48,
         moe_layer_freq=[0] + [1] * 47),
     "glm_moe_dsa": published(
-        "zai-org/GLM-5", "transformers 5.23", "file",
+        "zai-org/GLM-5", "transformers 5.24", "file",
         model_type="glm_moe_dsa", hidden_size=6144, moe_intermediate_size=2048, hidden_act="silu",
         n_routed_experts=256, num_experts_per_tok=8, n_group=1, topk_group=1,
         scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5,
         topk_method="noaux_tc", n_shared_experts=1, moe_layer_freq=1, dtype="bfloat16",
         num_hidden_layers=78, first_k_dense_replace=3),
     "glm4_moe_lite": published(
-        "zai-org/GLM-4.7-Flash", "transformers 5.23", "file",
+        "zai-org/GLM-4.7-Flash", "transformers 5.24", "file",
         model_type="glm4_moe_lite", hidden_size=2048, moe_intermediate_size=1536, hidden_act="silu",
         n_routed_experts=64, num_experts_per_tok=4, n_group=1, topk_group=1, topk_method="noaux_tc",
         norm_topk_prob=True, routed_scaling_factor=1.8, n_shared_experts=1, dtype="bfloat16",
         num_hidden_layers=47, first_k_dense_replace=1),
     "glm5_next_text": published(
-        "zai-org/GLM-5.3-Flash", "transformers 5.23", "file",
+        "zai-org/GLM-5.3-Flash", "transformers 5.24", "file",
         model_type="glm5_next_text", hidden_size=4096, moe_intermediate_size=2048,
         hidden_act="silu", n_routed_experts=288, num_experts_per_tok=8, n_group=1, topk_group=1,
         scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True,
@@ -277,14 +284,14 @@ MODELS = {
         dtype="bfloat16", quantization_config=dict(quant_method="fp8"), first_k_dense_replace=3,
         mlp_layer_types=["dense"] * 3 + ["sparse"] * 42),
     "axk1": published(
-        "skt/A.X-K1", "transformers 5.23", "quoted",
+        "skt/A.X-K1", "transformers 5.24", "quoted",
         model_type="axk1", hidden_size=7168, moe_intermediate_size=2048, hidden_act="silu",
         n_routed_experts=192, num_experts_per_tok=8, n_group=8, topk_group=4,
         scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True,
         routed_scaling_factor=2.5, n_shared_experts=1, moe_layer_freq=1, aux_loss_alpha=0.0001,
         seq_aux=True, num_hidden_layers=61, first_k_dense_replace=1),
     "hy_v4": published(
-        "tencent/Hy4-preview", "transformers 5.23", "file",
+        "tencent/Hy4-preview", "transformers 5.24", "file",
         model_type="hy_v4", hidden_size=6144, moe_intermediate_size=2048, hidden_act="silu",
         n_routed_experts=256, num_experts_per_tok=8, n_group=1, topk_group=1, norm_topk_prob=True,
         routed_scaling_factor=2.827, n_shared_experts=1, swiglu_limit=10.0, num_hidden_layers=78,
@@ -308,7 +315,7 @@ MODELS = {
         quantization_config=dict(quant_method="compressed-tensors"), num_hidden_layers=93,
         first_k_dense_replace=1),
     "qwen4_exp_text": published(
-        "Qwen/Qwen3.8-Flash-Next", "transformers 5.23", "file",
+        "Qwen/Qwen3.8-Flash-Next", "transformers 5.24", "file",
         model_type="qwen4_exp_text", hidden_size=2560, moe_intermediate_size=640, hidden_act="silu",
         num_experts=512, num_experts_per_tok=10, shared_expert_intermediate_size=640,
         router_aux_loss_coef=0.001, dtype="bfloat16", num_hidden_layers=48),
@@ -322,18 +329,24 @@ MODELS = {
         num_local_experts=32, num_experts_per_tok=2, router_aux_loss_coef=0.001,
         router_jitter_noise=0.0, shared_intermediate_size=0, num_hidden_layers=80),
     "granitemoehybrid": published(
-        "ibm-granite/granite-4.0-h-small", "transformers 5.23", "quoted",
+        "ibm-granite/granite-4.0-h-small", "transformers 5.24", "quoted",
         model_type="granitemoehybrid", hidden_size=4096, intermediate_size=768,
         num_local_experts=72, num_experts_per_tok=10, shared_intermediate_size=1536,
         torch_dtype="bfloat16", num_hidden_layers=40),
     "deepseek_v32": published(
-        "deepseek-ai/DeepSeek-V3.2", "transformers 5.23", "file",
+        "deepseek-ai/DeepSeek-V3.2", "transformers 5.24", "file",
         model_type="deepseek_v32", hidden_size=7168, moe_intermediate_size=2048, hidden_act="silu",
         n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4,
         scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5,
         topk_method="noaux_tc", n_shared_experts=1, moe_layer_freq=1, torch_dtype="bfloat16",
         quantization_config=dict(quant_method="fp8"), num_hidden_layers=61,
         first_k_dense_replace=3),
+    "sarvam_mla": published(
+        "sarvamai/sarvam-105b", "transformers 5.24", "file",
+        model_type="sarvam_mla", hidden_size=4096, moe_intermediate_size=2048, hidden_act="silu",
+        num_experts=128, num_experts_per_tok=8, routed_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True, num_shared_experts=1, num_hidden_layers=32,
+        first_k_dense_replace=1, dtype="float32"),
     "glm4v_moe_text": published(
         "zai-org/GLM-4.5V", "arXiv 2507.01006", "quoted",
         model_type="glm4v_moe_text", hidden_size=4096, moe_intermediate_size=1408,
@@ -342,18 +355,18 @@ MODELS = {
         router_aux_loss_coef=0.0001, dtype="bfloat16", num_hidden_layers=46,
         first_k_dense_replace=1),
     "solar_open": published(
-        "upstage/Solar-Open-100B", "transformers 5.23", "quoted",
+        "upstage/Solar-Open-100B", "transformers 5.24", "quoted",
         model_type="solar_open", hidden_size=4096, moe_intermediate_size=1280, n_routed_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True, routed_scaling_factor=1.0, n_shared_experts=1,
         torch_dtype="bfloat16", num_hidden_layers=48, first_k_dense_replace=0),
     "deepseek_ocr2_text": published(
-        "deepseek-ai/DeepSeek-OCR-2", "transformers 5.23", "quoted",
+        "deepseek-ai/DeepSeek-OCR-2", "transformers 5.24", "quoted",
         model_type="deepseek_ocr2_text", hidden_size=1280, moe_intermediate_size=896,
         n_routed_experts=64, num_experts_per_tok=6, topk_method="greedy", n_shared_experts=2,
         torch_dtype="bfloat16", n_group=1, topk_group=1, num_hidden_layers=12,
         first_k_dense_replace=1),
     "unlimited_ocr_text": published(
-        "baidu/Unlimited-OCR", "transformers 5.23", "quoted",
+        "baidu/Unlimited-OCR", "transformers 5.24", "quoted",
         model_type="unlimited_ocr_text", hidden_size=1280, moe_intermediate_size=896,
         n_routed_experts=64, num_experts_per_tok=6, topk_method="greedy", n_shared_experts=2,
         torch_dtype="bfloat16", num_hidden_layers=12, first_k_dense_replace=1),
@@ -371,7 +384,7 @@ MODELS = {
         num_hidden_layers=20, decoder_sparse_step=1),
 }
 
-# Rows without a published config: the fields of the library's config that they read.
+# Rows for which no config was found: the fields of the library's config that they read.
 FIELDS = {
     "inkling2_text":
         "hidden_size moe_intermediate_size n_routed_experts num_experts_per_tok route_scale "
@@ -382,9 +395,6 @@ FIELDS = {
     "mistral_large4_text":
         "hidden_size moe_intermediate_size n_routed_experts num_experts_per_tok n_group topk_group "
         "routed_scaling_factor n_shared_experts",
-    "sarvam_moe":
-        "hidden_size moe_intermediate_size num_experts num_experts_per_tok n_group topk_group "
-        "norm_topk_prob routed_scaling_factor num_shared_experts",
     "lara_mini":
         "hidden_size moe_intermediate_size num_experts num_experts_per_tok norm_topk_prob "
         "shared_expert_intermediate_size",
@@ -399,8 +409,6 @@ FIELDS = {
         "norm_topk_prob routed_scaling_factor swiglu_limit n_shared_experts",
     "granitemoeshared":
         "hidden_size intermediate_size num_local_experts num_experts_per_tok "
-        "shared_intermediate_size",
+        "shared_intermediate_size residual_multiplier",
 }
-FIELDS |= {
-    "sarvam_mla": FIELDS["sarvam_moe"],
-    "inkling2_loop_text": FIELDS["inkling2_text"]}
+FIELDS["inkling2_loop_text"] = FIELDS["inkling2_text"]

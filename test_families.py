@@ -842,11 +842,147 @@ def test_atlas_without_a_published_config():
     """Letters in the place of numbers, and no model's name."""
     for name, fields in published.FIELDS.items():
         title, *lines = atlas.router(name).splitlines()
-        assert title == f"{name}: no published config"
+        assert title == f"{name}: no config found"
         for field in fields.split():
             assert any(field in line for line in lines), (name, field)
         numbers = re.findall(r"(?<![\w.-])\d[\d.e-]*", "\n".join(lines[:-1]))
         assert set(numbers) <= {"1e-20", "2"}, name          # 2 of a group are summed
+
+
+def test_atlas_says_why_no_config_computes_it(capsys, monkeypatch, tmp_path):
+    """What MoEConfig refuses is not printed as one. Exit status 0: the formulas are right."""
+    for name, given, why in [
+            ("deepseek_v3", dict(n_routed_experts=96, n_group=7),
+             "num_groups = 7 does not divide num_experts = 96; groups need equal sizes"),
+            ("deepseek_v3", dict(routed_scaling_factor="1.75"),
+             "scaling_factor = '1.75': needs a finite number, or None"),
+            ("qwen3_moe", dict(hidden_act="gelu"),
+             "hidden_act is 'gelu'; needs 'silu' or 'swish' or 'gelu_pytorch_tanh'")]:
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(fam_fields(name, **given)))
+        out, err, status = printed(capsys, monkeypatch, file)
+        assert out.splitlines()[-1] == f"no MoEConfig: {why}" and (err, status) == ("", 0)
+    assert f"{E8} experts, hidden_act = 'gelu', {F5} wide" in out
+
+
+def test_atlas_of_dense_models(capsys, monkeypatch, tmp_path):
+    """Granite 4.0's and Gemma 4's configs also describe models without experts."""
+    file = tmp_path / "config.json"
+    for name, fields, says in [
+            ("granitemoehybrid", dict(num_local_experts=0, num_experts_per_tok=0),
+             "num_local_experts is 0"),
+            ("gemma4", dict(text_config=dict(model_type="gemma4_text", enable_moe_block=False)),
+             "enable_moe_block is False")]:
+        fields = {"model_type": name, **fields}
+        text = f"this {name} config is of a dense model: {says}"
+        assert error(families.config_from_hf, fields) == f"ValueError: {text}"
+        file.write_text(json.dumps(fields))
+        assert printed(capsys, monkeypatch, file) == ("", f"{file}: {text}\n", 2)
+    moe_block = dict(model_type="gemma4_text", enable_moe_block=True)
+    assert atlas.router("gemma4_text", moe_block).startswith("gemma4_text is refused: its router")
+
+
+def test_atlas_side_by_side(capsys, monkeypatch):
+    """Each row has a name; no line is longer than 120; what all share has a title only if there is
+    some."""
+    out, *_ = printed(capsys, monkeypatch, "mixtral", "gpt_oss", "nemotron_h")
+    lines = out.splitlines()
+    assert lines[0] == "1. mixtral: mistralai/Mixtral-8x7B-v0.1" and lines[1].startswith("2. gpt")
+    at = lines.index("constants: _")
+    assert lines[at + 1] == "    2: alpha = 1.702, linear_offset = 1.0, clamp_value = 7.0"
+    assert max(map(len, lines)) <= 120 and "_" not in lines
+    out, *_ = printed(capsys, monkeypatch, "glm4_moe", "deepseek_v3")
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["type", "model", "without"]
+    nothing = [("glm4_moe", "a", fam_fields("glm4_moe")), ("kimi_k3", "b", fam_fields("kimi_k3"))]
+    monkeypatch.setattr(atlas, "lines_of", lambda reading: [])
+    assert "In all of them:" not in atlas.compare(nothing)
+
+
+def test_atlas_prints_one_rank_and_no_factor_of_one():
+    for name in families.FAMILIES:
+        text = atlas.router(name)
+        assert ("rank = logits" in text) == ("softmax(logits[chosen])" in text)
+        assert ("rank = scores" in text) == ("scores = " in text) and "* 1.0" not in text
+
+
+# type, fields, what the model makes of the layer's output; "-" for nothing
+BEHIND = """
+axk1              -                                       post_mlp_layernorm(y)
+afmoe             -                                       post_mlp_layernorm(y)
+flex_olmo         -                                       post_feedforward_layernorm(y)
+beam              -                                       post_feedforward_layernorm(y)
+granitemoe        residual_multiplier=0.22                y * 0.22
+granitemoe        residual_multiplier=1.0                 -
+granitemoeshared  residual_multiplier=0.5                 y * 0.5
+granitemoehybrid  shared_intermediate_size=7              y + shared_mlp(x), 7 wide
+granitemoe_swa  residual_multiplier=0.5,shared_intermediate_size=7 (y + shared_mlp(x)) * 0.5, 7 wide
+minimax           mlp_beta_factor=0.5                     y * 0.5
+minimax           -                                       -
+"""
+
+
+def test_atlas_says_what_is_behind_the_layer():
+    """And in the library's decoder layer: a field that it multiplies by is an attribute, a norm is
+    a module."""
+    for line in BEHIND.strip().splitlines():
+        name, given, behind = line.split(maxsplit=2)
+        given = {} if given == "-" else eval(f"dict({given})")
+        text = atlas.router(name, fam_fields(name, **given))
+        assert re.findall("behind the layer: y = (.*?)(?: +\\[|\n)", text) == (
+            [] if behind == "-" else [behind])
+        assert families.config_from_hf(fam_fields(name, **given)) == fam_config(name, torch.float32)
+        with torch.device("meta"):
+            layers = [module for module in whole_model(name, **given).modules()
+                      if type(module).__name__.endswith("DecoderLayer")]
+        attribute = behind.split("(")[0]
+        factor = next((value for field, value in given.items() if "shared" not in field), None)
+        assert factor is None or factor in vars(layers[-1]).values()
+        assert not attribute.endswith("norm") or any(
+            attribute in dict(layer.named_modules()) or name == "axk1" for layer in layers)
+
+
+CLAMPED = [
+    ("step3p5", {"swiglu_limits": [0.0, 7, 0.0], "swiglu_limits_shared": [0.0, 16, 0.0]}),
+    ("bailing_hybrid", {"expert_swiglu_limit_list": [0, 7, 0],
+                        "share_expert_swiglu_limit_list": [0, 16, 0]})]
+
+
+@pytest.mark.parametrize("name, limits", CLAMPED)
+def test_atlas_has_the_clamps_of_a_layer(name, limits):
+    """As a formula, and in Step's experts of the library."""
+    fields = fam_fields(name, **limits, num_hidden_layers=3, mlp_layer_types=["sparse"] * 3)
+    routed, shared = limits
+    *_, title, in_an_expert, in_shared, why, usual, _ = atlas.router(name, fields).splitlines()
+    assert title == "in layer 1:" and usual == "in layers 0, 2:"
+    assert why == (f"no MoEConfig: {routed} is 7; needs 0 or None; {shared} is 16; needs 0 or None")
+    if name == "step3p5":
+        config = library_config(name, **library_fields(name), **limits)
+        block = library_block(name, config)
+        names = dict(silu=F.silu, clip=torch.clip, min=lambda a, b: a.clamp(max=b))
+        x = torch.randn(9, H6) * 3
+        ffn = block.shared_experts
+        names |= dict(gate=ffn.gate_proj(x) * 9, up=ffn.up_proj(x) * 9)
+        ffn.gate_proj.weight.data *= 9
+        ffn.up_proj.weight.data *= 9
+        formula = in_shared.removeprefix("in the shared expert: ")
+        close(ffn(x), ffn.down_proj(eval(formula, names)), 1e-4)
+        assert in_an_expert == f"in an expert: {formula.replace('16', '7')}"
+        assert block.experts.limit == 7
+
+
+def test_families_unknown_type_names_the_nearest():
+    for name, nearest in [("mimo_v2", "mimo_v2_flash"), ("qwen3_moee", "qwen3_moe")]:
+        text = error(families.config_from_hf, {"model_type": name})
+        assert text.startswith(f"ValueError: model_type is {name!r}; nearest: {nearest}; known: ")
+
+
+def test_families_configs_as_models_publish_them():
+    """dots.llm1 names its method as its score function; Step-3.7-Flash says twice that it has a
+    shared expert."""
+    dots = fam_fields("dots1", scoring_func="noaux_tc")
+    assert families.config_from_hf(dots) == fam_config("dots1", torch.float32)
+    step = fam_fields("step3p5", n_shared_experts=1)
+    assert families.config_from_hf(step) == fam_config("step3p5", torch.float32)
 
 
 # The library's block multiplies by its scaling factor, its gate does not.
