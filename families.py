@@ -244,7 +244,7 @@ class Reader:
         value = self.whole(name, default)
         return self.of_layer(name, value) if isinstance(value, (list, tuple)) else value
 
-    def of_layer(self, name: str, value):
+    def of_layer(self, name: str, value: list | tuple | str):
         index = self.layer_idx or 0
         if index >= len(value):
             self.problems.append(f"{name} has {len(value)} values; layer_idx is {self.layer_idx}")
@@ -423,7 +423,6 @@ SPARSE = "sparse", "moe", "hash_moe", "E", True
 NUMBERS = "moe_layers", "moe_layers_enum"
 
 
-# Without one, a layer has experts if each of these says so.
 def from_layer(first, layer):
     return layer >= first
 
@@ -432,10 +431,12 @@ def every(step, layer):
     return (layer + 1) % step == 0
 
 
+# In a config without one of those, a layer has experts if all of these say so.
 WHERE = {
     "first_k_dense_replace": from_layer,
     "first_last_k_dense_replace": from_layer,
     "num_dense_layers": from_layer,
+    "moe_layer_num_skipped": from_layer,
     "moe_layer_start_index": from_layer,
     "moe_layer_end_index": lambda last, layer: last == -1 or layer <= last,
     "moe_layer_interval": every,
@@ -452,6 +453,7 @@ def has_experts(read: Reader, row: Family) -> bool:
     for name in EACH_LAYER:
         kinds = read.whole(name)
         is_list = isinstance(kinds, (list, tuple, str))
+        # Only Nemotron's layers_block_type has "moe": other models list kinds of attention there.
         if is_list and (name != "layers_block_type" or "moe" in kinds):
             return read.of_layer(name, kinds) in (*SPARSE, None)       # None: it has no such layer
     for name in NUMBERS:
@@ -473,7 +475,7 @@ def has_experts(read: Reader, row: Family) -> bool:
 
 
 def _dense_and_sparse(config, row):
-    """The numbers of the layers without and with experts."""
+    """The numbers of the layers without experts, and of those with experts."""
     read = Reader(config)
     number = read.get("num_hidden_layers") or read.get("n_layers")
     number = number or len(read.whole("layers_block_type") or [])
@@ -492,8 +494,10 @@ def _check_layer_idx(read, row, sparse):
             f"layer_idx is {read.layer_idx}, a layer without experts; needs {which}")
 
 
-SPEAKS = re.compile("(?!index_|attn_|output_).*(rout|gat(e|ing)|expert|moe|top_?k|limit|scor)")
-# Fields that speak of the same and change nothing here.
+# What a field that speaks of routers, gates, experts or limits has in its name; not attention's.
+SPEAKS = re.compile("(?!index_|attn_|attention_|mla_|kda_|output_)"
+                    ".*(rout|gat(e|ing)|expert|moe|top_?k|limit|scor)")
+# Fields with such a name that change nothing here.
 IGNORED = {
     "the loss": "router_aux_loss_coef moe_loss_weight",
     "read by has_experts, or beside what it reads":
@@ -502,7 +506,7 @@ IGNORED = {
     "how something is computed or stored":
         "enable_moe_fp32_combine expert_dtype moe_shared_expert_overlap",
     "of attention, of loops, of generate":
-        "gating gated_norm_rank kda_safe_gate loop_gate_rank time_step_limit top_k",
+        "gating gated_norm_rank loop_gate_rank time_step_limit top_k",
 }
 KNOWN = {*EACH_LAYER, *NUMBERS, *WHERE, *" ".join(IGNORED.values()).split()}
 
@@ -567,10 +571,12 @@ def from_hf(
     source = Source(tensors, prefix)
     places = _matched(inner, model_type, source)
 
-    # A gate that the library keeps in fp32 would be rounded here, and then choose other experts.
-    inner.router.to(_gate_dtype(row, inner.router.weight.dtype))
-    gate = next(iter(places))
-    places[gate] = places[gate]._replace(view=inner.router.weight.detach())
+    dtype = _gate_dtype(row, inner.router.weight.dtype)
+    if dtype != inner.router.weight.dtype:
+        # Rounded to the layer's dtype, a gate that the library keeps in fp32 chooses other experts.
+        inner.router.to(dtype)
+        gate = next(iter(places))
+        places[gate] = places[gate]._replace(view=inner.router.weight.detach())
     _fill(places, source)
     if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
         inner.set_config(dataclasses.replace(inner.config, batch_first=True))
