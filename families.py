@@ -132,7 +132,7 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
             read(name, default=fine[0], among=dict.fromkeys(fine))
 
     params_dtype = getattr(torch, dtype)
-    fields |= _router_dtypes(row, params_dtype)
+    fields |= _router_dtypes(row.precision, params_dtype)
     fields |= {"params_dtype": params_dtype, "batch_first": True}
     return Reading(
         model_type, row, fields, sources, problems=router.problems,
@@ -345,21 +345,23 @@ def _dtype_of(reads):
     return "float32"
 
 
-def _gate_dtype(row: Family, dtype: torch.dtype) -> torch.dtype:
-    """Of the gate's weight, when the library loads a model in this dtype."""
-    if row.precision.startswith("fp32"):
+def _gate_dtype(precision: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the gate's weight, when the library loads a model in this dtype. precision: Family's."""
+    if precision.startswith("fp32"):
         return torch.promote_types(dtype, torch.float32)
     return dtype
 
 
-def _router_dtypes(row: Family, dtype: torch.dtype, gate_dtype: torch.dtype | None = None) -> dict:
+def _router_dtypes(
+    precision: str, dtype: torch.dtype, gate_dtype: torch.dtype | None = None,
+) -> dict:
     """Fields of MoEConfig: a router of this precision in a model of this dtype.
 
     gate_dtype: the router weight's; None: as the library loads it.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    dtypes = {"model": dtype, "fp32": wide, "gate": gate_dtype or _gate_dtype(row, dtype)}
-    product, scores, probs = [dtypes[word] for word in row.precision.split()[1:]]
+    dtypes = {"model": dtype, "fp32": wide, "gate": gate_dtype or _gate_dtype(precision, dtype)}
+    product, scores, probs = [dtypes[word] for word in precision.split()[1:]]
     fields = {"router_dtype": product}
     if probs != product or scores != wide:
         fields["probs_dtype"] = probs
@@ -571,7 +573,7 @@ def from_hf(
     source = Source(tensors, prefix)
     places = _matched(inner, model_type, source)
 
-    dtype = _gate_dtype(row, inner.router.weight.dtype)
+    dtype = _gate_dtype(row.precision, inner.router.weight.dtype)
     if dtype != inner.router.weight.dtype:
         # Rounded to the layer's dtype, a gate that the library keeps in fp32 chooses other experts.
         inner.router.to(dtype)
@@ -1358,7 +1360,7 @@ def _router_for(model, name, row, changes, groups):
     weight = _tensors(block)[path]
     if row.block_scales:
         fields["scaling_factor"] = None
-    dtypes = functools.partial(_dtypes_of_gate, row, changes)
+    dtypes = functools.partial(_dtypes_of_gate, row.precision, changes)
     fields |= dtypes(model.dtype, weight.dtype)
     reading = read_config(model.config, _layer_of(name))
     reading.refuse(reading.problems)
@@ -1392,11 +1394,11 @@ def _router_for(model, name, row, changes, groups):
     return router
 
 
-def _dtypes_of_gate(row, changes, dtype, gate_dtype):
+def _dtypes_of_gate(precision, changes, dtype, gate_dtype):
     """Fields of MoEConfig: what the library's gate has in a model of this dtype, or the changes."""
     fields = {"probs_dtype": None}
     if "router_dtype" not in changes:
-        fields |= _router_dtypes(row, dtype, gate_dtype)
+        fields |= _router_dtypes(precision, dtype, gate_dtype)
     return {name: changes.get(name, value) for name, value in fields.items()}
 
 

@@ -1100,8 +1100,8 @@ def test_families_compiled_match_published_loop(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EVERY_LAYOUT
 def test_families_round_trip(case, dtype):
-    """Both layouts in, one out: bitwise, under a prefix; the copies share no memory. A gate that the
-    library keeps in fp32 has the same numbers in fp32."""
+    """Both layouts in, one out: bitwise, under a prefix; the copies share no memory. A gate that
+    the library keeps in fp32 comes out in fp32, with the same numbers."""
     want = fam_tensors(case, dtype, "a.b.")
     layer = fam_layer(case, dtype, want, prefix="a.b.")
     out = families.to_hf(layer, family(case), "a.b.")
