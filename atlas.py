@@ -258,9 +258,11 @@ def compare(models: list[tuple[str, str, dict]]) -> str:
     routers = [{line.template: line for line in lines_of(reading)} for reading in readings]
     dense = [families.layers(reading.dense) if reading.dense else "-" for reading in readings]
     rows = [["type", *types], ["model", *(name.split(" (")[0] for name in names)]]
-    if any(reading.dense for reading in readings):
-        rows.append(["without experts", *dense])
     same = []
+    if len(set(dense)) > 1:
+        rows.append(["without experts", *dense])
+    elif dense[0] != "-":
+        same.append(f"without experts: {dense[0]}")
     for _, _, template in FORMULAS:
         lines = [lines.get(template) for lines in routers]
         texts = {str(line) for line in lines}

@@ -893,6 +893,8 @@ def test_atlas_side_by_side(capsys, monkeypatch):
     assert max(map(len, lines)) <= 120 and "_" not in lines
     out, *_ = printed(capsys, monkeypatch, "glm4_moe", "deepseek_v3")
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["type", "model", "without"]
+    out, *_ = printed(capsys, monkeypatch, "glm4_moe", "glm4v_moe_text")
+    assert "In all of them:\nwithout experts: layer 0\n" in out
     nothing = [("glm4_moe", "a", fam_fields("glm4_moe")), ("kimi_k3", "b", fam_fields("kimi_k3"))]
     monkeypatch.setattr(atlas, "lines_of", lambda reading: [])
     assert "In all of them:" not in atlas.compare(nothing)
