@@ -17,6 +17,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +36,8 @@ FORMULAS = """
     not router_bias    | -       | logits = x @ W.T
     router_bias        | scores  | logits = x @ W.T + b
     not over_chosen    | scores  | scores = {score_function}(logits)
-    not by_score       | choice  | rank = logits
-    by_score           | choice  | rank = scores
+    over_chosen        | choice  | rank = logits
+    not over_chosen    | choice  | rank = scores
     enable_expert_bias | choice  | rank = rank + expert_bias
     num_groups         | choice  | rank = best_groups(rank, {num_groups}, {group_topk}, {best})
     always             | choice  | chosen = top(rank, {topk})
@@ -47,7 +48,8 @@ FORMULAS = """
     may_be_normed      | probs   | not divided by their sum
     scaling_factor     | probs   | probs = probs * {scaling_factor}
     always             | experts | {num_experts} experts, {activation}, {ffn_hidden_size} wide
-    constants          | experts | {constants}
+    constants          | experts | constants: {constants}
+    limit              | experts | in an expert: {limit}
     add_bias_linear    | experts | with biases
     latent_size        | special | z = latent_down(x), {latent_size} wide
     not on_input       | -       | y = sum(probs * experts(chosen, {z}))
@@ -56,8 +58,9 @@ FORMULAS = """
     latent_size        | special | y = latent_up(y)
     shared             | shared  | y = y + shared_expert(x), {shared} wide
     gated_shared       | shared  | y = y + sigmoid(x @ g) * shared_expert(x), {gated_shared} wide
+    shared_limit       | shared  | in the shared expert: {shared_limit}
     after              | special | behind the layer: y = {after}
-    always             | -       | product in {product}, scores in {scores}, weights in {weights}
+    always             | -       | product in {product}, scores in {scores}, probs in {probs_in}
 """
 FORMULAS = [re.split(r" *\| *", line.strip()) for line in FORMULAS.strip().splitlines()]
 COLUMNS = ("scores", "choice", "probs", "experts", "shared", "special")
@@ -78,15 +81,15 @@ def _facts(reading: families.Reading) -> dict:
     constants = [f"{constant} = {fields[field]}" for field, constant in moe._CONSTANTS.items()
                  if fields.get(field) is not None and hasattr(
                      moe.kernels.ACTIVATIONS.get(facts["activation"]), constant)]
-    product, scores, weights = [word.replace("model", "the model's dtype")
-                                for word in reading.precision]
+    product, scores, probs = [word.replace("model", "the model's dtype")
+                              for word in reading.row.dtypes()]
     return facts | {
         "always": True,
         "product": product,
         "scores": scores,
-        "weights": weights,
+        "probs_in": probs,
         "over_chosen": over_chosen,
-        "by_score": facts["enable_expert_bias"] or facts["num_groups"] or scores != "fp32",
+        "scaling_factor": None if facts["scaling_factor"] == 1 else facts["scaling_factor"],
         "best": facts["group_score_topk"],
         "has_table": families.HASH_TABLE in reading.row.layouts[-1],
         "normed": norm and not over_chosen,
@@ -97,6 +100,9 @@ def _facts(reading: families.Reading) -> dict:
         "z": "z" if facts["latent_size"] else "x",
         "shared": None if gate else size,
         "gated_shared": size if gate else None,
+        **dict.fromkeys(("limit", "shared_limit")),
+        **{name: f"min(silu(gate), {limit}) * clip(up, -{limit}, {limit})"
+           for name, limit in reading.limits.items()},
         "after": reading.after,
     }
 
@@ -150,14 +156,14 @@ NAMES = families.with_outer_names({name: name for name in families.FAMILIES})
 
 
 def published_config(model_type: str) -> tuple[str, dict]:
-    """(the model and where its numbers are from, its config). Without a published config each field
-    has its own name for a value.
+    """(the model and where its numbers are from, its config). If no config was found each field has
+    its own name for a value.
     """
     families.family(model_type)                              # refuses an unknown one
     name = NAMES[model_type]
     if name in published.FIELDS:
         fields = {field: families.Missing(field) for field in published.FIELDS[name].split()}
-        return "no published config", {**fields, "model_type": name}
+        return "no config found", {**fields, "model_type": name}
     known = published.MODELS[name]
     found = {"file": "", "quoted": ", numbers quoted", "memory": ", numbers from memory"}
     return f"{known.model}{found[known.found]} ({known.source})", known.config
@@ -172,9 +178,7 @@ def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
     whole = families.read_config(hf_config)
     kinds = {}
     if whole.by_layer:
-        config = families.type_of(hf_config)[1][0]
-        first, end = config.get("first_k_dense_replace"), config.get("num_hidden_layers")
-        for layer in range(first or 0, end or 0):
+        for layer in whole.sparse:
             reading = families.read_config(hf_config, layer)
             kinds.setdefault(str(reading), (reading, []))[1].append(layer)
     readings = [(families.layers(numbers), reading)
@@ -187,8 +191,15 @@ def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
 
 def _config_text(reading):
     """The MoEConfig as Python, or why there is none."""
-    if reading.of_the_block:
-        return f"no MoEConfig: {'; '.join(dict.fromkeys(reading.of_the_block))}"
+    problems = list(dict.fromkeys(reading.of_the_block))
+    missing = any(isinstance(value, families.Missing) for value in reading.fields.values())
+    if not problems and not missing:
+        try:
+            moe.MoEConfig(**reading.fields)
+        except ValueError as refused:
+            problems = [str(refused)]
+    if problems:
+        return f"no MoEConfig: {'; '.join(problems)}"
     given = [f"{name}={value!r}" for name, value in reading.fields.items()
              if value != getattr(moe.MoEConfig, name, None)]             # the default
     return f"MoEConfig({', '.join(given)})"
@@ -205,6 +216,8 @@ def router(model_type: str, hf_config=None) -> str:
     router that cannot be expressed.
     """
     if model_type in families.REFUSED:
+        if hf_config is not None:
+            families.refuse_dense(model_type, families.type_of(hf_config)[1][0])
         return f"{model_type} is refused: {families.REFUSED[model_type]}"
     title = model_type
     if hf_config is None:
@@ -214,13 +227,25 @@ def router(model_type: str, hf_config=None) -> str:
         hf_config = {**hf_config, "model_type": model_type}
     readings = readings_of(hf_config)
     _, usual = readings[-1]
-    text = [title, *(f"{str(line):59} {line.origin}".rstrip() for line in lines_of(usual))]
+    text = [title]
+    if usual.dense:
+        text.append(f"without experts: {families.layers(usual.dense)}")
+    usual_lines = _with_origins(usual)
+    text += usual_lines
+    if usual.unread:
+        text.append(f"not read: {', '.join(usual.unread)}")
     if usual.quantized:
         text.append("quantised experts: config_from_hf needs dequantised weights, and a config "
                     "without quantization_config")
     for layers, reading in readings:
-        text += [f"in {layers}:"] * bool(layers) + [_config_text(reading)]
+        text += [f"in {layers}:"] * bool(layers)
+        text += [line for line in _with_origins(reading) if line not in usual_lines]
+        text.append(_config_text(reading))
     return "\n".join(text)
+
+
+def _with_origins(reading):
+    return [f"{str(line):59} {line.origin}".rstrip() for line in lines_of(reading)]
 
 
 def compare(models: list[tuple[str, str, dict]]) -> str:
@@ -228,23 +253,45 @@ def compare(models: list[tuple[str, str, dict]]) -> str:
 
     models: (type, name, config), two or more. If the layers of one differ, most of them count.
     """
-    routers = []
-    for _, _, config in models:
-        _, usual = readings_of(config)[-1]
-        routers.append({line.template: line for line in lines_of(usual)})
-    types, names, _ = zip(*models)
-    rows = [["", *types], ["", *(name.split(" (")[0] for name in names)]]
+    types, names, configs = zip(*models)
+    readings = [readings_of(config)[-1][1] for config in configs]
+    routers = [{line.template: line for line in lines_of(reading)} for reading in readings]
+    dense = [families.layers(reading.dense) if reading.dense else "-" for reading in readings]
+    rows = [["type", *types], ["model", *(name.split(" (")[0] for name in names)]]
     same = []
+    if len(set(dense)) > 1:
+        rows.append(["without experts", *dense])
+    elif dense[0] != "-":
+        same.append(f"without experts: {dense[0]}")
     for _, _, template in FORMULAS:
         lines = [lines.get(template) for lines in routers]
         texts = {str(line) for line in lines}
         if len(texts) > 1:
-            rows.append([re.sub(r"{\w+}", "_", template), *map(_cell, lines)])
+            label = re.sub(r"{\w+}", "_", template.removesuffix("{if_named}"))
+            rows.append([label, *map(_cell, lines)])
         elif lines[0]:
             same += texts
+    text = _side_by_side(rows)
+    if same:
+        text += ["", "In all of them:", *same]
+    return "\n".join(text)
+
+
+def _side_by_side(rows):
+    """Lines of the table. If one would be longer than 120, the models are numbered instead."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     text = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*text, "", "In all of them:", *same])
+    if max(map(len, text)) <= 120:
+        return text
+    (_, *types), (_, *names), *rows = rows
+    text = [f"{i}. {': '.join(model)}" for i, model in enumerate(zip(types, names), 1)]
+    for label, *cells in rows:
+        text.append(label)
+        for cell in dict.fromkeys(cell for cell in cells if cell != "-"):
+            where = ", ".join(str(i) for i, other in enumerate(cells, 1) if other == cell)
+            text += textwrap.wrap(f"{where}: {cell}", 120, initial_indent="    ",
+                                  subsequent_indent="        ")
+    return text
 
 
 def _cell(line):
@@ -258,7 +305,7 @@ def table() -> str:
     """The table of docs/routers.md: a line per family, with its published model, then a line per
     refused type."""
     head = ["model_type", "model (source of the formulas)", "H, E, K, F, S", *COLUMNS,
-            "product, scores, weights"]
+            "product, scores, probs"]
     rows = [head, ["---"] * len(head)]
     first = {}                                               # cells -> the first family with them
     for name in families.FAMILIES:
@@ -274,7 +321,7 @@ def table() -> str:
         for layers, reading in readings:
             if reading.of_the_block:
                 cells[-1].append(f"{layers} {_config_text(reading)}".strip())
-        cells = [*map("; ".join, cells), ", ".join(usual.precision)]
+        cells = [*map("; ".join, cells), ", ".join(usual.row.dtypes())]
         same = first.setdefault(tuple(cells), name)
         if same != name:
             cells = [f"as `{same}`", *[""] * (len(cells) - 1)]

@@ -15,11 +15,13 @@ dataclasses.replace, or as a change of replace_blocks. The letters are those of 
 """
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -47,7 +49,8 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
     batch_first is True, as the library's hidden states are [B, S, H]. params_dtype is the config's
     dtype or torch_dtype, else float32; in bf16 and fp16 the router has the library's precision.
     Sizes must be in the config; any other field has the library's default. ValueError: lists all
-    that the layer cannot express.
+    that the layer cannot express. A warning lists fields of routers, gates, experts or limits that
+    nothing reads: the library does not know them either, or they are another model's.
 
     >>> hf_config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
     ...              "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -60,6 +63,9 @@ def config_from_hf(hf_config, layer_idx: int | None = None) -> moe.MoEConfig:
         problems.append("quantization_config is given; "
                         "needs dequantised weights and a config without it")
     reading.refuse(problems)
+    if reading.unread:
+        warnings.warn(f"this {reading.model_type} config has fields that nothing reads: "
+                      f"{', '.join(reading.unread)}", stacklevel=2)
     return moe.MoEConfig(**reading.fields)
 
 
@@ -70,17 +76,24 @@ class Reading(NamedTuple):
     problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
     after: what the library makes of the output y; None: nothing.
     by_layer: the layers differ, and layer_idx was not given.
+    limits: "limit" and "shared_limit", if the layer clamps behind the activation.
+    unread: fields that speak of routers, gates, experts or limits, and that nothing reads.
+    dense, sparse: the layers without and with experts; both empty if the config has no number of
+      layers.
     """
     model_type: str
     row: "Family"
     fields: dict
     sources: dict
-    precision: list[str]
     problems: list[str]
     of_the_block: list[str]
     after: str | None
     quantized: bool
     by_layer: bool
+    limits: dict[str, float]
+    unread: list[str]
+    dense: list[int]
+    sparse: list[int]
 
     def refuse(self, problems: list[str]) -> None:
         if problems:
@@ -91,6 +104,7 @@ class Reading(NamedTuple):
 def read_config(hf_config, layer_idx: int | None = None) -> Reading:
     """The arguments are config_from_hf's. Only an unknown type is refused."""
     model_type, reads = type_of(hf_config, layer_idx)
+    refuse_dense(model_type, reads[0])
     row = family(model_type)
     router, block = reads[0], Reader(reads[0].config, layer_idx)
     fields, sources = {}, {}
@@ -107,14 +121,10 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
     if dtype not in DTYPES:
         router.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
         dtype = "float32"
-    precision = row.precision.split()
-    if router("need_fp32_gate", default=False):
-        precision[0] = "fp32"
-
-    needs = _usual_needs(fields)
+    dense, sparse = _dense_and_sparse(block.config, row)
     if layer_idx is not None:
-        _check_layer_idx(block)
-        needs["mlp_layer_types"] = "sparse", "moe", None
+        _check_layer_idx(block, row, sparse)
+    needs = _usual_needs(fields, row)
     for name, fine in (needs | row.needs).items():
         if name not in router.names | block.names:
             fine = fine if isinstance(fine, tuple) else (fine, None)
@@ -122,13 +132,15 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
             read(name, default=fine[0], among=dict.fromkeys(fine))
 
     params_dtype = getattr(torch, dtype)
-    fields |= _router_dtypes(precision, params_dtype, gate_dtype=params_dtype)
+    fields |= _router_dtypes(row.precision, params_dtype)
     fields |= {"params_dtype": params_dtype, "batch_first": True}
     return Reading(
-        model_type, row, fields, sources, precision, problems=router.problems,
+        model_type, row, fields, sources, problems=router.problems,
         of_the_block=block.problems, after=after,
         quantized=any(each.get("quantization_config") is not None for each in reads),
-        by_layer=router.by_layer or block.by_layer)
+        by_layer=router.by_layer or block.by_layer,
+        limits={of: block.get(name) for name, of in LIMITS.items() if block.get(name)},
+        unread=_unread(router.config, router.names | block.names), dense=dense, sparse=sparse)
 
 
 class Slot(NamedTuple):
@@ -151,8 +163,11 @@ class Family(NamedTuple):
       name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
     needs: field of the published config -> the values with which the layer computes the same model.
       A value without a tuple stands for itself or None. The field may be absent.
-    precision: three words, "fp32" or "model" (the model's dtype): the dtypes of the gate's product,
-      of its scores, and of the weights that it returns. Read in the code of transformers 5.24.
+    precision: four dtypes, of the gate's weight as the library loads it, of the gate's product, of
+      its scores, and of the probs that it returns. "model" is the model's dtype, "gate" that of the
+      gate's weight, and "fp32" is fp32 in bf16 and fp16 models. Read in the code of transformers
+      5.24.
+    dense: field of has_experts -> its value where the config lacks it.
     others: a pattern for names behind the prefix that are not the layer's: they are left alone.
     after: what becomes of the output y in the library: an expression, or a knob that gives one. A
       live model keeps it; the layer does not have it.
@@ -161,10 +176,16 @@ class Family(NamedTuple):
     knobs: dict[str, object]
     layouts: tuple[dict[str, Slot], ...]
     needs: dict[str, object] = {}
-    precision: str = "fp32 fp32 fp32"
+    precision: str = "fp32 fp32 fp32 fp32"
+    dense: dict[str, object] = {}
     others: str = ""
     after: str | Callable = ""
     block_scales: bool = False
+
+    def dtypes(self) -> list[str]:
+        """Of the product, the scores and the probs: "fp32" or "model"."""
+        gate, *others = self.precision.split()
+        return [gate if word == "gate" else word for word in others]
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -173,7 +194,7 @@ _ABSENT = object()
 
 
 class Missing(str):
-    """The name of a number that a config lacks, in its place."""
+    """In place of a value: the name of a field that a config lacks, or what it has of no use."""
 
     def __repr__(self):
         return str(self)
@@ -206,22 +227,24 @@ class Reader:
         self.problems.append(f"{how}; needs layer_idx")
         self.by_layer = True
 
-    def get(self, name: str, default=None):
-        """The value of a field ("ffn_config.moe_top_k": a field of a field), or the default.
-
-        A list has one value per layer: layer_idx chooses one; without it all must be equal.
-        """
+    def whole(self, name: str, default=None):
+        """The value of a field ("ffn_config.moe_top_k": a field of a field), or the default."""
         value = self.config
         for part in name.split("."):
             if isinstance(value, Mapping):
                 value = value.get(part, _ABSENT)
             else:
                 value = getattr(value, part, _ABSENT)
-        if value is _ABSENT:
-            return default
-        if not isinstance(value, (list, tuple)):
-            return value
+        return default if value is _ABSENT else value
 
+    def get(self, name: str, default=None):
+        """The same. A list has one value per layer: layer_idx chooses one; without it all must be
+        equal.
+        """
+        value = self.whole(name, default)
+        return self.of_layer(name, value) if isinstance(value, (list, tuple)) else value
+
+    def of_layer(self, name: str, value: list | tuple | str):
         index = self.layer_idx or 0
         if index >= len(value):
             self.problems.append(f"{name} has {len(value)} values; layer_idx is {self.layer_idx}")
@@ -254,7 +277,7 @@ class Reader:
         if value not in list(among):                         # a value may not be hashable
             name = next(iter(found), names[0])
             self.problems.append(f"{name} is {value!r}; needs {_or(map(repr, among))}")
-            return Missing(name)
+            return Missing(f"{name} = {value!r}")
         return among[value]
 
 
@@ -298,8 +321,18 @@ def family(model_type):
     if model_type in REFUSED:
         raise ValueError(f"model_type is {model_type!r}: {REFUSED[model_type]}")
     if model_type not in TYPES:
-        raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
+        near = difflib.get_close_matches(str(model_type), [*TYPES, *REFUSED], n=1)
+        nearest = f"nearest: {near[0]}; " if near else ""
+        raise ValueError(f"model_type is {model_type!r}; {nearest}known: {', '.join(FAMILIES)}")
     return TYPES[model_type]
+
+
+def refuse_dense(model_type, read):
+    """ValueError: the config is of a model without experts."""
+    for name in ("enable_moe_block", *NUMBERS_OF_EXPERTS):
+        value = read.whole(name)
+        if value is not None and value == 0:                 # False too
+            raise ValueError(f"this {model_type} config is of a dense model: {name} is {value}")
 
 
 def _dtype_of(reads):
@@ -312,24 +345,34 @@ def _dtype_of(reads):
     return "float32"
 
 
-def _router_dtypes(words: list[str], dtype: torch.dtype, gate_dtype: torch.dtype) -> dict:
+def _gate_dtype(precision: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the gate's weight, when the library loads a model in this dtype. precision: Family's."""
+    if precision.startswith("fp32"):
+        return torch.promote_types(dtype, torch.float32)
+    return dtype
+
+
+def _router_dtypes(
+    precision: str, dtype: torch.dtype, gate_dtype: torch.dtype | None = None,
+) -> dict:
     """Fields of MoEConfig: a router of this precision in a model of this dtype.
 
-    words: Family.precision's. gate_dtype: the router weight's, in which a "model" product is.
+    gate_dtype: the router weight's; None: as the library loads it.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    product, scores, weights = [{"model": dtype, "fp32": wide}[word] for word in words]
-    fields = {"router_dtype": gate_dtype if words[0] == "model" else wide}
-    if weights != product or scores != wide:
-        fields["probs_dtype"] = weights
+    dtypes = {"model": dtype, "fp32": wide, "gate": gate_dtype or _gate_dtype(precision, dtype)}
+    product, scores, probs = [dtypes[word] for word in precision.split()[1:]]
+    fields = {"router_dtype": product}
+    if probs != product or scores != wide:
+        fields["probs_dtype"] = probs
     return fields
 
 
-def _usual_needs(values):
+def _usual_needs(values, row):
     """The needs of every family, except for fields that its knobs read."""
     has_bias = values.get("enable_expert_bias", False)
     score_function = values.get("score_function", "softmax")
-    return {
+    needs = {
         "router_jitter_noise": 0.0,
         "mlp_bias": False,
         "moe_latent_size": None,
@@ -344,32 +387,144 @@ def _usual_needs(values):
         "routed_scaling_factor": (1.0, 0, None),
         **dict.fromkeys(SHARED_SIZES, 0),
         "n_shared_experts": 0,
+        "shared_expert_gate": values.get("shared_expert_gate", False),
         "swiglu_limit": None,
         **dict.fromkeys(LIMITS, 0),
         "moe_router_logit_softcapping": 0,
         "moe_apply_router_weight_on_input": False,
+        "use_moe": True,
     }
+    if row.dtypes()[0] == "fp32":
+        needs |= dict.fromkeys(("router_dtype", "moe_router_dtype"), ("float32", "fp32", None))
+    return needs
 
 
 # Other names of one field.
 SCORINGS = ("scoring_func", "score_func", "score_function", "moe_router_activation",
             "moe_router_activation_func")
-BIASES = "use_routing_bias", "moe_router_enable_expert_bias", "use_moe_router_bias"
+BIASES = ("use_routing_bias", "moe_router_enable_expert_bias", "use_moe_router_bias",
+          "use_expert_bias", "e_score_correction_bias")
 GROUPS = "n_group", "num_expert_groups", "num_limited_groups"
 NORMS = "norm_topk_prob", "route_norm", "norm_expert_weight"
 SHARED_SIZES = "shared_expert_intermediate_size", "shared_intermediate_size"
-LIMITS = ("swiglu_limits", "swiglu_limits_shared",           # by layer
-          "expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+LIMITS = {                                                   # by layer
+    "swiglu_limits": "limit",
+    "expert_swiglu_limit_list": "limit",
+    "swiglu_limits_shared": "shared_limit",
+    "share_expert_swiglu_limit_list": "shared_limit",
+}
 FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
            "moe_router_scaling_factor", "moe_routed_scaling_factor")
 
 
-def _check_layer_idx(read):
-    dense = read.get("first_k_dense_replace") or 0
-    if 0 <= read.layer_idx < dense and read.get("mlp_layer_types") is None:
-        read.problems.append(f"the first {dense} layers are dense; layer_idx is {read.layer_idx}")
+# Which layers have experts. The first of these that a config has says so alone: a list or a pattern
+# with a value for each layer, or the numbers of the layers with experts.
+EACH_LAYER = ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "is_moe_layer",
+              "moe_layer_freq")
+SPARSE = "sparse", "moe", "hash_moe", "E", True
+NUMBERS = "moe_layers", "moe_layers_enum"
+
+
+def from_layer(first, layer):
+    return layer >= first
+
+
+def every(step, layer):
+    return (layer + 1) % step == 0
+
+
+# In a config without one of those, a layer has experts if all of these say so.
+WHERE = {
+    "first_k_dense_replace": from_layer,
+    "first_last_k_dense_replace": from_layer,
+    "num_dense_layers": from_layer,
+    "moe_layer_num_skipped": from_layer,
+    "moe_layer_start_index": from_layer,
+    "moe_layer_end_index": lambda last, layer: last == -1 or layer <= last,
+    "moe_layer_interval": every,
+    "interleave_moe_layer_step": every,
+    "decoder_sparse_step": every,
+    "mlp_only_layers": lambda dense, layer: layer not in dense,
+    "moe_layer_freq": lambda step, layer: layer % step == 0,
+}
+
+
+def has_experts(read: Reader, row: Family) -> bool:
+    """Whether the Reader's layer has the MoE block. The other layers are dense."""
+    layer = read.layer_idx
+    for name in EACH_LAYER:
+        kinds = read.whole(name)
+        is_list = isinstance(kinds, (list, tuple, str))
+        # Only Nemotron's layers_block_type has "moe": other models list kinds of attention there.
+        if is_list and (name != "layers_block_type" or "moe" in kinds):
+            return read.of_layer(name, kinds) in (*SPARSE, None)       # None: it has no such layer
+    for name in NUMBERS:
+        numbers = read.whole(name)
+        if numbers is not None:
+            numbers = numbers.split(",") if isinstance(numbers, str) else numbers
+            return layer in map(int, numbers)
+
+    def get(name):
+        value = read.whole(name)
+        return row.dense.get(name) if value is None else value
+
+    for name, rule in WHERE.items():
+        value = get(name)
+        if value and not rule(value, layer):
+            return False
+    period = get("expert_layer_period")
+    return not period or layer % period == get("expert_layer_offset")
+
+
+def _dense_and_sparse(config, row):
+    """The numbers of the layers without experts, and of those with experts."""
+    read = Reader(config)
+    number = read.get("num_hidden_layers") or read.get("n_layers")
+    number = number or len(read.whole("layers_block_type") or [])
+    found = [], []
+    for layer in range(number):
+        found[has_experts(Reader(config, layer), row)].append(layer)
+    return found
+
+
+def _check_layer_idx(read, row, sparse):
     if read.layer_idx < 0:
         read.problems.append(f"layer_idx is {read.layer_idx}; needs 0 or more")
+    elif not has_experts(read, row):
+        which = layers(sparse) if sparse else "another"
+        read.problems.append(
+            f"layer_idx is {read.layer_idx}, a layer without experts; needs {which}")
+
+
+# What a field that speaks of routers, gates, experts or limits has in its name; not attention's.
+SPEAKS = re.compile("(?!index_|attn_|attention_|mla_|kda_|output_)"
+                    ".*(rout|gat(e|ing)|expert|moe|top_?k|limit|scor)")
+# Fields with such a name that change nothing here.
+IGNORED = {
+    "the loss": "router_aux_loss_coef moe_loss_weight",
+    "read by has_experts, or beside what it reads":
+        "expert_layer_period expert_layer_offset moe_every_n_layer moe_layer_offset",
+    "of groups, where there is one": "topk_group use_grouped_topk",
+    "how something is computed or stored":
+        "enable_moe_fp32_combine expert_dtype moe_shared_expert_overlap",
+    "of attention, of loops, of generate":
+        "gating gated_norm_rank loop_gate_rank time_step_limit top_k",
+}
+KNOWN = {*EACH_LAYER, *NUMBERS, *WHERE, *" ".join(IGNORED.values()).split()}
+
+
+def _unread(config, names):
+    """The fields that speak of routers, gates, experts or limits, without these names."""
+    if not isinstance(config, Mapping):
+        config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    fields = dict(config)
+    for outer in {name.split(".")[0] for name in names if "." in name}:
+        inner = fields.get(outer)
+        if isinstance(inner, Mapping):
+            fields |= {f"{outer}.{name}": value for name, value in inner.items()}
+    return [name for name, value in fields.items()
+            if value is not None and name not in names and name.split(".")[-1] not in KNOWN
+            and SPEAKS.match(name)]
 
 
 def meaning(values):
@@ -393,8 +548,9 @@ def from_hf(
 
     tensors: name -> tensor of float64, float32, bfloat16 or float16, with published names and
       layouts or those held in memory. Each is cast to its parameter's dtype; the expert bias stays
-      float32. One is loaded at a time, through [name] or safetensors' get_tensor. Without
-      safetensors' get_slice each is loaded twice, first for its shape.
+      float32, and so does the router's weight in the families in which the library keeps it. One is
+      loaded at a time, through [name] or safetensors' get_tensor. Without safetensors' get_slice
+      each is loaded twice, first for its shape.
     prefix: the text in front of the block's own names, such as "model.layers.3.mlp.". Names without
       it are ignored.
 
@@ -408,14 +564,22 @@ def from_hf(
     >>> tensors = to_hf(moe.MoELayer(config), "mixtral")
     >>> layer = from_hf(moe.MoELayer(config), tensors, "mixtral")
     """
-    inner, _ = _checked(layer, model_type)
+    inner, row = _checked(layer, model_type)
     if not hasattr(tensors, "keys"):
         raise TypeError(f"tensors is a {type(tensors).__name__}; needs a mapping, name -> tensor")
     if inner.router.weight.is_meta:
         raise ValueError("layer is on the meta device and cannot take weights; call "
                          "layer.to_empty(device=..) and reset_parameters() of its modules first")
     source = Source(tensors, prefix)
-    _fill(_matched(inner, model_type, source), source)
+    places = _matched(inner, model_type, source)
+
+    dtype = _gate_dtype(row.precision, inner.router.weight.dtype)
+    if dtype != inner.router.weight.dtype:
+        # Rounded to the layer's dtype, a gate that the library keeps in fp32 chooses other experts.
+        inner.router.to(dtype)
+        gate = next(iter(places))
+        places[gate] = places[gate]._replace(view=inner.router.weight.detach())
+    _fill(places, source)
     if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
         inner.set_config(dataclasses.replace(inner.config, batch_first=True))
     return layer
@@ -896,7 +1060,7 @@ OF_THE_BLOCK = """
 # Fields of published configs that say nothing of the router.
 NOT_OF_THE_ROUTER = """
     mlp_bias moe_latent_size hidden_act n_shared_experts swiglu_limit num_shared_expert
-    use_mixed_mlp_moe use_bias mlp_layer_types
+    use_mixed_mlp_moe use_bias use_moe shared_expert_gate
 """.split() + [*SHARED_SIZES, *LIMITS]
 
 
@@ -1197,7 +1361,7 @@ def _router_for(model, name, row, changes, groups):
     weight = _tensors(block)[path]
     if row.block_scales:
         fields["scaling_factor"] = None
-    dtypes = functools.partial(_dtypes_of_gate, row.precision.split(), changes)
+    dtypes = functools.partial(_dtypes_of_gate, row.precision, changes)
     fields |= dtypes(model.dtype, weight.dtype)
     reading = read_config(model.config, _layer_of(name))
     reading.refuse(reading.problems)
@@ -1231,11 +1395,11 @@ def _router_for(model, name, row, changes, groups):
     return router
 
 
-def _dtypes_of_gate(words, changes, dtype, gate_dtype):
+def _dtypes_of_gate(precision, changes, dtype, gate_dtype):
     """Fields of MoEConfig: what the library's gate has in a model of this dtype, or the changes."""
     fields = {"probs_dtype": None}
     if "router_dtype" not in changes:
-        fields |= _router_dtypes(words, dtype, gate_dtype)
+        fields |= _router_dtypes(precision, dtype, gate_dtype)
     return {name: changes.get(name, value) for name, value in fields.items()}
 
 
@@ -1495,6 +1659,7 @@ def __getattr__(name):
 
 # ---- Words of the table: knobs ----
 
+NUMBERS_OF_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
@@ -1518,8 +1683,7 @@ def sizes(*F: str) -> dict:
         "ffn_hidden_size": field(*F or ["moe_intermediate_size"]),
         "topk": field("num_experts_per_tok", "num_experts_per_token", "experts_per_token",
                       "moe_k", "moe_topk", "moe_top_k"),
-        "num_experts": field(
-            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "num_experts": field(*NUMBERS_OF_EXPERTS),
         "activation": field("hidden_act", default="silu", among=GATED),
     }
 
@@ -1604,10 +1768,22 @@ def averaged(read: Reader) -> str | None:
         return strategy and "y / 2"
 
 
+def multiplied(name: str) -> Callable:
+    """Behind a block: the factor of this field."""
+    def knob(read):
+        factor = read(name, default=1.0)
+        return None if factor in (1, None) else f"y * {factor}"
+    return knob
+
+
 def beside(read: Reader) -> str | None:
-    """Behind Granite's block: the dense FFN that its layer adds."""
+    """Behind Granite's block: the dense FFN that its layer adds, and the factor of both."""
+    factor = multiplied("residual_multiplier")(read)
     size = read("shared_intermediate_size", default=0)
-    return size and f"y + shared_mlp(x), {size} wide"
+    if not size:
+        return factor
+    both = "y + shared_mlp(x)" if factor is None else factor.replace("y", "(y + shared_mlp(x))", 1)
+    return f"{both}, {size} wide"
 
 
 def unclamped(read: Reader) -> int | None:
@@ -1629,11 +1805,10 @@ def kimi_activation(read: Reader) -> str:
 
 def chosen_by_score(read: Reader) -> bool:
     """Whether a DeepSeek-V4 layer has a bias. In a hash layer a table chooses the experts."""
-    kinds = {"moe": True, "hash_moe": False, None: None}
-    by_score = read("mlp_layer_types", default=None, among=kinds)
-    hashed = read("num_hash_layers", default=3) or 0         # used without mlp_layer_types
-    if by_score is not None:
-        return by_score
+    kind = read("mlp_layer_types", default=None)
+    if kind is not None:
+        return kind != "hash_moe"
+    hashed = read("num_hash_layers", default=3) or 0
     if hashed and read.layer_idx is None:
         read.differ(f"the first {hashed} layers are hash layers")
     return (read.layer_idx or 0) >= hashed
@@ -1817,10 +1992,10 @@ FAMILIES = {
     "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
         sizes("intermediate_size"),
-        (layout(GRANITE), layout(ROUTER + FUSED))),
+        (layout(GRANITE), layout(ROUTER + FUSED)), after=multiplied("residual_multiplier")),
     "jamba": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | NEVER_NORMED,
-        layouts(ROUTER)),
+        layouts(ROUTER), dense={"expert_layer_period": 2, "expert_layer_offset": 1}),
     "olmoe": Family(
         sizes("intermediate_size") | SOFTMAX_OVER_ALL | normed(default=False),
         layouts(GATE)),
@@ -1833,7 +2008,8 @@ FAMILIES = {
         layouts(GATE + SHARED)),
     "deepseek_v3": deepseek(V3_ROUTER),
     "glm4_moe": deepseek(noaux(1.0)),
-    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None)),
+    "dots1": deepseek(noaux(1.0, norm=False), shared_times(default=None))._replace(
+        needs={"scoring_func": ("sigmoid", "noaux_tc", None)}),
     "llama4_text": Family(
         sizes("intermediate_size") | SIGMOID | NEVER_NORMED | {"apply_probs_on": "input"}
         | shared("intermediate_size"),
@@ -1847,7 +2023,8 @@ FAMILIES = {
         | shared_times(default=2),
         layouts(GATE + SHARED + expert_bias("moe_statics.e_score_correction_bias", axes="1 e"),
                 held=ERNIE_HELD),
-        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)}),
+        needs={"use_bias": False, "moe_norm_min": (1e-12, 0.0)},
+        dense={"moe_layer_start_index": 1}),
     "minimax_m2": Family(
         sizes("intermediate_size") | SIGMOID | ALWAYS_NORMED | EXPERT_BIAS,
         layouts(BESIDE, w132(EACH)),
@@ -1863,7 +2040,7 @@ FAMILIES = {
             "norm_eps": 1e-6,
             "enable_expert_bias": flag("use_expert_bias", default=True),
         },
-        layouts(GATE + expert_bias("expert_bias"), w132(EACH))),
+        layouts(GATE + expert_bias("expert_bias"), w132(EACH)), dense={"num_dense_layers": 2}),
     "nemotron_h": Family(
         sizes() | noaux(1.0)
         | shared("moe_shared_expert_intermediate_size") | {
@@ -1913,7 +2090,7 @@ FAMILIES = {
     "flint": Family(
         sizes() | SIGMOID | normed(default=True)
         | shared("shared_expert_intermediate_size"),
-        layouts(GATE + shared_expert("shared_expert"))),
+        layouts(GATE + shared_expert("shared_expert")), dense={"mlp_only_layers": [0, 1]}),
     "mistral_large4_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED | scaled(1.0)
         | grouped(groups=1, kept=1) | shared_times(),
@@ -1928,10 +2105,10 @@ FAMILIES = {
     "bailing_hybrid": Family(
         sizes() | V3_ROUTER
         | shared_times("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-        layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED),
-        needs={"router_dtype": "fp32"}),
+        layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED)),
     "sarvam_moe": Family(
-        sizes() | noaux(2.5) | shared_times(),
+        sizes() | noaux(2.5)
+        | shared_times("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
         layouts(GATE + SHARED + expert_bias("gate.expert_bias"), held=CORRECTED + SHARED)),
     "lara_mini": Family(
         sizes() | SOFTMAX_OVER_ALL | normed(default=True)
@@ -1942,7 +2119,8 @@ FAMILIES = {
         noaux(1.0),
         shared_times("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size",
                      size=1536)),
-    "beam": Family(sizes() | V3_ROUTER, layouts(CORRECTED)),
+    "beam": Family(
+        sizes() | V3_ROUTER, layouts(CORRECTED), after="post_feedforward_layernorm(y)"),
     "mellum": Family(sizes() | SOFTMAX_OVER_ALL | normed(default=True), layouts(GATE)),
     "qwen3_vl_moe_text": Family(
         sizes() | SOFTMAX_OVER_ALL | ALWAYS_NORMED,
@@ -1959,7 +2137,8 @@ FAMILIES = {
         sizes() | SOFTMAX_OVER_ALL | normed(default=True) | scaled(1.0) | shared_times()
         | grouped(groups=1, kept=1), (layout(GATE + SHARED + FUSED),)),
     "afmoe": Family(
-        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED)),
+        sizes() | biased(1.0) | ALWAYS_NORMED | shared_times(default=2), layouts(NESTED + SHARED),
+        dense={"num_dense_layers": 1}, after="post_mlp_layernorm(y)"),
     "hy_v3": Family(
         sizes("moe_intermediate_size", "expert_hidden_dim") | biased(2.826) | ALWAYS_NORMED
         | shared_times(), layouts(NESTED + shared_expert("shared_mlp"), held=BESIDE + SHARED)),
@@ -1968,49 +2147,49 @@ FAMILIES = {
         layouts(LAGUNA, held=CORRECTED + SHARED)),
     "step3p5": Family(
         sizes() | biased(1.0) | ALWAYS_NORMED | shared("share_expert_dim"),
-        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND),
+        (layout(STEP), layout(CORRECTED + SHARED + FUSED)), others=AROUND,
+        needs={"n_shared_experts": 1}),
     "exaone_moe": Family(
         sizes() | noaux(2.5) | shared_times(), layouts(BESIDE + SHARED, held=CORRECTED + SHARED)),
     "mimo_v2_flash": Family(sizes() | noaux(1.0), layouts(CORRECTED)),
     "glm_moe_dsa": deepseek(noaux(2.5)),
     "glm4_moe_lite": deepseek(noaux(1.8)),
-    "glm5_next_text": deepseek(noaux(2.5) | SWIGLU | CLAMPED)._replace(
-        needs={"moe_router_dtype": "float32"}),
+    "glm5_next_text": deepseek(noaux(2.5) | SWIGLU | CLAMPED),
     "axk1": deepseek(V3_ROUTER)._replace(
         others=r"post_mlp_layernorm\..*", after="post_mlp_layernorm(y)"),
     "hy_v4": deepseek(
         noaux(2.827) | SWIGLU | CLAMPED, {"shared_expert_intermediate_size": unclamped}),
 }
 
-# Routers that are not fp32 throughout: the precision of product, scores and weights.
+# Routers that are not fp32 throughout: the precision of weight, product, scores and probs.
 PRECISIONS = dict(columns("""
-    mixtral                     model fp32 fp32
-    minimax_m2                  model fp32 fp32
-    minimax_m3_vl_text          model fp32 fp32
-    afmoe                       model fp32 fp32
-    step3p5                     model fp32 fp32
-    granitemoe                  model fp32 model
-    granitemoe_swa              model fp32 model
-    jamba                       model fp32 model
-    olmoe                       model fp32 model
-    qwen3_moe                   model fp32 model
-    qwen2_moe                   model fp32 model
-    qwen3_next                  model fp32 model
-    qwen3_vl_moe_text           model fp32 model
-    qwen3_5_moe_text            model fp32 model
-    llama4_text                 model fp32 model
-    gpt_oss                     model fp32 model
-    hunyuan_v1_moe              model fp32 model
-    mellum                      model fp32 model
-    aria_text                   model fp32 model
-    cohere2_moe                 model fp32 model
-    laguna                      model fp32 model
-    lfm2_moe                    model model model
-    dbrx                        model model model
-    deepseek_v4                 model model model
-    mistral4                    model model model
-    ernie4_5_moe                fp32 fp32 model
-    lara_mini                   fp32 fp32 model
+    mixtral                     model  gate  fp32   fp32
+    minimax_m2                  model  gate  fp32   fp32
+    minimax_m3_vl_text          model  gate  fp32   fp32
+    afmoe                       model  gate  fp32   fp32
+    step3p5                     model  gate  fp32   fp32
+    granitemoe                  model  gate  fp32   model
+    granitemoe_swa              model  gate  fp32   model
+    jamba                       model  gate  fp32   model
+    olmoe                       model  gate  fp32   model
+    qwen3_moe                   model  gate  fp32   model
+    qwen2_moe                   model  gate  fp32   model
+    qwen3_next                  model  gate  fp32   model
+    qwen3_vl_moe_text           model  gate  fp32   model
+    qwen3_5_moe_text            model  gate  fp32   model
+    llama4_text                 model  gate  fp32   model
+    gpt_oss                     model  gate  fp32   model
+    hunyuan_v1_moe              fp32   gate  fp32   gate
+    mellum                      model  gate  fp32   model
+    aria_text                   model  gate  fp32   model
+    cohere2_moe                 model  gate  fp32   model
+    laguna                      model  gate  fp32   model
+    lfm2_moe                    model  gate  model  model
+    dbrx                        model  gate  model  model
+    deepseek_v4                 model  gate  model  model
+    mistral4                    model  gate  model  model
+    ernie4_5_moe                fp32   fp32  fp32   model
+    lara_mini                   model  fp32  fp32   model
 """, 2))
 for name, words in PRECISIONS.items():
     FAMILIES[name] = FAMILIES[name]._replace(precision=words)
@@ -2038,8 +2217,22 @@ SAME = dict(columns("""
     qwen3_omni_moe_talker_text  qwen2_moe
 """, 2))
 FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
-for name in ("granitemoeshared", "granitemoehybrid"):
-    FAMILIES[name] = FAMILIES[name]._replace(after=beside)
+# How many layers are dense where a config has no first_k_dense_replace.
+FIRST_DENSE = {
+    1: """
+        glm4_moe glm4v_moe_text glm4_moe_lite kimi_linear kimi_k3 mistral_large4_text sarvam_moe
+        sarvam_mla axk1 axk2 dots3_note_text exaone_moe hy_v3 hy_v4 hy_v4_vl_text laguna
+        mimo_v2_flash unlimited_ocr_text""",
+    2: "bailing_hybrid",
+    3: "deepseek_v3 deepseek_v32 kimi_k2 beam step3p5 glm_moe_dsa glm5_next_text",
+}
+for number, names in FIRST_DENSE.items():
+    for name in names.split():
+        FAMILIES[name] = FAMILIES[name]._replace(dense={"first_k_dense_replace": number})
+AFTER = {"granitemoeshared": beside, "granitemoehybrid": beside,
+         "minimax": multiplied("mlp_beta_factor"), "flex_olmo": "post_feedforward_layernorm(y)"}
+for name, after in AFTER.items():
+    FAMILIES[name] = FAMILIES[name]._replace(after=after)
 
 # Why the layer cannot express the other models of the library.
 INEXPRESSIBLE = dict(columns("""

@@ -735,38 +735,76 @@ def test_atlas_ends_with_the_config(case):
     assert ("latent_down" in text) == (case in ("nemotron_h-latent", "kimi_k3"))
 
 
-# Fields of published configs whose names speak of experts or routers, and that change nothing here.
-CHANGES_NOTHING = {
-    "the loss": "router_aux_loss_coef aux_loss_alpha seq_aux moe_loss_weight",
-    "which layers have experts":
-        "expert_layer_offset expert_layer_period moe_layer_freq interleave_moe_layer_step "
-        "moe_layer_start_index moe_layer_end_index moe_layer_interval",
-    "how many groups are kept, where there is one or none": "topk_group",
-    "one group, or none": "use_grouped_topk",
-    "the file's dtype, of weights that are to be dequantised": "expert_dtype",
-    "a sum that the layer takes in fp32 in any case": "enable_moe_fp32_combine",
-}
 SPEAKS = re.compile(
     "expert|moe|rout|gate|limit|shared?_|topk|top_k|group|norm|scor|swiglu|situ|latent|_act|aux")
 
 
 @pytest.mark.parametrize("name", published.MODELS)
 def test_atlas_reads_what_a_published_config_says(name, monkeypatch):
-    """Every field that may change the router or the experts is read or needed."""
+    """Every field that may change the router or the experts is read, or needed, or named. The
+    others are of the loss, or are listed in families.py."""
     seen = set()
-    get = families.Reader.get
-    monkeypatch.setattr(families.Reader, "get",
-                        lambda read, name, *rest, **more: seen.add(name) or get(read, name, *rest,
-                                                                                 **more))
+    whole = families.Reader.whole
+    monkeypatch.setattr(families.Reader, "whole", lambda read, name, default=None:
+                        seen.add(name) or whole(read, name, default))
     config = published.MODELS[name].config
-    atlas.readings_of(config)
+    (_, reading), *_ = atlas.readings_of(config)
+    assert reading.unread == (["need_fp32_gate"] if name == "step3p5" else [])
     nested = {f"{field}.{inner}" for field in config if isinstance(config[field], dict)
               for inner in config[field]} - {"quantization_config.quant_method"}
-    fields = {*config, *nested} - seen - {"ffn_config"}
-    known = {field for line in CHANGES_NOTHING.values() for field in line.split()}
-    unread = {field for field in fields if SPEAKS.search(field)}
-    assert {field.split(".")[-1] for field in unread} <= known
+    fields = {*config, *nested} - seen - {"ffn_config", "aux_loss_alpha", "seq_aux"}
+    unread = {field.split(".")[-1] for field in fields if SPEAKS.search(field)}
+    assert unread - {*reading.unread} <= families.KNOWN
     assert families.type_of(config)[0] in families.TYPES
+
+
+# type, field and value, the refusal; "-" where it is only named
+UNREAD = """
+deepseek_v3    router_temperature=2.0       -
+deepseek_v3    moe_router_noise_std=0.1     -
+deepseek_v3    group_score_topk=1           -
+deepseek_v3    use_expert_bias=False        needs True or None
+deepseek_v3    router_dtype='bfloat16'      needs 'float32' or 'fp32' or None
+deepseek_v3    shared_expert_gate=True      needs False or None
+qwen3_moe      expert_capacity_factor=1.25  -
+qwen3_moe      e_score_correction_bias=True needs False or None
+qwen3_moe      router_dtype='float32'       -
+mimo_v2_flash  moe_router_dtype='bfloat16'  needs 'float32' or 'fp32' or None
+step3p5        need_fp32_gate=True          -
+dbrx           ffn_config.moe_noise=0.1     -
+qwen2_moe      use_moe=False                needs True or None
+"""
+
+
+@pytest.mark.parametrize("line", UNREAD.strip().splitlines())
+def test_families_unread_fields(line):
+    """What speaks of routers, gates, experts or limits is read, and refused, or it is named: by the
+    atlas, and in one warning."""
+    name, given, needs = line.split(maxsplit=2)
+    field, value = given.split("=")
+    fields = fam_fields(name)
+    if "." in field:
+        fields["ffn_config"] = fields["ffn_config"] | {field.split(".")[1]: eval(value)}
+    else:
+        fields[field] = eval(value)
+    if needs != "-":
+        assert error(families.config_from_hf, fields).endswith(f": {field} is {value}; {needs}")
+        return
+    text = f"this {name} config has fields that nothing reads: {field}"
+    with pytest.warns(UserWarning, match=re.escape(text) + "$"):
+        config = families.config_from_hf(fields)
+    assert config == families.config_from_hf(fam_fields(name))
+    lines = atlas.router(name, fields).splitlines()
+    assert f"not read: {field}" in lines and eval(lines[-1]) == config
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_families_no_warning_for_the_librarys_configs(case, recwarn):
+    for config in (library_config(case, **library_fields(case)), fam_fields(case)):
+        assert families.read_config(config).unread == []
+        if "hy_v4" not in case:                       # its shared experts are refused
+            families.config_from_hf(config)
+    assert not [warning for warning in recwarn if "nothing reads" in str(warning.message)]
 
 
 def test_atlas_of_a_named_model_has_its_numbers():
@@ -804,11 +842,149 @@ def test_atlas_without_a_published_config():
     """Letters in the place of numbers, and no model's name."""
     for name, fields in published.FIELDS.items():
         title, *lines = atlas.router(name).splitlines()
-        assert title == f"{name}: no published config"
+        assert title == f"{name}: no config found"
         for field in fields.split():
             assert any(field in line for line in lines), (name, field)
         numbers = re.findall(r"(?<![\w.-])\d[\d.e-]*", "\n".join(lines[:-1]))
         assert set(numbers) <= {"1e-20", "2"}, name          # 2 of a group are summed
+
+
+def test_atlas_says_why_no_config_computes_it(capsys, monkeypatch, tmp_path):
+    """What MoEConfig refuses is not printed as one. Exit status 0: the formulas are right."""
+    for name, given, why in [
+            ("deepseek_v3", dict(n_routed_experts=96, n_group=7),
+             "num_groups = 7 does not divide num_experts = 96; groups need equal sizes"),
+            ("deepseek_v3", dict(routed_scaling_factor="1.75"),
+             "scaling_factor = '1.75': needs a finite number, or None"),
+            ("qwen3_moe", dict(hidden_act="gelu"),
+             "hidden_act is 'gelu'; needs 'silu' or 'swish' or 'gelu_pytorch_tanh'")]:
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(fam_fields(name, **given)))
+        out, err, status = printed(capsys, monkeypatch, file)
+        assert out.splitlines()[-1] == f"no MoEConfig: {why}" and (err, status) == ("", 0)
+    assert f"{E8} experts, hidden_act = 'gelu', {F5} wide" in out
+
+
+def test_atlas_of_dense_models(capsys, monkeypatch, tmp_path):
+    """Granite 4.0's and Gemma 4's configs also describe models without experts."""
+    file = tmp_path / "config.json"
+    for name, fields, says in [
+            ("granitemoehybrid", dict(num_local_experts=0, num_experts_per_tok=0),
+             "num_local_experts is 0"),
+            ("gemma4", dict(text_config=dict(model_type="gemma4_text", enable_moe_block=False)),
+             "enable_moe_block is False")]:
+        fields = {"model_type": name, **fields}
+        text = f"this {name} config is of a dense model: {says}"
+        assert error(families.config_from_hf, fields) == f"ValueError: {text}"
+        file.write_text(json.dumps(fields))
+        assert printed(capsys, monkeypatch, file) == ("", f"{file}: {text}\n", 2)
+    moe_block = dict(model_type="gemma4_text", enable_moe_block=True)
+    assert atlas.router("gemma4_text", moe_block).startswith("gemma4_text is refused: its router")
+
+
+def test_atlas_side_by_side(capsys, monkeypatch):
+    """Each row has a name; no line is longer than 120; what all share has a title only if there is
+    some."""
+    out, *_ = printed(capsys, monkeypatch, "mixtral", "gpt_oss", "nemotron_h")
+    lines = out.splitlines()
+    assert lines[0] == "1. mixtral: mistralai/Mixtral-8x7B-v0.1" and lines[1].startswith("2. gpt")
+    at = lines.index("constants: _")
+    assert lines[at + 1] == "    2: alpha = 1.702, linear_offset = 1.0, clamp_value = 7.0"
+    assert max(map(len, lines)) <= 120 and "_" not in lines
+    out, *_ = printed(capsys, monkeypatch, "glm4_moe", "deepseek_v3")
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["type", "model", "without"]
+    out, *_ = printed(capsys, monkeypatch, "glm4_moe", "glm4v_moe_text")
+    assert "In all of them:\nwithout experts: layer 0\n" in out
+    nothing = [("glm4_moe", "a", fam_fields("glm4_moe")), ("kimi_k3", "b", fam_fields("kimi_k3"))]
+    monkeypatch.setattr(atlas, "lines_of", lambda reading: [])
+    assert "In all of them:" not in atlas.compare(nothing)
+
+
+def test_atlas_prints_one_rank_and_no_factor_of_one():
+    for name in families.FAMILIES:
+        text = atlas.router(name)
+        assert ("rank = logits" in text) == ("softmax(logits[chosen])" in text)
+        assert ("rank = scores" in text) == ("scores = " in text) and "* 1.0" not in text
+
+
+# type, fields, what the model makes of the layer's output; "-" for nothing
+BEHIND = """
+axk1              -                                       post_mlp_layernorm(y)
+afmoe             -                                       post_mlp_layernorm(y)
+flex_olmo         -                                       post_feedforward_layernorm(y)
+beam              -                                       post_feedforward_layernorm(y)
+granitemoe        residual_multiplier=0.22                y * 0.22
+granitemoe        residual_multiplier=1.0                 -
+granitemoeshared  residual_multiplier=0.5                 y * 0.5
+granitemoehybrid  shared_intermediate_size=7              y + shared_mlp(x), 7 wide
+granitemoe_swa  residual_multiplier=0.5,shared_intermediate_size=7 (y + shared_mlp(x)) * 0.5, 7 wide
+minimax           mlp_beta_factor=0.5                     y * 0.5
+minimax           -                                       -
+"""
+
+
+def test_atlas_says_what_is_behind_the_layer():
+    """And in the library's decoder layer: a field that it multiplies by is an attribute, a norm is
+    a module."""
+    for line in BEHIND.strip().splitlines():
+        name, given, behind = line.split(maxsplit=2)
+        given = {} if given == "-" else eval(f"dict({given})")
+        text = atlas.router(name, fam_fields(name, **given))
+        assert re.findall("behind the layer: y = (.*?)(?: +\\[|\n)", text) == (
+            [] if behind == "-" else [behind])
+        assert families.config_from_hf(fam_fields(name, **given)) == fam_config(name, torch.float32)
+        with torch.device("meta"):
+            layers = [module for module in whole_model(name, **given).modules()
+                      if type(module).__name__.endswith("DecoderLayer")]
+        attribute = behind.split("(")[0]
+        factor = next((value for field, value in given.items() if "shared" not in field), None)
+        assert factor is None or factor in vars(layers[-1]).values()
+        assert not attribute.endswith("norm") or any(
+            attribute in dict(layer.named_modules()) or name == "axk1" for layer in layers)
+
+
+CLAMPED = [
+    ("step3p5", {"swiglu_limits": [0.0, 7, 0.0], "swiglu_limits_shared": [0.0, 16, 0.0]}),
+    ("bailing_hybrid", {"expert_swiglu_limit_list": [0, 7, 0],
+                        "share_expert_swiglu_limit_list": [0, 16, 0]})]
+
+
+@pytest.mark.parametrize("name, limits", CLAMPED)
+def test_atlas_has_the_clamps_of_a_layer(name, limits):
+    """As a formula, and in Step's experts of the library."""
+    fields = fam_fields(name, **limits, num_hidden_layers=3, mlp_layer_types=["sparse"] * 3)
+    routed, shared = limits
+    *_, title, in_an_expert, in_shared, why, usual, _ = atlas.router(name, fields).splitlines()
+    assert title == "in layer 1:" and usual == "in layers 0, 2:"
+    assert why == (f"no MoEConfig: {routed} is 7; needs 0 or None; {shared} is 16; needs 0 or None")
+    if name == "step3p5":
+        config = library_config(name, **library_fields(name), **limits)
+        block = library_block(name, config)
+        names = dict(silu=F.silu, clip=torch.clip, min=lambda a, b: a.clamp(max=b))
+        x = torch.randn(9, H6) * 3
+        ffn = block.shared_experts
+        names |= dict(gate=ffn.gate_proj(x) * 9, up=ffn.up_proj(x) * 9)
+        ffn.gate_proj.weight.data *= 9
+        ffn.up_proj.weight.data *= 9
+        formula = in_shared.removeprefix("in the shared expert: ")
+        close(ffn(x), ffn.down_proj(eval(formula, names)), 1e-4)
+        assert in_an_expert == f"in an expert: {formula.replace('16', '7')}"
+        assert block.experts.limit == 7
+
+
+def test_families_unknown_type_names_the_nearest():
+    for name, nearest in [("mimo_v2", "mimo_v2_flash"), ("qwen3_moee", "qwen3_moe")]:
+        text = error(families.config_from_hf, {"model_type": name})
+        assert text.startswith(f"ValueError: model_type is {name!r}; nearest: {nearest}; known: ")
+
+
+def test_families_configs_as_models_publish_them():
+    """dots.llm1 names its method as its score function; Step-3.7-Flash says twice that it has a
+    shared expert."""
+    dots = fam_fields("dots1", scoring_func="noaux_tc")
+    assert families.config_from_hf(dots) == fam_config("dots1", torch.float32)
+    step = fam_fields("step3p5", n_shared_experts=1)
+    assert families.config_from_hf(step) == fam_config("step3p5", torch.float32)
 
 
 # The library's block multiplies by its scaling factor, its gate does not.
@@ -870,7 +1046,9 @@ def test_atlas_of_a_named_model_is_the_librarys_of_its_config(name):
         ("intermediate_size", "moe_intermediate_size", "expert_hidden_dim", "share_expert_dim",
          "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
          "shared_intermediate_size"), F5)
-    fields = {field: value[5] if isinstance(value, list) and "limits" not in field else value
+    one = {field: value[5] for field, value in published.MODELS[name].config.items()
+           if isinstance(value, list) and not re.search("limits|layer_", field)}
+    fields = {field: one.get(field, value)
               for field, value in published.MODELS[name].config.items()
               if value is not None and field not in ("quantization_config", "model_type")}
     fields = {field: narrow.get(field, value) if value else value
@@ -924,10 +1102,15 @@ def test_families_compiled_match_published_loop(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EVERY_LAYOUT
 def test_families_round_trip(case, dtype):
-    """Both layouts in, one out: bitwise, under a prefix; the copies share no memory."""
-    layer = fam_layer(case, dtype, fam_tensors(case, dtype, "a.b."), prefix="a.b.")
+    """Both layouts in, one out: bitwise, under a prefix; the copies share no memory. A gate that
+    the library keeps in fp32 comes out in fp32, with the same numbers."""
+    want = fam_tensors(case, dtype, "a.b.")
+    layer = fam_layer(case, dtype, want, prefix="a.b.")
     out = families.to_hf(layer, family(case), "a.b.")
-    same(out, fam_tensors(case, dtype, "a.b."))
+    if families.TYPES[family(case)].precision.startswith("fp32"):
+        gate = "a.b." + PUBLISHED[case].tensors.split()[0]
+        want[gate] = want[gate].float()
+    same(out, want)
     for tensor in out.values():
         assert tensor.is_contiguous()
         tensor.zero_()
@@ -1177,10 +1360,6 @@ def test_families_layers_that_differ():
     hunyuan = fam_fields("hunyuan_v1_moe", moe_topk=[3, 2, 1, 2])
     assert read(hunyuan, layer_idx=1).topk == 2
     assert read(hunyuan | {"moe_topk": [3]}).topk == 3
-    kimi = fam_fields("kimi_linear", mlp_layer_types=["dense", "sparse"])
-    v3 = fam_fields("deepseek_v3", first_k_dense_replace=2)
-    assert read(v3, 2) == read(v3) == read(v3 | {"mlp_layer_types": ["sparse"] * 3}, 1)
-    assert read(kimi, layer_idx=1) == read(kimi)
     dense = v4 | {"mlp_layer_types": ["moe", "dense"]}
     check_errors([
         (lambda: read(typed), "mlp_layer_types is 'hash_moe' in layers 0 to 1 or "
@@ -1188,11 +1367,98 @@ def test_families_layers_that_differ():
         (lambda: read(untyped), "the first 3 layers are hash layers; needs layer_idx"),
         (lambda: read(typed, 4), "mlp_layer_types has 4 values; layer_idx is 4"),
         (lambda: read(typed, -1), "layer_idx is -1; needs 0 or more"),
-        (lambda: read(dense, 1), "mlp_layer_types is 'dense'; needs 'moe' or 'hash_moe' or None"),
+        (lambda: read(dense, 1), "layer_idx is 1, a layer without experts; needs layers 0"),
         (lambda: read(hunyuan),
-         "moe_topk is 3 in layer 0 or 2 in layers 1, 3 or 1 in layer 2; needs layer_idx"),
-        (lambda: read(kimi, 0), "mlp_layer_types is 'dense'; needs 'sparse' or 'moe' or None"),
-        (lambda: read(v3, 1), "the first 2 layers are dense; layer_idx is 1")])
+         "moe_topk is 3 in layer 0 or 2 in layers 1, 3 or 1 in layer 2; needs layer_idx")])
+
+
+# type, fields of published configs, which of 8 layers are dense
+DENSE_LAYERS = """
+deepseek_v3   first_k_dense_replace=2  0 1
+glm_moe_dsa   first_k_dense_replace=2,mlp_layer_types=['sparse']*8  -
+kimi_linear   mlp_layer_types=['dense']+['sparse']*6+['dense']  0 7
+kimi_linear   first_k_dense_replace=2,moe_layer_freq=1  0 1
+axk1          first_k_dense_replace=1,moe_layer_freq=2  0 1 3 5 7
+mimo_v2_flash moe_layer_freq=[0]+[1]*7  0
+dots3_note_text  moe_layer_freq=[0,1]*4  0 2 4 6
+minimax_m3_vl_text  moe_layer_freq=[0]*3+[1]*5  0 1 2
+step3p5       moe_layers_enum='3,4,6,7'  0 1 2 5
+llama4_text   interleave_moe_layer_step=2  0 2 4 6
+llama4_text   moe_layers=[1,2]  0 3 4 5 6 7
+jamba         expert_layer_period=4,expert_layer_offset=2  0 1 3 4 5 7
+lfm2_moe      num_dense_layers=3  0 1 2
+afmoe         num_dense_layers=0  -
+ernie4_5_moe  moe_layer_start_index=1,moe_layer_end_index=6  0 7
+ernie4_5_moe  moe_layer_start_index=1,moe_layer_end_index=-1,moe_layer_interval=2  0 2 4 6
+qwen3_moe     mlp_only_layers=[3],decoder_sparse_step=2  0 2 3 4 6
+qwen3_next    mlp_only_layers=[3]  3
+flint         mlp_only_layers=[]  -
+nemotron_h    hybrid_override_pattern='MEMEM*EE'  0 2 4 5
+nemotron_h    layers_block_type=['mamba','moe']*4  0 2 4 6
+"""
+
+
+def sparse_in_the_library(case: str, **fields) -> tuple[list[int], object]:
+    """The layers with experts in the library's own model, on the meta device, and its config.
+    PUBLISHED says of most types that all layers have experts. That is left out here."""
+    whole = PUBLISHED[case].whole
+    fixed = dict.fromkeys(["mlp_layer_types", "first_k_dense_replace", "num_dense_layers",
+                           "mlp_only_layers", "moe_layer_start_index"])
+    fixed |= dict(num_hidden_layers=8) | fields
+    if case == "dbrx":
+        fixed = dict(n_layers=8)
+    if case == "deepseek_ocr2_text" and not fields:
+        fixed["mlp_layer_types"] = ["dense"] + ["sparse"] * 7          # it has no default
+    if "layer_types" in whole:
+        fixed["layer_types"] = whole["layer_types"] * 4
+    with torch.device("meta"):
+        model = whole_model(case, **fixed)
+    prefixes = families._prefixes(families._tensors(model), families.TYPES[case].layouts[-1:])
+    return [families._layer_of(prefix) for prefix in prefixes], model.config
+
+
+@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in FAMILIES])
+def test_families_dense_layers_are_the_librarys(case):
+    """Of every type, where its config does not say: of the config object, and of a dict without
+    that field."""
+    sparse, config = sparse_in_the_library(case)
+    assert families.read_config(config).sparse == sparse
+    sizes = {name: value for name, value in fam_fields(case).items() if name != "mlp_layer_types"}
+    if case not in ("deepseek_ocr2_text", "nemotron_h"):     # which have no default
+        assert families.read_config(sizes | {"num_hidden_layers": 8}).sparse == sparse
+
+
+@pytest.mark.parametrize("line", DENSE_LAYERS.strip().splitlines())
+def test_families_dense_layers(line):
+    """In all the ways in which configs say it: as the library has it, refused by their numbers, and
+    printed first."""
+    name, given, *dense = line.split()
+    dense = [] if dense == ["-"] else [int(layer) for layer in dense]
+    given = eval(f"dict({given})")
+    fields = fam_fields(name, **{"num_hidden_layers": 8, **given})
+    sparse = [layer for layer in range(8) if layer not in dense]
+    assert sparse_in_the_library(name, **given)[0] == sparse
+    text = atlas.router(name, fields)
+    assert (text.splitlines()[1] == f"without experts: {families.layers(dense)}"
+            or not dense and "without" not in text)
+    for layer in range(8):
+        call = functools.partial(families.config_from_hf, fields, layer)
+        if layer in dense:
+            assert error(call) == (
+                f"ValueError: this {name} config cannot be expressed: layer_idx is {layer}, "
+                f"a layer without experts; needs {families.layers(sparse)}")
+        else:
+            assert call() == families.config_from_hf(fields)
+
+
+def test_families_dense_layers_that_the_library_does_not_read():
+    """The code of K-EXAONE and of Hunyuan does."""
+    for name, given in [
+            ("exaone_moe", dict(first_last_k_dense_replace=2)),
+            ("exaone_moe", dict(is_moe_layer=[False] * 2 + [True] * 6)),
+            ("hunyuan_v1_moe", dict(moe_layer_num_skipped=2))]:
+        read = families.read_config(fam_fields(name, num_hidden_layers=8, **given))
+        assert (read.dense, read.sparse) == ([0, 1], [2, 3, 4, 5, 6, 7])
 
 
 @pytest.mark.parametrize("through", [lambda layer: layer, pytest.param(compiled, marks=slow)])
@@ -1393,7 +1659,7 @@ def test_families_misfits():
     check_errors([
         (lambda: read(layer, held, "mixtral"),
          "changed:\n  experts.gate_up_proj is [8, 6, 10]; needs [8, 10, 6]"),
-        (lambda: read(layer, t, "qwen4"), "model_type is 'qwen4'; known: mixtral,"),
+        (lambda: read(layer, t, "qwen4"), "model_type is 'qwen4'; nearest: qwen"),
         (lambda: read(layer, t, "phimoe"), "model_type is 'phimoe'"),
         (lambda: read(layer, t, "gpt_oss"),
          "layer is no gpt_oss block: activation = 'swiglu' (needs 'quick_geglu'), "
@@ -1706,8 +1972,8 @@ def test_live_guests_are_the_librarys_models(case):
 PRECISION = {
     "model fp32 fp32": "mixtral minimax_m2 minimax_m3_vl_text afmoe step3p5 minimax",
     "model fp32 model": """
-        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss hunyuan_v1_moe
-        mellum qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
+        granitemoe jamba olmoe qwen3_moe qwen2_moe qwen3_next llama4_text gpt_oss mellum
+        qwen3_vl_moe_text qwen3_5_moe_text granitemoe_swa aria_text cohere2_moe laguna
         qwen4_exp_text flex_olmo granitemoeshared granitemoehybrid qwen3_omni_moe_text
         qwen3_omni_moe_talker_text""",
     "model model model": "lfm2_moe dbrx deepseek_v4 mistral4",
@@ -1719,11 +1985,11 @@ PRECISION = {case: words.split() for words, cases in PRECISION.items() for case 
 def test_families_precisions_in_the_docs():
     """The table of docs/models.md has every precision, with types that have it."""
     page = (HERE / "docs/models.md").read_text()
-    _, _, after = page.partition("| product | scores | weights |")
+    _, _, after = page.partition("| product | scores | probs |")
     rows = [line.split(" | ") for line in after.split("\n\n")[0].splitlines()[2:]]
     said = {name: " ".join(row[:3]).removeprefix("| ")
             for row in rows for name in re.findall(r"`(\w+)`", row[3])}
-    precisions = {name: row.precision for name, row in families.FAMILIES.items()}
+    precisions = {name: " ".join(row.dtypes()) for name, row in families.FAMILIES.items()}
     assert said == {name: precisions[name] for name in said}
     assert set(said.values()) == set(precisions.values()) and len(rows) == 5
     assert PRECISION == {name: words.split() for name, words in precisions.items()
@@ -1734,6 +2000,48 @@ def block_router(case: str, dtype, **changes):
     model = OneBlock(case, dtype, **wide_fields(case))
     families.replace_blocks(model, **changes)
     return router_of(model)
+
+
+def many_experts(case: str) -> dict:
+    """Fields of a whole model whose blocks have 64 experts, 4 of them a token (Llama's 1)."""
+    wide = {name: {128: 64, 8: 4}.get(value, value) for name, value in wide_fields(case).items()
+            if re.search("experts|per_tok|moe_k|top_?k$|^n_group", name) and "shared" not in name}
+    if case == "dbrx":
+        wide = dict(ffn_config=wide_fields(case)["ffn_config"] | dict(ffn_hidden_size=24))
+    return wide
+
+
+@pytest.mark.filterwarnings("ignore:this .* config has fields that nothing reads")
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_live_precision_is_that_of_the_loaded_model(case, tmp_path):
+    """A gate is saved in fp32, and loaded with dtype=torch.bfloat16: the library keeps it in fp32
+    or rounds it. The layer of from_hf and the replaced gate have its numbers, its dtypes, and its
+    choice for every token."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads a safetensors file")
+    torch.manual_seed(3)
+    saved = whole_model(case, **many_experts(case))
+    saved.save_pretrained(tmp_path)
+    model = type(saved).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    held = families.TYPES[family(case)].layouts[-1]
+    prefix = families._prefixes(families._tensors(model), [held])[-1]
+    block = model.get_submodule(prefix[:-1])
+    x = torch.randn(2, 2048, 32).bfloat16()
+    with torch.no_grad():
+        weights, indices = gate_of_the_library(case, block, x.clone())
+        fields = model.config.to_dict()
+        tensors = safetensors.load_file(tmp_path / "model.safetensors")
+        if "hy_v4" in case:                          # a layer would clamp its shared expert too
+            fields["n_shared_experts"] = 0
+            tensors = {name: t for name, t in tensors.items() if "shared_experts" not in name}
+        config = families.config_from_hf(fields, families._layer_of(prefix))
+        found = families._prefixes(tensors, families.TYPES[family(case)].layouts)
+        layer = families.from_hf(MoELayer(config), tensors, family(case), found[-1])
+        families.replace_blocks(model)
+        for router in (layer.router, router_of(model, -1)):
+            probs, chosen = router.route(x)
+            same(router.weight, families._tensors(block)[next(iter(held))])
+            assert torch.equal(chosen.sort(1).values, indices.sort(1).values)
+            assert probs.dtype == weights.dtype
 
 
 @pytest.mark.parametrize("dtype, cases", [
@@ -2301,7 +2609,7 @@ def test_live_refusals_change_nothing():
         (lambda: replace(misshapen), "model.layers.1.mlp.gate.weight is [4, 32]; needs [8, 32]"),
         (lambda: replace(meta), "model has tensors on the meta device; needs weights: load it"),
         (lambda: replace(dense), f"{none}replaced already: none"),
-        (lambda: replace(other), "model_type is 'qwen3'; known: mixtral,"),
+        (lambda: replace(other), "model_type is 'qwen3'; nearest: qwen3_moe; known: mixtral,"),
         (lambda: families.restore_blocks(model), "model has no block that replace_blocks has")])
     check_errors(kind=TypeError, table=[
         (lambda: replace(model, top_k=2), "got an unexpected keyword argument 'top_k'"),
@@ -2647,6 +2955,7 @@ class OneBlock(torch.nn.Module):
         modeling = importlib.import_module(type(block).__module__)
         kept = [name for model in vars(modeling).values()
                 for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+        kept.append("gate.wg")                       # Hunyuan's is made in fp32
         router = next(iter(families.TYPES[family(case)].layouts[-1]))
         with torch.no_grad():
             block.get_parameter(router).mul_(0.2)    # sigmoid scores of large logits are all 1
@@ -2699,10 +3008,10 @@ def gate_of_the_library(case: str, block, x: Tensor) -> tuple[Tensor, Tensor]:
 
 # Not to the bit: how far, at most, in units of the last place of the weights' dtype. The first
 # three divide a softmax over all by its sum over the chosen: K + 2 roundings in fp32, of which a
-# softmax over the chosen has K + 1; Hunyuan rounds that to bf16. Cohere2 rounds its sigmoid scores,
+# softmax over the chosen has K + 1. Cohere2 rounds its sigmoid scores,
 # their sum and the quotient, where the layer rounds once; it chooses by its logits. In gpt-oss a
 # logit is summed up in another order, and some round the other way.
-UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=1, cohere2_moe=4, gpt_oss=1)
+UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=19, cohere2_moe=4, gpt_oss=1)
 
 
 @pytest.mark.parametrize("case", IN_THE_LIBRARY)
