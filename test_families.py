@@ -3010,8 +3010,9 @@ def gate_of_the_library(case: str, block, x: Tensor) -> tuple[Tensor, Tensor]:
 # three divide a softmax over all by its sum over the chosen: K + 2 roundings in fp32, of which a
 # softmax over the chosen has K + 1. Cohere2 rounds its sigmoid scores,
 # their sum and the quotient, where the layer rounds once; it chooses by its logits. In gpt-oss a
-# logit is summed up in another order, and some round the other way.
-UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=19, cohere2_moe=4, gpt_oss=1)
+# logit is summed up in another order on some CPUs, and one in ten thousand rounds the other way:
+# below 8 by 2^-5, which moves a prob by twice that share, or 16 units of 2^-8.
+UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=19, cohere2_moe=4, gpt_oss=16)
 
 
 @pytest.mark.parametrize("case", IN_THE_LIBRARY)
@@ -3030,8 +3031,9 @@ def test_live_router_in_bf16_chooses_as_the_librarys_gate(case):
         assert torch.equal(router.route(x)[1].sort(1).values, indices.sort(1).values)
     assert probs.dtype == weights.dtype and (probs > 0).all()
     integers = torch.int32 if probs.dtype == torch.float32 else torch.int16
-    units = (probs.view(integers).long() - weights.view(integers).long()).abs().max()
-    assert units <= UNITS.get(case, 0)
+    units = (probs.view(integers).long() - weights.view(integers).long()).abs()
+    assert units.max() <= UNITS.get(case, 0)
+    assert case != "gpt_oss" or (units > 0).float().mean() < 1e-3
 
 
 @some_quick(IN_THE_LIBRARY, "gpt_oss", "lfm2_moe", "deepseek_v4", "qwen3_moe")
