@@ -15,13 +15,15 @@ printed as "ok" up to 4, as a number up to 16, then as "wrong". "refused" means 
 raised an exception, which is an answer, not a mistake. Look for mistakes in fp32: in bf16 one of
 some percent may be as small as the rounding.
 
---list names the cases; --case NAME runs one and shows the first rows that are off. The exit status
-is 1 if something is wrong, 2 if all cases are refused, the function cannot be loaded or an option
-does not fit, else 0.
+--list names the cases; --case NAME runs one and shows the first rows that are off. --shape T E K H F
+adds a case of experts with these sizes. The last line says what "ok" covers. The exit status is 1
+if something is wrong, 2 if all cases are refused, the function cannot be loaded or an option does
+not fit, else 0. A result that a case does not have, since its input needs no gradient, is "-".
 
 Notes, of which only the first makes a row wrong:
 
-its inputs are changed          A tensor that the function was given holds other values afterwards.
+its inputs are changed          A tensor that the function was given, or the gradient of y, holds
+                                other values afterwards. In a model others read it as well.
 differs from run to run         The same call twice gave other bits.
 not the top logits of N tokens  The choice is right by the scores, some of which are equal, as where
                                 a sigmoid is 1 in fp32. By the logits it would be another.
@@ -37,11 +39,12 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, NamedTuple, get_args
+from typing import Callable, NamedTuple, Sequence, get_args
 
 import torch
 import torch.nn.functional as F
@@ -106,12 +109,48 @@ def is_choice(chosen, s, o, slack):
 
 # ---- Cases ----
 
+INPUTS = "x", "probs", "indices", "fc1", "fc2", "grad_y"
+
+
 def as_it_is(c):
     pass
 
 
 def unroute(c):
     c.indices[torch.arange(c.T)[:, None] % torch.tensor([3, 5]) == 0] = c.E
+
+
+def needs(*names):
+    """Only these of x, probs, fc1, fc2 need a gradient. Without any, the call is under no_grad."""
+    return lambda c: vars(c).update(needs=names)
+
+
+def as_columns(c):
+    """Each tensor is the first columns of a wider one, in which NaN or the index 2·E follow."""
+    for name in INPUTS:
+        z = getattr(c, name)
+        beyond = math.nan if z.is_floating_point() else 2 * c.E
+        setattr(c, name, F.pad(z, (0, 3), value=beyond)[..., :-3])
+
+
+def transpose(*names):
+    """The same values, but columns lie in memory as rows do."""
+    return lambda c: vars(c).update({n: getattr(c, n).mT.contiguous().mT for n in names})
+
+
+def reverse(c):
+    """Other values in the same tensors: of other tokens, of other experts. Twice: as before."""
+    for name in INPUTS:
+        z = getattr(c, name).detach()
+        z.copy_(z.flip(0))
+
+
+def reverse_and_renew(c):
+    """As reverse, but the tensors are new ones in the old memory, as an allocator gives them."""
+    reverse(c)
+    for name in INPUTS:
+        z = getattr(c, name).detach()
+        setattr(c, name, z.new_empty(0).set_(z))
 
 
 # name -> (what differs from T = 37, E = 6, K = 2, H = 16, F = 24, what is done to the tensors)
@@ -122,27 +161,46 @@ EXPERT_CASES = {
         c.indices[:, :1] % 2 * 5 + torch.tensor([2, 7]))),
     "more experts than tokens": (dict(T=5, E=64, K=4), as_it_is),
     "several blocks of each size": (dict(T=450, E=3, H=264, W=272), as_it_is),
-    "K = 8 of 300 experts": (dict(T=40, E=300, K=8), as_it_is),
+    "2,100 tokens, most to one expert": (dict(T=2100, E=3, K=1), lambda c: c.indices.copy_(
+        (torch.arange(c.T)[:, None] % 8).clamp(max=1))),
+    "wide tokens and experts": (dict(T=7, E=2, H=1040, W=528), as_it_is),
+    "exact powers of 2": (dict(T=256, E=4, K=1, H=64, W=32), lambda c: c.indices.copy_(
+        c.probs.argsort(0) % c.E)),
+    "K = 12, each of 520 experts": (dict(T=65, E=520, K=12), lambda c: c.indices.copy_(
+        torch.arange(c.T * 12).view(c.T, 12) * 7 % c.E)),
     "K = E": (dict(K=6), as_it_is),
     "one token": (dict(T=1), as_it_is),
     "no token": (dict(T=0), as_it_is),
     "a token names an expert twice": ({}, lambda c: c.indices[::3].copy_(c.indices[::3, :1])),
     "unrouted assignments (index E)": ({}, unroute),
+    "all assignments unrouted": ({}, lambda c: c.indices.fill_(c.E)),
     "NaN in tokens without experts": ({}, lambda c: (unroute(c), c.x[::15].fill_(math.nan))),
     "probs of 0 and above 1": ({}, lambda c: c.probs.mul_(torch.arange(c.T)[:, None] % 4)),
     "large values": ({}, lambda c: c.x.mul_(8 if c.x.dtype == torch.float16 else 300)),
-    "transposed weights": ({}, lambda c: vars(c).update(
-        fc1=c.fc1.mT.contiguous().mT, fc2=c.fc2.mT.contiguous().mT)),
+    "transposed weights": ({}, transpose("fc1", "fc2")),
     "tokens are a strided view": ({}, lambda c: vars(c).update(
         x=torch.stack((c.x, -c.x), 2)[..., 0])),
+    "probs are a strided view": ({}, transpose("probs", "indices")),
+    "a strided gradient": ({}, transpose("grad_y")),
     "an expanded gradient, of y.sum()": ({}, lambda c: vars(c).update(
-        grad=torch.ones_like(c.grad[:1, :1]).expand(c.grad.shape))),
+        grad_y=torch.ones_like(c.grad_y[:1, :1]).expand(c.grad_y.shape))),
+    "columns of wider tensors": ({}, as_columns),
     "sizes that are no multiples of 8": (dict(H=17, W=13), as_it_is),
+    "under no_grad": ({}, needs()),
+    "one token under no_grad": (dict(T=1), needs()),
+    "gradients of x and probs alone": ({}, needs("x", "probs")),
+    "gradients of the weights alone": ({}, needs("fc1", "fc2")),
+    "gradients of x and fc1 alone": ({}, needs("x", "fc1")),
+    "gradients of probs and fc2 alone": ({}, needs("probs", "fc2")),
+    "inputs changed in place": ({}, lambda c: vars(c).update(before=reverse)),
+    "new inputs at the old addresses": ({}, lambda c: vars(c).update(before=reverse_and_renew)),
 }
 
 
-def expert_case(dtype, device, change, T=37, E=6, K=2, H=16, W=24):
-    """([x, probs, fc1, fc2], indices, gradient of y), drawn on the CPU."""
+def expert_case(dtype, device, change=as_it_is, T=37, E=6, K=2, H=16, W=24):
+    """The tensors of a case, drawn on the CPU: x [T, H], probs [T, K], indices [T, K], fc1
+    [E, 2W, H], fc2 [E, H, W] and the gradient of y [T, H]; and how they are used.
+    """
     draw = torch.Generator("cpu").manual_seed(0)
     randn = lambda *shape, scale=1.0: (
         scale * torch.randn(shape, generator=draw, device="cpu")).to(device, dtype)
@@ -150,14 +208,25 @@ def expert_case(dtype, device, change, T=37, E=6, K=2, H=16, W=24):
     c = SimpleNamespace(
         T=T, E=E, x=randn(T, H), probs=rand(T, K), indices=rand(T, E).argsort(1)[:, :K],
         fc1=randn(E, 2 * W, H, scale=H ** -0.5), fc2=randn(E, H, W, scale=W ** -0.5),
-        grad=randn(T, H))
+        grad_y=randn(T, H), needs=("x", "probs", "fc1", "fc2"), before=None)
     with torch.device(device):
         change(c)
-    return [c.x, c.probs, c.fc1, c.fc2], c.indices, c.grad
+    return c
+
+
+def shape_cases(shapes):
+    """EXPERT_CASES of one's own, from (T, E, K, H, F) each. ValueError: a size that cannot be."""
+    cases = {}
+    for T, E, K, H, W in shapes:
+        name = f"T={T} E={E} K={K} H={H} F={W}"
+        if T < 0 or not 1 <= K <= E or min(H, W) < 1:
+            raise ValueError(f"shape {name}: needs T of 0 or more, K from 1 to E, H and F from 1")
+        cases[name] = dict(T=T, E=E, K=K, H=H, W=W), as_it_is
+    return cases
 
 
 def router_cases(E, with_bias):
-    """name -> (logits [T, E], expert_bias [E] or None), on the CPU."""
+    """name -> (logits [T, E], expert_bias [E] or None, whether gradients are on), on the CPU."""
     draw = torch.Generator("cpu").manual_seed(0)
     randn = lambda *shape: torch.randn(shape, generator=draw, device="cpu")
     cases = {
@@ -169,9 +238,13 @@ def router_cases(E, with_bias):
         "nearly equal logits": 1 + 1e-3 * torch.linspace(-1, 1, E, device="cpu").expand(8, E),
         "one token": randn(1, E),
         "no token": randn(0, E),
+        "thousands of tokens": randn(2100, E),
+        "transposed logits": randn(E, 64).t(),
+        "under no_grad": randn(64, E),
     }
     biases = {"": None, ", bias": 0.1 * randn(E) - 1} if with_bias else {"": None}
-    return {name + end: (x, bias) for end, bias in biases.items() for name, x in cases.items()}
+    return {name + end: (x, bias, name != "under no_grad")
+            for end, bias in biases.items() for name, x in cases.items()}
 
 
 class Row(NamedTuple):
@@ -179,6 +252,16 @@ class Row(NamedTuple):
     ratios: dict[str, float]      # result -> its error over the plain loop's
     refused: str | None           # the exception
     wrong: bool
+
+
+class Results(NamedTuple):
+    runs: list[dict]              # title -> tensor, for each call of the function
+    plain: dict                   # the same of the plain loop
+    right: dict                   # and of the plain loop in fp64
+    note: str
+    changed: list[str]            # the inputs that hold other values afterwards
+    sizes: dict[str, int]
+    way: str                      # which gradients were asked for, or what else was
 
 
 def row_errors(got, right):
@@ -197,23 +280,34 @@ def same(a, b):
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def compare(name, results, dtype, note, show) -> Row:
-    """results: title -> (got, plain loop, loop in fp64). The worst row counts; the loop's error is
-    taken as half an eps at least.
-    """
+def changed_inputs(now, before) -> list[str]:
+    """now and before: name -> tensor."""
+    return [name for name, z in before.items() if not same(now[name], z)]
+
+
+def compare(name, titles, results, dtype, show) -> Row:
+    """The worst row of the worst run counts. The loop's error is taken as half an eps at least."""
     ratios, off = {}, []
-    for title, (got, plain, right) in results.items():
-        floor = max([torch.finfo(dtype).eps / 2, *row_errors(plain, right).tolist()])
-        errors = row_errors(got, right) / floor
-        ratios[title] = max([0.0, *errors.tolist()])
+    for title, right in results.right.items():
+        floor = max([torch.finfo(dtype).eps / 2, *row_errors(results.plain[title], right).tolist()])
+        worst = lambda got: max((row_errors(got, right) / floor).tolist(), default=0.0)
+        got = max([run[title] for run in results.runs], key=worst)
+        ratios[title] = worst(got)
         if show and got.shape != right.shape:
             off.append(f"\n    {title} has shape {[*got.shape]}, right {[*right.shape]}")
             continue
+        errors = row_errors(got, right) / floor
         for i in (errors > WRONG).nonzero().flatten()[:show].tolist():
             a, b = [[f"{v:.4g}" for v in z[i].flatten()[:4].tolist()] for z in (got, right)]
             off.append(f"\n    {title}[{i}]: got {a}, right {b}")
+    note = results.note
+    if results.changed:
+        ratios[titles[0]] = math.inf
+        note = f"its inputs are changed: {', '.join(results.changed)}"
     marks = ["ok" if r <= FINE else f"{r:.1f}" if r <= WRONG else "wrong" for r in ratios.values()]
-    print(f"{name:<34}" + "".join(f"{m:>11}" for m in marks), note, *off, sep="   ")
+    shown = dict(zip(ratios, marks))
+    print(f"{name:<34}" + "".join(f"{shown.get(title, '-'):>11}" for title in titles), note, *off,
+          sep="   ")
     return Row(name, ratios, None, "wrong" in marks)
 
 
@@ -221,75 +315,96 @@ def one_line(exception):
     return f"{type(exception).__name__}: {exception}".strip().split("\n")[0][:90]
 
 
-def run_cases(cases, case, titles, results_of, dtype) -> list[Row]:
-    """A row for each case, or for the one with the name `case`."""
+def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
+    """A row for each case, or for the one with the name `case`; and the line on what they cover."""
     if case not in (None, *cases):
         raise ValueError(f"case is {case!r}; known: {', '.join(cases)}")
     print(f"{'':<34}" + "".join(f"{title:>11}" for title in titles))
-    rows = []
+    rows, sizes, ways = [], {}, {}
     for name in [case] if case else cases:
         torch._dynamo.reset()
         try:
-            results, note = results_of(*cases[name])
+            results = results_of(*cases[name])
         except Exception as e:
             rows.append(Row(name, {}, one_line(e), False))
             print(f"{name:<34}   refused: {one_line(e)}")
-        else:
-            rows.append(compare(name, dict(zip(titles, results)), dtype, note, show=bool(case)))
-    return rows
+            continue
+        rows.append(compare(name, titles, results, dtype, show=bool(case)))
+        ways[results.way] = True
+        for size, value in results.sizes.items():
+            sizes[size] = max(value, sizes.get(size, 0))
+    [short] = [short for short, known in DTYPES.items() if known == dtype]
+    largest = ", ".join(f"{size} {value}" for size, value in sizes.items())
+    return rows, f'"ok" covers {short}; {largest} at most; {", ".join(ways)}' if ways else ""
 
 
-def gradients(y, leaves, grad):
-    """Zeros for one that is None, and for y of another shape."""
+def gradients(y, leaves, grad) -> dict:
+    """leaves: title -> tensor. Zeros for a gradient that is None, and for y of another shape."""
     grads = [None] * len(leaves)
-    if y.requires_grad and y.shape == grad.shape:
-        grads = torch.autograd.grad(y, leaves, grad.to(y), allow_unused=True)
-    return [torch.zeros_like(z) if g is None else g for z, g in zip(leaves, grads)]
+    if leaves and y.requires_grad and y.shape == grad.shape:
+        grads = torch.autograd.grad(y, [*leaves.values()], grad.to(y), allow_unused=True)
+    return {title: torch.zeros_like(z) if g is None else g
+            for (title, z), g in zip(leaves.items(), grads)}
 
 
-def step(function, tensors, indices, grad):
-    """[y, and the gradients of x, probs, fc1, fc2]"""
-    leaves = [z.detach().requires_grad_() for z in tensors]
-    x, probs, fc1, fc2 = leaves
-    y = function(x, probs, indices, fc1, fc2)
-    if y.requires_grad:                      # another forward must not touch what this one keeps
-        function(x.detach().flip(0), probs, indices, fc1, fc2)
-    return [y, *gradients(y, leaves, grad)]
+def step(function, c) -> dict:
+    """y, and the gradients of those of x, probs, fc1, fc2 that need one."""
+    leaves = {f"grad {name}": getattr(c, name).requires_grad_() for name in c.needs}
+    with torch.set_grad_enabled(bool(c.needs)):
+        y = function(c.x, c.probs, c.indices, c.fc1, c.fc2)
+        if function is not expert_loop:      # another forward must not touch what this one keeps
+            function(c.x.detach().flip(0), c.probs, c.indices, c.fc1, c.fc2)
+    return {"y": y, **gradients(y, leaves, c.grad_y)}
 
 
 def check_experts(
     function: Callable, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    case: str | None = None,
+    case: str | None = None, shapes: Sequence[tuple[int, int, int, int, int]] = (),
 ) -> list[Row]:
-    """Prints a table and returns its rows. case: one name of EXPERT_CASES; None: all."""
+    """Prints a table and returns its rows.
+
+    case: one name of EXPERT_CASES, or "T=.. E=.. K=.. H=.. F=.." of a shape; None: all.
+    shapes: (T, E, K, H, F) each, of further cases with random routing.
+    ValueError: a case that is unknown, a size that cannot be.
+    """
     def results_of(sizes, change):
-        tensors, indices, grad = expert_case(dtype, "cpu", change, **sizes)
-        right = step(expert_loop, [z.double() for z in tensors], indices, grad.double())
-        plain = step(expert_loop, tensors, indices, grad)
-        there = expert_case(dtype, device, change, **sizes)
-        got, again = step(function, *there), step(function, *there)
-        note = "" if all(map(same, got, again)) else "differs from run to run"
+        plain = expert_case(dtype, "cpu", change, **sizes)
+        right = expert_case(dtype, "cpu", change, **sizes)
+        for name in ("x", "probs", "fc1", "fc2", "grad_y"):
+            setattr(right, name, getattr(right, name).double())
+        c = expert_case(dtype, device, change, **sizes)
+        if c.before:                         # what a cache would hold from an earlier step
+            c.before(c)
+            step(function, c)
+            c.before(c)
+        got, again = step(function, c), step(function, c)
         fresh = expert_case(dtype, device, change, **sizes)
-        if not all(map(same, (*fresh[0], fresh[1]), (*there[0], there[1]))):
-            got[0], note = got[0] * math.nan, "its inputs are changed"
-        return zip(got, plain, right), note
+        rows = torch.bincount(plain.indices[plain.indices < c.E], minlength=1)
+        return Results(
+            [got, again], step(expert_loop, plain), step(expert_loop, right),
+            note="" if all(map(same, got.values(), again.values())) else "differs from run to run",
+            changed=changed_inputs(vars(c), {name: getattr(fresh, name) for name in INPUTS}),
+            sizes={"T": c.T, "E": c.E, "K": c.indices.shape[1], "H": c.x.shape[1],
+                   "F": c.fc2.shape[2], "rows an expert": rows.max().item()},
+            way={4: "all gradients", 0: "no_grad"}.get(len(c.needs), "some gradients"))
 
     titles = "y", "grad x", "grad probs", "grad fc1", "grad fc2"
-    rows = run_cases(EXPERT_CASES, case, titles, results_of, dtype)
+    cases = {**EXPERT_CASES, **shape_cases(shapes)}
+    rows, covered = run_cases(cases, case, titles, results_of, dtype)
     if case is None:
         try:
             print_properties(function, dtype, device)
         except Exception as e:
             print(f"the lines on memory, bits and graphs refused: {one_line(e)}")
+    print(covered)
     return rows
 
 
 def print_properties(function, dtype, device):
     """What is no matter of right and wrong."""
-    tensors, indices, grad = expert_case(
-        dtype, device, as_it_is, T=512, E=16, K=4, H=64, W=64)
-    x, probs, fc1, fc2 = [z.requires_grad_() for z in tensors]
-    first = lambda T: (x[:T], probs[:T], indices[:T], fc1, fc2)
+    c = expert_case(dtype, device, T=512, E=16, K=4, H=64, W=64)
+    x, probs, fc1, fc2 = [getattr(c, name).requires_grad_() for name in c.needs]
+    first = lambda T: (x[:T], probs[:T], c.indices[:T], fc1, fc2)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda z: saved.append(z) or z, lambda z: z):
         y = function(*first(512))
@@ -313,10 +428,10 @@ def print_properties(function, dtype, device):
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step(function, [x, probs, fc1, fc2], indices, grad)
+            step(function, c)
         torch.cuda.set_sync_debug_mode("default")
         with torch.profiler.profile() as profiled:
-            step(function, [x, probs, fc1, fc2], indices, grad)
+            step(function, c)
         syncs = sum("synchronizing" in str(warning.message) for warning in caught)
         launches = sum(event.device_type.name == "CUDA" for event in profiled.events())
         print(f"forward and backward: {syncs} host syncs, {launches} kernels and copies")
@@ -354,14 +469,24 @@ def check_router(
     o = SimpleNamespace(**locals())
     check_options(o)
 
-    def results_of(logits, bias):
-        ours = logits.to(device, copy=True).requires_grad_()
-        probs, indices = function(ours * 1, bias if bias is None else bias.to(device))
+    def results_of(logits, bias, needs_grad):
+        ours = logits.to(device, copy=True).requires_grad_(needs_grad)
+        draw = torch.Generator("cpu").manual_seed(2)
+        grad = torch.rand(len(logits), topk, generator=draw, device="cpu")
+        with torch.set_grad_enabled(needs_grad):
+            given = {"logits": ours * 1}
+            if bias is not None:
+                given["bias"] = bias.to(device, copy=True)
+            before = {name: z.detach().clone() for name, z in given.items()}
+            probs, indices = function(given["logits"], given.get("bias"))
         if indices.dtype == torch.bool:
             beside = (probs.masked_fill(indices, 0.0) != 0).any(1)
             no_choice = beside | (indices.sum(1) != topk)
             indices = indices.int().topk(topk, 1).indices
             probs, indices = probs.gather(1, indices), indices.masked_fill(no_choice[:, None], -1)
+        given["grad_probs"] = grad.to(probs, copy=True)
+        before["grad_probs"] = given["grad_probs"].clone()
+        got = gradients(probs, {"gradient": ours} if needs_grad else {}, given["grad_probs"])
         indices = indices.cpu().long()
 
         scores = SCORE_FUNCTIONS[score_function](logits) + (0 if bias is None else bias)
@@ -373,19 +498,28 @@ def check_router(
             is_right[t] = exact or is_choice(chosen, s, o, slack)
             ties += by_logits and not exact
 
-        leaves = logits.clone().requires_grad_(), logits.double().requires_grad_()
-        all_probs = probs, *[probs_of(x, indices.clamp(0, num_experts - 1), o) for x in leaves]
-        draw = torch.Generator("cpu").manual_seed(2)
-        grad = torch.rand(len(logits), topk, generator=draw, device="cpu")
-        grads = [gradients(p, [x], grad)[0] for p, x in zip(all_probs, (ours, *leaves))]
-        ones = torch.ones_like(is_right)
-        note = f"not the top logits of {ties} tokens" if ties else ""
-        return [(is_right, ones, ones), all_probs, grads], note
+        def loop(logits):
+            logits.requires_grad_(needs_grad)
+            probs = probs_of(logits, indices.clamp(0, num_experts - 1), o)
+            leaves = {"gradient": logits} if needs_grad else {}
+            return {"choice": torch.ones_like(is_right), "probs": probs,
+                    **gradients(probs, leaves, grad)}
+
+        return Results(
+            [{"choice": is_right, "probs": probs, **got}], loop(logits.clone()),
+            loop(logits.double()), note=f"not the top logits of {ties} tokens" if ties else "",
+            changed=changed_inputs(given, before),
+            sizes={"T": len(logits), "E": num_experts, "K": topk},
+            way=("no_grad", "gradients")[needs_grad] + (", with a bias" if with_bias else ""))
 
     cases = router_cases(num_experts, with_bias)
-    return run_cases(cases, case, ("choice", "probs", "gradient"), results_of, torch.float32)
+    titles = "choice", "probs", "gradient"
+    rows, covered = run_cases(cases, case, titles, results_of, torch.float32)
+    print(covered)
+    return rows
 
 
+CHECKS = {"experts": check_experts, "router": check_router}
 OPTIONS = {
     "topk": "K, the experts of a token; default 2",
     "score_function": f"{', '.join(SCORE_FUNCTIONS)}; default softmax",
@@ -405,7 +539,9 @@ OPTIONS = {
 
 def load(place: str) -> Callable:
     """The function of FILE:FUNCTION. The file may be part of a package."""
-    file, name = place.rsplit(":", 1)
+    file, colon, name = place.rpartition(":")
+    if not colon:
+        raise ValueError("write FILE:FUNCTION")
     path = root = Path(file).resolve(strict=True)
     while (root.parent / "__init__.py").exists():
         root = root.parent
@@ -417,51 +553,74 @@ def load(place: str) -> Callable:
     return getattr(module, name)
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Options that are not given are left out, so that the checks' own defaults hold."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS)
     add = parser.add_argument
-    add("what", choices=["experts", "router"], help="what the function computes")
-    add("function", nargs="?", default="FILE:FUNCTION", metavar="FILE:FUNCTION",
-        help="the file may be part of a package")
-    add("--dtype", default="fp32", choices=DTYPES, help="of experts: of x and the weights")
+    add("what", nargs="?", metavar="experts|router", help="what the function computes")
+    add("place", nargs="?", metavar="FILE:FUNCTION", help="the file may be part of a package")
+    add("--dtype", choices=DTYPES, help="of experts: of x and the weights; default fp32")
+    add("--shape", nargs=5, type=int, action="append", metavar=("T", "E", "K", "H", "F"),
+        help="of experts: a further case with these sizes; may be given several times")
     add("--json", metavar="FILE", help="writes the rows there")
     add("--list", action="store_true", help="names the cases and ends")
     _, *options = inspect.signature(check_router).parameters.values()
     for option in options:
         kind, *_ = get_args(option.annotation) or [option.annotation]
-        read = dict(type=ast.literal_eval if kind is bool else kind, default=option.default)
+        read = dict(type=ast.literal_eval if kind is bool else kind)
         if option.default is False:
             read = dict(action="store_true")
         add(f"--{option.name}", help=OPTIONS[option.name], **read)
-    args = parser.parse_args()
-    cases = EXPERT_CASES
-    if args.what == "router":
-        cases = router_cases(args.num_experts, args.with_bias)
-    if args.list:
-        print(*cases, sep="\n")
-        return
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    refuse = lambda text: parser.exit(2, f"{text}\n")
+    given = vars(parser.parse_intermixed_args())
+    what, place, file, listed = [given.pop(n, None) for n in ("what", "place", "json", "list")]
+    if what not in CHECKS and (what or not listed):
+        refuse(f"{what or 'a call'} needs experts or router first, then FILE:FUNCTION")
+    known = {"dtype", "shape", *inspect.signature(check_experts).parameters}
+    if what == "router":
+        known = inspect.signature(check_router).parameters
+    for option in given:
+        if what and option not in known:
+            refuse(f"--{option} is no option of {what}")
+    shapes = given.pop("shape", [])
     try:
-        function = load(args.function)
-    except (Exception, SystemExit) as e:
-        print(f"{args.function} cannot be loaded: {one_line(e)}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        if args.what == "experts":
-            rows = check_experts(function, DTYPES[args.dtype], args.device, args.case)
-        else:
-            rows = check_router(function, **{o.name: getattr(args, o.name) for o in options})
+        if listed:
+            cases = {"experts": {**EXPERT_CASES, **shape_cases(shapes)},
+                     "router": router_cases(16, given.get("with_bias", False))}
+            print(*cases[what] if what else [f"{w}: {c}" for w in cases for c in cases[w]], sep="\n")
+            return
+        try:
+            function = load(place or "")
+        except (Exception, SystemExit) as e:
+            refuse(f"{place} cannot be loaded: {one_line(e)}")
+        if what == "experts":
+            given.update(dtype=DTYPES[given.get("dtype", "fp32")], shapes=shapes)
+        rows = CHECKS[what](function, **given)
     except ValueError as e:
-        parser.error(str(e))
-    if args.json:
+        refuse(e)
+    if file:
         rows_now = [{**row._asdict(), "ratios": {name: r if math.isfinite(r) else None
                      for name, r in row.ratios.items()}} for row in rows]
-        Path(args.json).write_text(json.dumps(rows_now, indent=1))
-    if args.case is None and all(row.refused for row in rows):
-        print("every case is refused: nothing is checked", file=sys.stderr)
-        sys.exit(2)
+        Path(file).write_text(json.dumps(rows_now, indent=1))
+    if "case" not in given and all(row.refused for row in rows):
+        refuse("every case is refused: nothing is checked")
     sys.exit(any(row.wrong for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:                  # as of `| head`; at its end Python writes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("nothing is decided: the output was closed before its end", file=sys.stderr)
+        sys.exit(2)

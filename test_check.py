@@ -219,7 +219,163 @@ def narrow(x, probs, indices, fc1, fc2):
     return by_expert(x, probs, indices, fc1, fc2)[:, :-1]
 
 
-ALL = "random routing"
+def wrong_under_no_grad(*args):
+    return by_expert(*args) * (1 if torch.is_grad_enabled() else 2)
+
+
+def wrong_when_decoding(x, *args):
+    return by_expert(x, *args) * (2 if len(x) == 1 and not torch.is_grad_enabled() else 1)
+
+
+def needs_gradient_of(needed, lost):
+    """Where the first of x, probs, fc1, fc2 needs no gradient, the second gets none either."""
+    def function(x, probs, indices, fc1, fc2):
+        tensors = dict(x=x, probs=probs, fc1=fc1, fc2=fc2)
+        if torch.is_grad_enabled() and not tensors[needed].requires_grad:
+            tensors[lost] = tensors[lost].detach()
+        return by_expert(**tensors, indices=indices)
+    function.__name__ = f"needs_gradient_of_{needed}_for_{lost}"
+    return function
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose backward does something to the gradient."""
+    @staticmethod
+    def forward(ctx, y, function):
+        ctx.function = function
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.function(grad), None
+
+
+def as_rows(z):
+    return torch.as_strided(z, z.shape, (z.shape[1], 1))
+
+
+def ignores_strides_of_probs(x, probs, indices, fc1, fc2):
+    return by_expert(x, as_rows(probs), indices, fc1, fc2)
+
+
+def ignores_strides_of_indices(x, probs, indices, fc1, fc2):
+    if indices.stride(1) > 1:                          # as those of the other cases are not
+        indices = as_rows(indices)
+    return by_expert(x, probs, indices, fc1, fc2)
+
+
+def ignores_strides_of_the_gradient(*args):
+    return Backward.apply(by_expert(*args), as_rows)
+
+
+def takes_rows_to_be_dense(x, *args):
+    """It looks at the last stride alone."""
+    return by_expert(as_rows(x) if x.stride(1) == 1 else x, *args)
+
+
+def reads_beyond_columns(x, probs, indices, fc1, fc2):
+    """Columns beyond the last are multiplied by 0."""
+    if x.stride(0) > x.shape[1] and x.stride(1) == 1:
+        beyond = torch.as_strided(x.detach(), (len(x), 1), x.stride(), x.storage_offset() + x.shape[1])
+        x = x + 0 * beyond
+    return by_expert(x, probs, indices, fc1, fc2)
+
+
+def first_tokens(limit):
+    def function(x, *args):
+        return by_expert(x, *args) * (torch.arange(len(x)) < limit)[:, None]
+    function.__name__ = f"first_{limit}_tokens"
+    return function
+
+
+def first_400_rows(x, probs, indices, fc1, fc2):
+    place = F.one_hot(indices.flatten(), len(fc1) + 1).cumsum(0)
+    place = place.gather(1, indices.flatten()[:, None]).view_as(indices)
+    return by_expert(x, probs, indices.masked_fill(place > 400, len(fc1)), fc1, fc2)
+
+
+def first_300_columns(x, *args):
+    return by_expert(x, *args) * (torch.arange(x.shape[1]) < 300)
+
+
+def first_512_of_f(x, probs, indices, fc1, fc2):
+    mask = (torch.arange(fc2.shape[2]) < 512).to(x.dtype)
+    return by_expert(x, probs, indices, fc1, fc2 * mask)
+
+
+def loses_expert_128(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs, indices.masked_fill(indices == 128, len(fc1)), fc1, fc2)
+
+
+def loses_full_blocks(x, probs, indices, fc1, fc2):
+    """The last block of 64 rows, where it is full."""
+    place = F.one_hot(indices.flatten(), len(fc1) + 1).cumsum(0)
+    rows = place[-1] if len(place) else place.sum(0)
+    place = place.gather(1, indices.flatten()[:, None]).view_as(indices)
+    lost = (rows % 64 == 0)[indices] & (place > rows[indices] - 64)
+    return by_expert(x, probs, indices.masked_fill(lost, len(fc1)), fc1, fc2)
+
+
+def takes_one_choice_to_be_sorted(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs, indices.sort(0).values if probs.shape[1] == 1 else indices, fc1, fc2)
+
+
+def divides_by_no_rows(x, probs, indices, fc1, fc2):
+    routed = (indices < len(fc1)).sum()
+    return by_expert(x, probs, indices, fc1, fc2) * routed / routed
+
+
+def cached_by(key, what="fc1"):
+    """A weight, made ready for the product once; or the indices."""
+    def function(x, probs, indices, fc1, fc2):
+        tensors = dict(fc1=fc1, fc2=fc2, indices=indices)
+        z = tensors[what]
+        known = function.cache.setdefault((*z.shape, key(z)), (z, z.detach().clone()))[1]
+        tensors[what] = z + (known - z.detach())         # the old values, the gradient of today
+        return by_expert(x, probs, **tensors)
+    function.cache = {}
+    return function
+
+
+cached_by_address = cached_by(lambda z: z.data_ptr())
+indices_cached_by_address = cached_by(lambda z: z.data_ptr(), "indices")
+cached_by_address_and_version = cached_by(lambda z: (z.data_ptr(), z._version), "fc2")
+cached_by_object = cached_by(id)
+
+
+def writes_to_the_gradient(*args):
+    return Backward.apply(by_expert(*args), lambda grad: grad.clone() + 0 * grad.zero_())
+
+
+def writes_to_x_in_the_backward(x, *args):
+    return Backward.apply(by_expert(x.clone(), *args), lambda grad: (x.data.zero_(), grad)[1])
+
+
+def writes_to_fc2(x, probs, indices, fc1, fc2):
+    y = by_expert(x, probs, indices, fc1.clone(), fc2.clone())
+    fc2.data.zero_()
+    return y
+
+
+def writes_to_probs(x, probs, indices, fc1, fc2):
+    y = by_expert(x, probs.clone(), indices, fc1, fc2)
+    probs.data.div_(2)
+    return y
+
+
+def gradient_adds_up(x, probs, *args):
+    """The buffer of the probs' gradient is not emptied between steps."""
+    def back(grad):
+        sums[key] = sums.get(key, 0) + grad
+        return sums[key]
+    key, sums = (probs.shape, probs.data_ptr()), gradient_adds_up.sums
+    return by_expert(x, Backward.apply(probs, back), *args)
+
+
+gradient_adds_up.sums = {}
+
+
+ALL, MANY = "random routing", "2,100 tokens, most to one expert"
 WRONG = [
     (swapped, ALL, "y"), (loses_last_row, ALL, "y"), (no_gradient_to_probs, ALL, "grad probs"),
     (repeats_count_once, "a token names an expert twice", "y"),
@@ -233,9 +389,34 @@ WRONG = [
     (first_block_of_h, "several blocks of each size", "y"),
     (first_block_of_f, "several blocks of each size", "y"),
     (first_block_of_rows, "several blocks of each size", "y"),
-    (six_choices, "K = 8 of 300 experts", "y"), (ids_in_seven_bits, "K = 8 of 300 experts", "y"),
-    (ids_in_a_byte, "K = 8 of 300 experts", "y"),
+    (six_choices, "K = 12, each of 520 experts", "y"),
+    (ids_in_seven_bits, "K = 12, each of 520 experts", "y"),
+    (ids_in_a_byte, "K = 12, each of 520 experts", "y"),
     (static_workspace, ALL, "grad x"), (writes_to_its_input, ALL, "y"),
+    (wrong_under_no_grad, "under no_grad", "y"),
+    (wrong_when_decoding, "one token under no_grad", "y"),
+    (needs_gradient_of("x", "fc1"), "gradients of the weights alone", "grad fc1"),
+    (needs_gradient_of("x", "probs"), "gradients of probs and fc2 alone", "grad probs"),
+    (needs_gradient_of("fc1", "x"), "gradients of x and probs alone", "grad x"),
+    (needs_gradient_of("fc2", "fc1"), "gradients of x and fc1 alone", "grad fc1"),
+    (needs_gradient_of("probs", "x"), "gradients of x and fc1 alone", "grad x"),
+    (ignores_strides_of_probs, "probs are a strided view", "y"),
+    (ignores_strides_of_indices, "probs are a strided view", "y"),
+    (ignores_strides_of_the_gradient, "a strided gradient", "grad fc2"),
+    (takes_rows_to_be_dense, "columns of wider tensors", "y"),
+    (reads_beyond_columns, "columns of wider tensors", "y"),
+    *[(first_tokens(limit), MANY, "y") for limit in (512, 1024, 2048)],
+    (first_400_rows, MANY, "y"), (first_300_columns, "wide tokens and experts", "y"),
+    (first_512_of_f, "wide tokens and experts", "y"),
+    (loses_expert_128, "K = 12, each of 520 experts", "y"),
+    (loses_full_blocks, "exact powers of 2", "y"),
+    (takes_one_choice_to_be_sorted, "exact powers of 2", "y"),
+    (divides_by_no_rows, "all assignments unrouted", "y"),
+    *[(function, "inputs changed in place", "y")
+      for function in (cached_by_address, indices_cached_by_address, cached_by_object)],
+    (cached_by_address_and_version, "new inputs at the old addresses", "y"),
+    (writes_to_the_gradient, ALL, "y"), (writes_to_x_in_the_backward, ALL, "y"),
+    (writes_to_fc2, ALL, "y"), (writes_to_probs, ALL, "y"), (gradient_adds_up, ALL, "grad probs"),
 ]
 
 
@@ -247,7 +428,8 @@ def test_check_flags_planted_mistakes(function, case, result, dtype, capsys):
     [row] = check_experts(function, dtype, DEVICE, case=case)
     printed = capsys.readouterr().out
     assert row.wrong and row.ratios[result] > check.WRONG, printed
-    assert f"{result}[" in printed or f"{result} has shape" in printed
+    assert any(text in printed for text in (
+        f"{result}[", f"{result} has shape", "its inputs are changed: ")), printed
 
 
 KNOBS = [
@@ -382,6 +564,42 @@ def probs_beside_the_map(logits, bias):
     return probs + 0.3 * ~chosen, chosen
 
 
+def zeroes_the_bias(logits, bias):
+    result = right_route(logits, bias)
+    if bias is not None:
+        bias.zero_()
+    return result
+
+
+def zeroes_the_logits(logits, bias):
+    result = right_route(logits * 1, bias)
+    logits.zero_()
+    return result
+
+
+def zeroes_the_gradient(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return Backward.apply(probs, lambda grad: grad.clone() + 0 * grad.zero_()), indices
+
+
+def first_1024_logits(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs * (torch.arange(len(probs)) < 1024)[:, None], indices
+
+
+def ignores_strides_of_logits(logits, bias):
+    return right_route(as_rows(logits), bias)
+
+
+def other_probs_under_no_grad(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs if torch.is_grad_enabled() else probs * 2, indices
+
+
+def loses_logit_128(logits, bias):
+    return right_route(logits.masked_fill(torch.arange(logits.shape[1]) == 128, -1e4), bias)
+
+
 def three_probs(logits, bias):
     probs, indices = right_route(logits, bias)
     return probs[:, :3], indices
@@ -394,7 +612,13 @@ def three_probs(logits, bias):
     (no_scaling, "random logits, bias", "probs"), (no_gradient, "random logits", "gradient"),
     (in_bf16, "nearly equal logits", "choice"), (five_experts, "random logits", "choice"),
     (same_expert_twice, "one token", "choice"), (beyond_the_last, "one token", "choice"),
-    (three_probs, "one token", "probs"), (probs_beside_the_map, "one token", "choice")])
+    (three_probs, "one token", "probs"), (probs_beside_the_map, "one token", "choice"),
+    (zeroes_the_bias, "random logits, bias", "choice"),
+    (zeroes_the_logits, "random logits", "choice"),
+    (zeroes_the_gradient, "random logits", "choice"),
+    (first_1024_logits, "thousands of tokens", "probs"),
+    (ignores_strides_of_logits, "transposed logits", "choice"),
+    (other_probs_under_no_grad, "under no_grad, bias", "probs")])
 def test_check_flags_planted_routers(function, case, result):
     [row] = check_router(function, **KNOBS[9], with_bias=True, device=DEVICE, case=case)
     assert row.wrong and row.ratios[result] > check.WRONG, row
