@@ -12,13 +12,13 @@ router   f(logits [T, E] fp32, expert_bias [E] or None) -> (probs [T, K], indice
 
 A figure is your error over the plain loop's error in the same dtype, both against fp64. It is
 printed as "ok" up to 4, as a number up to 16, then as "wrong". "refused" means that your function
-raised an exception, which is an answer, not a mistake. Look for mistakes in fp32: in bf16 one of
-some percent may be as small as the rounding.
+raised an exception, which is an answer, not a mistake. "-" is a gradient that a case does not need.
+Look for mistakes in fp32: in bf16 one of some percent may be as small as the rounding.
 
---list names the cases; --case NAME runs one and shows the first rows that are off. --shape T E K H F
-adds a case of experts with these sizes. The last line says what "ok" covers. The exit status is 1
-if something is wrong, 2 if all cases are refused, the function cannot be loaded or an option does
-not fit, else 0. A result that a case does not have, since its input needs no gradient, is "-".
+--list names the cases; --case NAME runs one and shows the first rows that are off;
+--shape T E K H F adds a case of experts with your sizes. The last line says what "ok" covers. The
+exit status is 1 if something is wrong, 2 if all cases are refused, the function cannot be loaded or
+an option does not fit, else 0.
 
 Notes, of which only the first makes a row wrong:
 
@@ -109,124 +109,120 @@ def is_choice(chosen, s, o, slack):
 
 # ---- Cases ----
 
-INPUTS = "x", "probs", "indices", "fc1", "fc2", "grad_y"
+NEED = "x", "probs", "fc1", "fc2"                       # what can need a gradient
+INPUTS = *NEED, "indices", "grad_y"
 
 
-def as_it_is(c):
-    pass
+def every(n, z):
+    """True for every n-th token, as [T, 1]."""
+    return torch.arange(len(z))[:, None] % n == 0
 
 
-def unroute(c):
-    c.indices[torch.arange(c.T)[:, None] % torch.tensor([3, 5]) == 0] = c.E
+def unroute(indices):
+    return indices.masked_fill(every(torch.tensor([3, 5]), indices), 6)
 
 
-def needs(*names):
-    """Only these of x, probs, fc1, fc2 need a gradient. Without any, the call is under no_grad."""
-    return lambda c: vars(c).update(needs=names)
+def transpose(z):
+    """The values stay, but columns lie in memory as rows do."""
+    return z.mT.contiguous().mT
 
 
-def as_columns(c):
-    """Each tensor is the first columns of a wider one, in which NaN or the index 2·E follow."""
-    for name in INPUTS:
-        z = getattr(c, name)
-        beyond = math.nan if z.is_floating_point() else 2 * c.E
-        setattr(c, name, F.pad(z, (0, 3), value=beyond)[..., :-3])
+def widen(z):
+    """The same values, as the first columns of a wider tensor."""
+    return F.pad(z, (0, 3), value=math.nan if z.is_floating_point() else 10 ** 6)[..., :-3]
 
 
-def transpose(*names):
-    """The same values, but columns lie in memory as rows do."""
-    return lambda c: vars(c).update({n: getattr(c, n).mT.contiguous().mT for n in names})
+def reverse(z):
+    """Other values in the same tensor: of other tokens, of other experts. Twice: as it was."""
+    return z.copy_(z.flip(0))
 
 
-def reverse(c):
-    """Other values in the same tensors: of other tokens, of other experts. Twice: as before."""
-    for name in INPUTS:
-        z = getattr(c, name).detach()
-        z.copy_(z.flip(0))
+def reverse_in_new(z):
+    """As reverse, but in a new tensor at the old address, such as an allocator gives."""
+    return z.new_empty(0).set_(reverse(z).detach())
 
 
-def reverse_and_renew(c):
-    """As reverse, but the tensors are new ones in the old memory, as an allocator gives them."""
-    reverse(c)
-    for name in INPUTS:
-        z = getattr(c, name).detach()
-        setattr(c, name, z.new_empty(0).set_(z))
-
-
-# name -> (what differs from T = 37, E = 6, K = 2, H = 16, F = 24, what is done to the tensors)
+# name -> arguments of expert_case: sizes, what is done to an input, what needs a gradient
 EXPERT_CASES = {
-    "random routing": ({}, as_it_is),
-    "all tokens to one expert": (dict(K=1), lambda c: c.indices.fill_(c.E - 1)),
-    "experts without tokens": (dict(E=16), lambda c: c.indices.copy_(
-        c.indices[:, :1] % 2 * 5 + torch.tensor([2, 7]))),
-    "more experts than tokens": (dict(T=5, E=64, K=4), as_it_is),
-    "several blocks of each size": (dict(T=450, E=3, H=264, W=272), as_it_is),
-    "2,100 tokens, most to one expert": (dict(T=2100, E=3, K=1), lambda c: c.indices.copy_(
-        (torch.arange(c.T)[:, None] % 8).clamp(max=1))),
-    "wide tokens and experts": (dict(T=7, E=2, H=1040, W=528), as_it_is),
-    "exact powers of 2": (dict(T=256, E=4, K=1, H=64, W=32), lambda c: c.indices.copy_(
-        c.probs.argsort(0) % c.E)),
-    "K = 12, each of 520 experts": (dict(T=65, E=520, K=12), lambda c: c.indices.copy_(
-        torch.arange(c.T * 12).view(c.T, 12) * 7 % c.E)),
-    "K = E": (dict(K=6), as_it_is),
-    "one token": (dict(T=1), as_it_is),
-    "no token": (dict(T=0), as_it_is),
-    "a token names an expert twice": ({}, lambda c: c.indices[::3].copy_(c.indices[::3, :1])),
-    "unrouted assignments (index E)": ({}, unroute),
-    "all assignments unrouted": ({}, lambda c: c.indices.fill_(c.E)),
-    "NaN in tokens without experts": ({}, lambda c: (unroute(c), c.x[::15].fill_(math.nan))),
-    "probs of 0 and above 1": ({}, lambda c: c.probs.mul_(torch.arange(c.T)[:, None] % 4)),
-    "large values": ({}, lambda c: c.x.mul_(8 if c.x.dtype == torch.float16 else 300)),
-    "transposed weights": ({}, transpose("fc1", "fc2")),
-    "tokens are a strided view": ({}, lambda c: vars(c).update(
-        x=torch.stack((c.x, -c.x), 2)[..., 0])),
-    "probs are a strided view": ({}, transpose("probs", "indices")),
-    "a strided gradient": ({}, transpose("grad_y")),
-    "an expanded gradient, of y.sum()": ({}, lambda c: vars(c).update(
-        grad_y=torch.ones_like(c.grad_y[:1, :1]).expand(c.grad_y.shape))),
-    "columns of wider tensors": ({}, as_columns),
-    "sizes that are no multiples of 8": (dict(H=17, W=13), as_it_is),
-    "under no_grad": ({}, needs()),
-    "one token under no_grad": (dict(T=1), needs()),
-    "gradients of x and probs alone": ({}, needs("x", "probs")),
-    "gradients of the weights alone": ({}, needs("fc1", "fc2")),
-    "gradients of x and fc1 alone": ({}, needs("x", "fc1")),
-    "gradients of probs and fc2 alone": ({}, needs("probs", "fc2")),
-    "inputs changed in place": ({}, lambda c: vars(c).update(before=reverse)),
-    "new inputs at the old addresses": ({}, lambda c: vars(c).update(before=reverse_and_renew)),
+    "random routing": {},
+    "all tokens to one expert": dict(T=2100, K=1, indices=lambda z: z.fill_(5)),
+    "experts without tokens": dict(
+        E=16, indices=lambda z: z[:, :1] % 2 * 5 + torch.tensor([2, 7])),
+    "more experts than tokens": dict(T=5, E=64, K=4),
+    "several blocks of each size": dict(T=450, E=3, H=264, W=272),
+    "wide tokens and experts": dict(T=7, E=2, H=1040, W=528),
+    "64 tokens for each expert": dict(T=256, E=4, K=1, indices=lambda z: z.argsort(0) % 4),
+    "K = 12, each of 520 experts": dict(
+        T=65, E=520, K=12, indices=lambda z: (7 * torch.arange(65 * 12) % 520).view(z.shape)),
+    "K = E": dict(K=6),
+    "one token": dict(T=1),
+    "no token": dict(T=0),
+    "a token names an expert twice": dict(indices=lambda z: z[:, :1].where(every(3, z), z)),
+    "unrouted assignments (index E)": dict(indices=unroute),
+    "all assignments unrouted": dict(indices=lambda z: z.fill_(6)),
+    "NaN in tokens without experts": dict(
+        indices=unroute, x=lambda z: z.masked_fill(every(15, z), math.nan)),
+    "probs of 0 and above 1": dict(probs=lambda z: z * (torch.arange(len(z))[:, None] % 4)),
+    "large values": dict(x=lambda z: z * (8 if z.dtype == torch.float16 else 300)),
+    "transposed weights": dict(fc1=transpose, fc2=transpose),
+    "tokens are a strided view": dict(x=lambda z: torch.stack((z, -z), 2)[..., 0]),
+    "probs are a strided view": dict(probs=transpose, indices=transpose),
+    "a strided gradient": dict(grad_y=transpose),
+    "an expanded gradient, of y.sum()": dict(
+        grad_y=lambda z: torch.ones_like(z[:1, :1]).expand(z.shape)),
+    "columns of wider tensors": dict.fromkeys(INPUTS, widen),
+    "sizes that are no multiples of 8": dict(H=17, W=13),
+    "under no_grad": dict(needs=()),
+    "one token under no_grad": dict(T=1, needs=()),
+    "gradients of x and probs alone": dict(needs=("x", "probs")),
+    "gradients of the weights alone": dict(needs=("fc1", "fc2")),
+    "gradients of x and fc1 alone": dict(needs=("x", "fc1")),
+    "gradients of probs and fc2 alone": dict(needs=("probs", "fc2")),
+    "inputs changed in place": dict(before=reverse),
+    "new inputs at the old addresses": dict(before=reverse_in_new),
 }
 
 
-def expert_case(dtype, device, change=as_it_is, T=37, E=6, K=2, H=16, W=24):
-    """The tensors of a case, drawn on the CPU: x [T, H], probs [T, K], indices [T, K], fc1
-    [E, 2W, H], fc2 [E, H, W] and the gradient of y [T, H]; and how they are used.
+def shape_cases(shapes):
+    """As EXPERT_CASES, from (T, E, K, H, F) each. ValueError: sizes that cannot be."""
+    cases = {}
+    for T, E, K, H, W in shapes:
+        name = f"T={T} E={E} K={K} H={H} F={W}"
+        if min(T, K - 1, E - K, H - 1, W - 1) < 0:
+            raise ValueError(f"shape {name}: needs K from 1 to E, H and F from 1")
+        cases[name] = dict(T=T, E=E, K=K, H=H, W=W)
+    return cases
+
+
+def change_inputs(c, changes):
+    with torch.no_grad():
+        for name, change in changes.items():
+            setattr(c, name, change(getattr(c, name)))
+
+
+def expert_case(
+        dtype, device, T=37, E=6, K=2, H=16, W=24, needs=NEED, before=None, **changes):
+    """The inputs as fields, drawn on the CPU: x [T, H], probs [T, K], indices [T, K], fc1
+    [E, 2W, H], fc2 [E, H, W], and grad_y [T, H], the gradient of y.
+
+    needs: names of what needs a gradient; without any, the function runs under no_grad.
+    before: changes the inputs for a first call, and back. changes: input -> function of it.
     """
     draw = torch.Generator("cpu").manual_seed(0)
     randn = lambda *shape, scale=1.0: (
         scale * torch.randn(shape, generator=draw, device="cpu")).to(device, dtype)
     rand = lambda *shape: torch.rand(shape, generator=draw, device="cpu").to(device)
     c = SimpleNamespace(
-        T=T, E=E, x=randn(T, H), probs=rand(T, K), indices=rand(T, E).argsort(1)[:, :K],
+        x=randn(T, H), probs=rand(T, K), indices=rand(T, E).argsort(1)[:, :K],
         fc1=randn(E, 2 * W, H, scale=H ** -0.5), fc2=randn(E, H, W, scale=W ** -0.5),
-        grad_y=randn(T, H), needs=("x", "probs", "fc1", "fc2"), before=None)
+        grad_y=randn(T, H), needs=needs, before=before and dict.fromkeys(INPUTS, before))
     with torch.device(device):
-        change(c)
+        change_inputs(c, changes)
     return c
 
 
-def shape_cases(shapes):
-    """EXPERT_CASES of one's own, from (T, E, K, H, F) each. ValueError: a size that cannot be."""
-    cases = {}
-    for T, E, K, H, W in shapes:
-        name = f"T={T} E={E} K={K} H={H} F={W}"
-        if T < 0 or not 1 <= K <= E or min(H, W) < 1:
-            raise ValueError(f"shape {name}: needs T of 0 or more, K from 1 to E, H and F from 1")
-        cases[name] = dict(T=T, E=E, K=K, H=H, W=W), as_it_is
-    return cases
-
-
 def router_cases(E, with_bias):
-    """name -> (logits [T, E], expert_bias [E] or None, whether gradients are on), on the CPU."""
+    """name -> logits [T, E], expert_bias [E] or None, on the CPU, and whether gradients are on."""
     draw = torch.Generator("cpu").manual_seed(0)
     randn = lambda *shape: torch.randn(shape, generator=draw, device="cpu")
     cases = {
@@ -238,12 +234,12 @@ def router_cases(E, with_bias):
         "nearly equal logits": 1 + 1e-3 * torch.linspace(-1, 1, E, device="cpu").expand(8, E),
         "one token": randn(1, E),
         "no token": randn(0, E),
-        "thousands of tokens": randn(2100, E),
-        "transposed logits": randn(E, 64).t(),
+        "2,100 tokens": randn(2100, E),
+        "transposed logits": transpose(randn(64, E)),
         "under no_grad": randn(64, E),
     }
     biases = {"": None, ", bias": 0.1 * randn(E) - 1} if with_bias else {"": None}
-    return {name + end: (x, bias, name != "under no_grad")
+    return {name + end: dict(logits=x, bias=bias, with_grad=name != "under no_grad")
             for end, bias in biases.items() for name, x in cases.items()}
 
 
@@ -255,13 +251,13 @@ class Row(NamedTuple):
 
 
 class Results(NamedTuple):
-    runs: list[dict]              # title -> tensor, for each call of the function
+    runs: list[dict]              # result -> tensor, of each call of the function
     plain: dict                   # the same of the plain loop
     right: dict                   # and of the plain loop in fp64
-    note: str
     changed: list[str]            # the inputs that hold other values afterwards
+    note: str
     sizes: dict[str, int]
-    way: str                      # which gradients were asked for, or what else was
+    way: str                      # which gradients were asked for
 
 
 def row_errors(got, right):
@@ -280,34 +276,28 @@ def same(a, b):
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def changed_inputs(now, before) -> list[str]:
-    """now and before: name -> tensor."""
-    return [name for name, z in before.items() if not same(now[name], z)]
-
-
 def compare(name, titles, results, dtype, show) -> Row:
-    """The worst row of the worst run counts. The loop's error is taken as half an eps at least."""
-    ratios, off = {}, []
+    """The worst row of all runs counts. The loop's error is taken as half an eps at least."""
+    ratios, off, note = {}, [], results.note
     for title, right in results.right.items():
         floor = max([torch.finfo(dtype).eps / 2, *row_errors(results.plain[title], right).tolist()])
-        worst = lambda got: max((row_errors(got, right) / floor).tolist(), default=0.0)
-        got = max([run[title] for run in results.runs], key=worst)
-        ratios[title] = worst(got)
-        if show and got.shape != right.shape:
-            off.append(f"\n    {title} has shape {[*got.shape]}, right {[*right.shape]}")
-            continue
-        errors = row_errors(got, right) / floor
-        for i in (errors > WRONG).nonzero().flatten()[:show].tolist():
-            a, b = [[f"{v:.4g}" for v in z[i].flatten()[:4].tolist()] for z in (got, right)]
-            off.append(f"\n    {title}[{i}]: got {a}, right {b}")
-    note = results.note
+        for got in [run[title] for run in results.runs]:
+            errors = row_errors(got, right) / floor
+            ratios[title] = max([ratios.get(title, 0.0), *errors.tolist()])
+            if got.shape != right.shape:
+                off.append(f"    {title} has shape {[*got.shape]}, right {[*right.shape]}")
+                continue
+            for i in (errors > WRONG).nonzero().flatten()[:1].tolist():
+                a, b = [[f"{v:.4g}" for v in z[i].flatten()[:4].tolist()] for z in (got, right)]
+                off.append(f"    {title}[{i}]: got {a}, right {b}")
     if results.changed:
         ratios[titles[0]] = math.inf
         note = f"its inputs are changed: {', '.join(results.changed)}"
-    marks = ["ok" if r <= FINE else f"{r:.1f}" if r <= WRONG else "wrong" for r in ratios.values()]
-    shown = dict(zip(ratios, marks))
-    print(f"{name:<34}" + "".join(f"{shown.get(title, '-'):>11}" for title in titles), note, *off,
-          sep="   ")
+    mark = lambda r: "ok" if r <= FINE else f"{r:.1f}" if r <= WRONG else "wrong"
+    marks = [mark(ratios[title]) if title in ratios else "-" for title in titles]
+    print(f"{name:<34}" + "".join(f"{m:>11}" for m in marks), note, sep="   ")
+    if show and off:
+        print(*off, sep="\n")
     return Row(name, ratios, None, "wrong" in marks)
 
 
@@ -324,32 +314,40 @@ def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
     for name in [case] if case else cases:
         torch._dynamo.reset()
         try:
-            results = results_of(*cases[name])
+            results = results_of(**cases[name])
         except Exception as e:
             rows.append(Row(name, {}, one_line(e), False))
             print(f"{name:<34}   refused: {one_line(e)}")
             continue
         rows.append(compare(name, titles, results, dtype, show=bool(case)))
+        sizes = {size: max(n, sizes.get(size, 0)) for size, n in results.sizes.items()}
         ways[results.way] = True
-        for size, value in results.sizes.items():
-            sizes[size] = max(value, sizes.get(size, 0))
+    largest = ", ".join(f"{size} {n}" for size, n in sizes.items())
     [short] = [short for short, known in DTYPES.items() if known == dtype]
-    largest = ", ".join(f"{size} {value}" for size, value in sizes.items())
     return rows, f'"ok" covers {short}; {largest} at most; {", ".join(ways)}' if ways else ""
 
 
 def gradients(y, leaves, grad) -> dict:
-    """leaves: title -> tensor. Zeros for a gradient that is None, and for y of another shape."""
+    """Of those leaves (title -> tensor) that need one. Zeros where y does not depend on the leaf,
+    and for y of another shape.
+    """
+    leaves = {title: z for title, z in leaves.items() if z.requires_grad}
     grads = [None] * len(leaves)
-    if leaves and y.requires_grad and y.shape == grad.shape:
+    if y.requires_grad and y.shape == grad.shape:
         grads = torch.autograd.grad(y, [*leaves.values()], grad.to(y), allow_unused=True)
-    return {title: torch.zeros_like(z) if g is None else g
-            for (title, z), g in zip(leaves.items(), grads)}
+    return {title: torch.zeros_like(leaves[title]) if g is None else g
+            for title, g in zip(leaves, grads)}
+
+
+def changed_inputs(pairs) -> list[str]:
+    """pairs: name -> (tensor or None, what it was before)."""
+    return [name for name, (z, before) in pairs.items()
+            if z is not None and not same(z, before.to(z))]
 
 
 def step(function, c) -> dict:
-    """y, and the gradients of those of x, probs, fc1, fc2 that need one."""
-    leaves = {f"grad {name}": getattr(c, name).requires_grad_() for name in c.needs}
+    """y, and the gradients that the case needs."""
+    leaves = {f"grad {name}": getattr(c, name).requires_grad_(name in c.needs) for name in NEED}
     with torch.set_grad_enabled(bool(c.needs)):
         y = function(c.x, c.probs, c.indices, c.fc1, c.fc2)
         if function is not expert_loop:      # another forward must not touch what this one keeps
@@ -367,25 +365,24 @@ def check_experts(
     shapes: (T, E, K, H, F) each, of further cases with random routing.
     ValueError: a case that is unknown, a size that cannot be.
     """
-    def results_of(sizes, change):
-        plain = expert_case(dtype, "cpu", change, **sizes)
-        right = expert_case(dtype, "cpu", change, **sizes)
-        for name in ("x", "probs", "fc1", "fc2", "grad_y"):
+    def results_of(**options):
+        case_on = lambda device: expert_case(dtype, device, **options)
+        plain, right, c, fresh = [case_on(place) for place in ("cpu", "cpu", device, device)]
+        for name in (*NEED, "grad_y"):
             setattr(right, name, getattr(right, name).double())
-        c = expert_case(dtype, device, change, **sizes)
-        if c.before:                         # what a cache would hold from an earlier step
-            c.before(c)
+        if c.before:
+            change_inputs(c, c.before)
             step(function, c)
-            c.before(c)
+            change_inputs(c, c.before)
         got, again = step(function, c), step(function, c)
-        fresh = expert_case(dtype, device, change, **sizes)
-        rows = torch.bincount(plain.indices[plain.indices < c.E], minlength=1)
+        repeats = all(map(same, got.values(), again.values()))
+        (T, K), (E, H, W) = c.indices.shape, c.fc2.shape
+        rows = plain.indices[plain.indices < E].bincount(minlength=1).max().item()
         return Results(
-            [got, again], step(expert_loop, plain), step(expert_loop, right),
-            note="" if all(map(same, got.values(), again.values())) else "differs from run to run",
-            changed=changed_inputs(vars(c), {name: getattr(fresh, name) for name in INPUTS}),
-            sizes={"T": c.T, "E": c.E, "K": c.indices.shape[1], "H": c.x.shape[1],
-                   "F": c.fc2.shape[2], "rows an expert": rows.max().item()},
+            [got] if repeats else [got, again], step(expert_loop, plain), step(expert_loop, right),
+            changed=changed_inputs({n: (getattr(c, n), getattr(fresh, n)) for n in INPUTS}),
+            note="" if repeats else "differs from run to run",
+            sizes={"T": T, "E": E, "K": K, "H": H, "F": W, "rows an expert": rows},
             way={4: "all gradients", 0: "no_grad"}.get(len(c.needs), "some gradients"))
 
     titles = "y", "grad x", "grad probs", "grad fc1", "grad fc2"
@@ -469,24 +466,17 @@ def check_router(
     o = SimpleNamespace(**locals())
     check_options(o)
 
-    def results_of(logits, bias, needs_grad):
-        ours = logits.to(device, copy=True).requires_grad_(needs_grad)
-        draw = torch.Generator("cpu").manual_seed(2)
-        grad = torch.rand(len(logits), topk, generator=draw, device="cpu")
-        with torch.set_grad_enabled(needs_grad):
-            given = {"logits": ours * 1}
-            if bias is not None:
-                given["bias"] = bias.to(device, copy=True)
-            before = {name: z.detach().clone() for name, z in given.items()}
-            probs, indices = function(given["logits"], given.get("bias"))
+    def results_of(logits, bias, with_grad):
+        leaf = logits.to(device, copy=True).requires_grad_(with_grad)
+        bias_there = None if bias is None else bias.to(device, copy=True)
+        with torch.set_grad_enabled(with_grad):
+            given = leaf * 1
+            probs, indices = function(given, bias_there)
         if indices.dtype == torch.bool:
             beside = (probs.masked_fill(indices, 0.0) != 0).any(1)
             no_choice = beside | (indices.sum(1) != topk)
             indices = indices.int().topk(topk, 1).indices
             probs, indices = probs.gather(1, indices), indices.masked_fill(no_choice[:, None], -1)
-        given["grad_probs"] = grad.to(probs, copy=True)
-        before["grad_probs"] = given["grad_probs"].clone()
-        got = gradients(probs, {"gradient": ours} if needs_grad else {}, given["grad_probs"])
         indices = indices.cpu().long()
 
         scores = SCORE_FUNCTIONS[score_function](logits) + (0 if bias is None else bias)
@@ -498,24 +488,26 @@ def check_router(
             is_right[t] = exact or is_choice(chosen, s, o, slack)
             ties += by_logits and not exact
 
-        def loop(logits):
-            logits.requires_grad_(needs_grad)
-            probs = probs_of(logits, indices.clamp(0, num_experts - 1), o)
-            leaves = {"gradient": logits} if needs_grad else {}
-            return {"choice": torch.ones_like(is_right), "probs": probs,
-                    **gradients(probs, leaves, grad)}
-
+        draw = torch.Generator("cpu").manual_seed(2)
+        grad = torch.rand(len(logits), topk, generator=draw, device="cpu")
+        grad_there, ones = grad.to(probs, copy=True), torch.ones_like(is_right)
+        all_of = lambda logits, choice, probs, grad: {
+            "choice": choice, "probs": probs, **gradients(probs, {"gradient": logits}, grad)}
+        loop = lambda logits: all_of(
+            logits, ones, probs_of(logits, indices.clamp(0, num_experts - 1), o), grad)
         return Results(
-            [{"choice": is_right, "probs": probs, **got}], loop(logits.clone()),
-            loop(logits.double()), note=f"not the top logits of {ties} tokens" if ties else "",
-            changed=changed_inputs(given, before),
+            [all_of(leaf, is_right, probs, grad_there)],
+            *[loop(z.requires_grad_(with_grad)) for z in (logits.clone(), logits.double())],
+            changed=changed_inputs({"logits": (given, leaf), "bias": (bias_there, bias),
+                                    "grad_probs": (grad_there, grad)}),
+            note=f"not the top logits of {ties} tokens" if ties else "",
             sizes={"T": len(logits), "E": num_experts, "K": topk},
-            way=("no_grad", "gradients")[needs_grad] + (", with a bias" if with_bias else ""))
+            way="all gradients" if with_grad else "no_grad")
 
     cases = router_cases(num_experts, with_bias)
     titles = "choice", "probs", "gradient"
     rows, covered = run_cases(cases, case, titles, results_of, torch.float32)
-    print(covered)
+    print(covered + "; with and without a bias" * with_bias)
     return rows
 
 
@@ -538,32 +530,34 @@ OPTIONS = {
 
 
 def load(place: str) -> Callable:
-    """The function of FILE:FUNCTION. The file may be part of a package."""
-    file, colon, name = place.rpartition(":")
-    if not colon:
-        raise ValueError("write FILE:FUNCTION")
-    path = root = Path(file).resolve(strict=True)
-    while (root.parent / "__init__.py").exists():
-        root = root.parent
-    sys.path[:0] = [str(root.parent), str(path.parent)]
-    dotted = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-    spec = importlib.util.spec_from_file_location(dotted, path)
-    sys.modules[dotted] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    """The function of FILE:FUNCTION. The file may be part of a package. ValueError: whatever keeps
+    it from being loaded.
+    """
+    try:
+        file, name = place.rsplit(":", 1)
+        path = root = Path(file).resolve(strict=True)
+        while (root.parent / "__init__.py").exists():
+            root = root.parent
+        sys.path[:0] = [str(root.parent), str(path.parent)]
+        dotted = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        spec = importlib.util.spec_from_file_location(dotted, path)
+        sys.modules[dotted] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+    except (Exception, SystemExit) as e:
+        raise ValueError(f"{place} cannot be loaded: {one_line(e)}") from e
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Options that are not given are left out, so that the checks' own defaults hold."""
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS)
-    add = parser.add_argument
+        argument_default=argparse.SUPPRESS)      # so that the defaults are those of the functions
+    add, refuse = parser.add_argument, lambda text: parser.exit(2, f"{text}\n")
     add("what", nargs="?", metavar="experts|router", help="what the function computes")
     add("place", nargs="?", metavar="FILE:FUNCTION", help="the file may be part of a package")
     add("--dtype", choices=DTYPES, help="of experts: of x and the weights; default fp32")
     add("--shape", nargs=5, type=int, action="append", metavar=("T", "E", "K", "H", "F"),
-        help="of experts: a further case with these sizes; may be given several times")
+        dest="shapes", help="of experts: a further case of these sizes; may be repeated")
     add("--json", metavar="FILE", help="writes the rows there")
     add("--list", action="store_true", help="names the cases and ends")
     _, *options = inspect.signature(check_router).parameters.values()
@@ -573,36 +567,24 @@ def make_parser() -> argparse.ArgumentParser:
         if option.default is False:
             read = dict(action="store_true")
         add(f"--{option.name}", help=OPTIONS[option.name], **read)
-    return parser
-
-
-def main() -> None:
-    parser = make_parser()
-    refuse = lambda text: parser.exit(2, f"{text}\n")
     given = vars(parser.parse_intermixed_args())
     what, place, file, listed = [given.pop(n, None) for n in ("what", "place", "json", "list")]
-    if what not in CHECKS and (what or not listed):
-        refuse(f"{what or 'a call'} needs experts or router first, then FILE:FUNCTION")
-    known = {"dtype", "shape", *inspect.signature(check_experts).parameters}
-    if what == "router":
-        known = inspect.signature(check_router).parameters
-    for option in given:
-        if what and option not in known:
-            refuse(f"--{option} is no option of {what}")
-    shapes = given.pop("shape", [])
+
+    known = what in CHECKS or listed and what is None
+    if not known or not listed and ":" not in str(place):
+        refuse("write: check.py experts|router FILE:FUNCTION; or --list")
+    for name in given if what else ():
+        if name not in inspect.signature(CHECKS[what]).parameters:
+            refuse(f"--{name.replace('shapes', 'shape')} is no option of {what}")
     try:
         if listed:
-            cases = {"experts": {**EXPERT_CASES, **shape_cases(shapes)},
-                     "router": router_cases(16, given.get("with_bias", False))}
-            print(*cases[what] if what else [f"{w}: {c}" for w in cases for c in cases[w]], sep="\n")
+            cases = {"experts": [*EXPERT_CASES, *shape_cases(given.get("shapes", ()))],
+                     "router": [*router_cases(16, given.get("with_bias"))]}
+            print(*cases[what] if what else sum(cases.values(), []), sep="\n")
             return
-        try:
-            function = load(place or "")
-        except (Exception, SystemExit) as e:
-            refuse(f"{place} cannot be loaded: {one_line(e)}")
-        if what == "experts":
-            given.update(dtype=DTYPES[given.get("dtype", "fp32")], shapes=shapes)
-        rows = CHECKS[what](function, **given)
+        if "dtype" in given:
+            given["dtype"] = DTYPES[given["dtype"]]
+        rows = CHECKS[what](load(place), **given)
     except ValueError as e:
         refuse(e)
     if file:
@@ -615,12 +597,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
     try:
-        try:
-            main()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:                  # as of `| head`; at its end Python writes once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("nothing is decided: the output was closed before its end", file=sys.stderr)
-        sys.exit(2)
+        main()
+    except BrokenPipeError:                      # as `| head` makes it
+        print("the output was closed before its end", file=sys.stderr)
+        os._exit(2)                              # sys.exit would write to the closed output again

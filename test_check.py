@@ -63,7 +63,8 @@ def moe_layer(x, probs, indices, fc1, fc2):
     *[(expert_mlp, dtype) for dtype in check.DTYPES.values()], (by_expert, torch.float32),
     (by_expert, torch.bfloat16), (moe_layer, torch.float32), (moe_layer, torch.bfloat16),
     (small_experts, torch.float32), (small_experts, torch.bfloat16),
-    (compiled(expert_mlp, "inductor"), torch.float32), (check.expert_loop, torch.float16)]))
+    (compiled(expert_mlp, "inductor"), torch.float32),
+    *[(check.expert_loop, dtype) for dtype in check.DTYPES.values()]]))
 def test_check_passes_right_experts(function, dtype, capsys):
     rows = check_experts(function, dtype, DEVICE)
     assert [row.case for row in rows] == list(check.EXPERT_CASES)
@@ -276,7 +277,8 @@ def takes_rows_to_be_dense(x, *args):
 def reads_beyond_columns(x, probs, indices, fc1, fc2):
     """Columns beyond the last are multiplied by 0."""
     if x.stride(0) > x.shape[1] and x.stride(1) == 1:
-        beyond = torch.as_strided(x.detach(), (len(x), 1), x.stride(), x.storage_offset() + x.shape[1])
+        H = x.shape[1]
+        beyond = torch.as_strided(x.detach(), (len(x), 1), x.stride(), x.storage_offset() + H)
         x = x + 0 * beyond
     return by_expert(x, probs, indices, fc1, fc2)
 
@@ -375,7 +377,7 @@ def gradient_adds_up(x, probs, *args):
 gradient_adds_up.sums = {}
 
 
-ALL, MANY = "random routing", "2,100 tokens, most to one expert"
+ALL, MANY = "random routing", "all tokens to one expert"
 WRONG = [
     (swapped, ALL, "y"), (loses_last_row, ALL, "y"), (no_gradient_to_probs, ALL, "grad probs"),
     (repeats_count_once, "a token names an expert twice", "y"),
@@ -408,9 +410,9 @@ WRONG = [
     *[(first_tokens(limit), MANY, "y") for limit in (512, 1024, 2048)],
     (first_400_rows, MANY, "y"), (first_300_columns, "wide tokens and experts", "y"),
     (first_512_of_f, "wide tokens and experts", "y"),
-    (loses_expert_128, "K = 12, each of 520 experts", "y"),
-    (loses_full_blocks, "exact powers of 2", "y"),
-    (takes_one_choice_to_be_sorted, "exact powers of 2", "y"),
+    (loses_expert_128, "K = 12, each of 520 experts", "grad probs"),
+    (loses_full_blocks, "64 tokens for each expert", "y"),
+    (takes_one_choice_to_be_sorted, "64 tokens for each expert", "y"),
     (divides_by_no_rows, "all assignments unrouted", "y"),
     *[(function, "inputs changed in place", "y")
       for function in (cached_by_address, indices_cached_by_address, cached_by_object)],
@@ -616,7 +618,7 @@ def three_probs(logits, bias):
     (zeroes_the_bias, "random logits, bias", "choice"),
     (zeroes_the_logits, "random logits", "choice"),
     (zeroes_the_gradient, "random logits", "choice"),
-    (first_1024_logits, "thousands of tokens", "probs"),
+    (first_1024_logits, "2,100 tokens", "probs"),
     (ignores_strides_of_logits, "transposed logits", "choice"),
     (other_probs_under_no_grad, "under no_grad, bias", "probs")])
 def test_check_flags_planted_routers(function, case, result):
@@ -681,13 +683,31 @@ def test_check_runs_on_python_3_10():
 def test_check_says_what_each_option_is(monkeypatch):
     def look(self):
         raise LookupError([action.option_strings for action in self._actions if not action.help])
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", look)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_intermixed_args", look)
     with pytest.raises(LookupError) as found:
         check.main()
     assert found.value.args == ([],)
 
 
-def test_check_from_the_command_line(tmp_path):
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Calls check.py as from the command line, in an empty folder: status, what is printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["check.py", *args])
+        try:
+            check.main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code)
+        return status, *capsys.readouterr()
+    return call
+
+
+def test_check_from_the_command_line(tmp_path, run):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "def moe(x, probs, indices, fc1, fc2):\n"
@@ -696,29 +716,16 @@ def test_check_from_the_command_line(tmp_path):
         "    s = logits.sigmoid() if bias is None else logits.sigmoid() + bias\n"
         "    indices = s.topk(3).indices\n"
         "    return logits.sigmoid().gather(1, indices), indices\n")
-
-    def run(*args):
-        done = subprocess.run(
-            [sys.executable, HERE / "check.py", *args], cwd=tmp_path, timeout=200,
-            capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
-    status, out, _ = run("experts", "mine.py:moe", "--dtype", "bf16", "--json", "rows.json")
-    assert status == 1 and "wrong" in out
+    status, out, _ = run(
+        "experts", "--dtype", "bf16", "mine.py:moe", "--json", "rows.json", "--shape", *"94122")
+    assert status == 1 and "wrong" in out and '"ok" covers bf16; T 2100' in out
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["case"] for row in rows] == [*check.EXPERT_CASES] and rows[0]["wrong"]
-    assert "Infinity" not in (tmp_path / "rows.json").read_text()
+    assert [row["case"] for row in rows] == [*check.EXPERT_CASES, "T=9 E=4 K=1 H=2 F=2"]
+    assert rows[0]["wrong"] and "Infinity" not in (tmp_path / "rows.json").read_text()
     status, out, _ = run(
         "router", "mine.py:route", "--topk", "3", "--score_function", "sigmoid", "--with_bias",
         "--norm_topk_prob", "False", "--case", "one token, bias")
-    assert status == 0 and len(out.splitlines()) == 2
-    assert run("router", "x", "--list")[1].splitlines() == [*check.router_cases(16, False)]
-    for place in ("mine.py:no", "no.py:moe", "mine.py"):
-        status, out, err = run("experts", place)
-        assert status == 2 and len(err.splitlines()) == 1 and "cannot be loaded" in err
-    for options in (["--case", "no"], ["--score_function", "sigmiod"], ["--topk", "99"]):
-        what = "experts" if options[0] == "--case" else "router"
-        status, _, err = run(what, "mine.py:moe", *options)
-        assert status == 2 and "Traceback" not in err
+    assert status == 0 and len(out.splitlines()) == 3
 
     # A package with neighbours; a name that the standard library has; no other file of that name.
     (tmp_path / "kit").mkdir()
@@ -732,10 +739,95 @@ def test_check_from_the_command_line(tmp_path):
     (tmp_path / "raises.py").write_text("def moe(*args):\n    return args[9]\n")
     for what in ("experts", "router"):
         status, out, err = run(what, "raises.py:moe")
-        assert status == 2 and "refused: IndexError" in out, err
+        assert status == 2 and "refused: IndexError" in out and '"ok" covers' not in out, err
         assert err == "every case is refused: nothing is checked\n"
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
     assert run("router", "exits.py:route")[0] == 2
+
+
+def test_check_lists_cases(run):
+    experts, router = [*check.EXPERT_CASES], [*check.router_cases(16, False)]
+    for args, cases in ((["router", "x"], router), (["experts"], experts), ([], experts + router),
+                        (["experts", "--shape", *"94122"], [*experts, "T=9 E=4 K=1 H=2 F=2"])):
+        assert run(*args, "--list") == (0, "\n".join(cases) + "\n", "")
+
+
+def test_check_refuses_a_command_line(tmp_path, run):
+    """With status 2 and one line."""
+    (tmp_path / "mine.py").write_text("def moe(x, *args):\n    return x\n")
+    table = {
+        "x.py": "write: check.py experts|router FILE:FUNCTION; or --list", "": "write: ",
+        "mine.py:moe": "write: ", "experts mine.py": "write: ", "x.py --list": "write: ",
+        "experts": "write: ", "experts mine.py:no": "mine.py:no cannot be loaded: AttributeError",
+        "router no.py:moe": "no.py:moe cannot be loaded: FileNotFoundError",
+        "experts mine.py:moe --num_experts 128": "--num_experts is no option of experts",
+        "experts mine.py:moe --topk 4 --case no": "--topk is no option of experts",
+        "router mine.py:moe --dtype bf16": "--dtype is no option of router",
+        "router mine.py:moe --shape 9 4 1 2 2": "--shape is no option of router",
+        "experts mine.py:moe --shape 9 4 5 2 2": "shape T=9 E=4 K=5 H=2 F=2: needs K from 1 to E",
+        "experts mine.py:moe --case no": "case is 'no'; known: random routing",
+        "router mine.py:moe --score_function sigmiod": "score_function is 'sigmiod'; known: ",
+        "router mine.py:moe --topk 99": "topk is 99; needs 1 to 16"}
+    for args, text in table.items():
+        status, out, err = run(*args.split())
+        assert (status, out) == (2, "") and err.startswith(text) and err.count("\n") == 1, args
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell's pipe")
+def test_check_whose_output_is_closed():
+    """As `| head -1` does."""
+    done = subprocess.Popen(
+        [sys.executable, HERE / "check.py", "--list"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True)
+    done.stdout.close()
+    assert done.stderr.read() == "the output was closed before its end\n"
+    assert done.wait(timeout=200) == 2
+
+
+def test_check_shapes_of_your_own(capsys):
+    """What is wrong with 128 experts alone is found by that shape alone."""
+    def wrong_at_128(x, probs, indices, fc1, fc2):
+        return by_expert(x, probs, indices, fc1, fc2) * (2 if len(fc1) == 128 else 1)
+    *rows, mine = check_experts(
+        wrong_at_128, device=DEVICE, shapes=[(9, 4, 1, 8, 8), (20, 128, 4, 16, 8)])
+    assert mine.case == "T=20 E=128 K=4 H=16 F=8" and mine.wrong
+    assert not any(row.wrong or row.refused for row in rows)
+    for shape in ((-1, 4, 1, 8, 8), (9, 0, 1, 8, 8), (9, 4, 0, 8, 8), (9, 4, 1, 0, 8),
+                  (9, 4, 1, 8, 0), (9, 4, 5, 8, 8)):
+        assert "needs K from 1 to E" in error(check_experts, by_expert, shapes=[shape])
+
+
+def test_check_says_what_ok_covers(capsys):
+    """Sizes of the cases that ran, not of those that the function refuses."""
+    def small_alone(x, probs, indices, fc1, fc2):
+        if len(x) > 100 or len(fc1) > 100 or not torch.is_grad_enabled():
+            raise NotImplementedError
+        return by_expert(x, probs, indices, fc1, fc2)
+    rows = check_experts(small_alone, torch.bfloat16, DEVICE)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == (
+        '"ok" covers bf16; T 37, E 64, K 6, H 1040, F 528, rows an expert 37 at most; '
+        "all gradients, some gradients")
+    assert not any(row.wrong for row in rows)
+    check_experts(by_expert, device=DEVICE, case="one token", shapes=[(99, 200, 9, 8, 8)])
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        '"ok" covers fp32; T 1, E 6, K 2, H 16, F 24, rows an expert 1 at most; all gradients')
+    for with_bias, end in ((False, ""), (True, "; with and without a bias")):
+        check_router(route, with_bias=with_bias, device=DEVICE)
+        assert capsys.readouterr().out.splitlines()[-1] == (
+            f'"ok" covers fp32; T 2100, E 16, K 2 at most; all gradients, no_grad{end}')
+
+
+def test_check_says_which_inputs_are_changed(capsys):
+    for function, names in ((writes_to_its_input, "indices"), (writes_to_probs, "probs"),
+                            (writes_to_fc2, "fc2"), (writes_to_the_gradient, "grad_y"),
+                            (writes_to_x_in_the_backward, "x")):
+        check_experts(function, device=DEVICE, case=ALL)
+        assert f"its inputs are changed: {names}\n" in capsys.readouterr().out
+    for function, names in ((zeroes_the_bias, "bias"), (zeroes_the_logits, "logits"),
+                            (zeroes_the_gradient, "grad_probs")):
+        check_router(function, **KNOBS[9], with_bias=True, device=DEVICE, case="one token, bias")
+        assert f"its inputs are changed: {names}\n" in capsys.readouterr().out
 
 
 def adapter(name: str):
