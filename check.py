@@ -15,10 +15,10 @@ printed as "ok" up to 4, as a number up to 16, then as "wrong". "refused" means 
 raised an exception, which is an answer, not a mistake. "-" is a gradient that a case does not need.
 Look for mistakes in fp32: in bf16 one of some percent may be as small as the rounding.
 
---list names the cases; --case NAME runs one and shows the first rows that are off;
---shape T E K H F adds a case of experts with your sizes. The last line says what "ok" covers. The
-exit status is 1 if something is wrong, 2 if all cases are refused, the function cannot be loaded or
-an option does not fit, else 0.
+--list names the cases; --case NAME runs one and shows the first rows that are off. For experts,
+--shape T E K H F adds a case with your sizes. The last line says what "ok" covers. The exit status
+is 1 if something is wrong, 2 if all cases are refused, the function cannot be loaded or an option
+does not fit, else 0.
 
 Notes, of which only the first makes a row wrong:
 
@@ -114,7 +114,7 @@ INPUTS = *NEED, "indices", "grad_y"
 
 
 def every(n, z):
-    """True for every n-th token, as [T, 1]."""
+    """[T, 1]: whether a token is an n-th one."""
     return torch.arange(len(z))[:, None] % n == 0
 
 
@@ -123,22 +123,22 @@ def unroute(indices):
 
 
 def transpose(z):
-    """The values stay, but columns lie in memory as rows do."""
+    """The same values, in the memory of the transposed tensor."""
     return z.mT.contiguous().mT
 
 
 def widen(z):
-    """The same values, as the first columns of a wider tensor."""
+    """The same values, as the first columns of a wider tensor. No function may use the others."""
     return F.pad(z, (0, 3), value=math.nan if z.is_floating_point() else 10 ** 6)[..., :-3]
 
 
 def reverse(z):
-    """Other values in the same tensor: of other tokens, of other experts. Twice: as it was."""
+    """Gives a tensor the values of other tokens or experts, in place. A second call restores it."""
     return z.copy_(z.flip(0))
 
 
 def reverse_in_new(z):
-    """As reverse, but in a new tensor at the old address, such as an allocator gives."""
+    """As reverse, but returns a new tensor at the old address, as an allocator often does."""
     return z.new_empty(0).set_(reverse(z).detach())
 
 
@@ -151,7 +151,8 @@ EXPERT_CASES = {
     "more experts than tokens": dict(T=5, E=64, K=4),
     "several blocks of each size": dict(T=450, E=3, H=264, W=272),
     "wide tokens and experts": dict(T=7, E=2, H=1040, W=528),
-    "64 tokens for each expert": dict(T=256, E=4, K=1, indices=lambda z: z.argsort(0) % 4),
+    "64 tokens for each expert": dict(
+        T=256, E=4, K=1, indices=lambda z: 5 * torch.arange(256)[:, None] % 256 // 64),
     "K = 12, each of 520 experts": dict(
         T=65, E=520, K=12, indices=lambda z: (7 * torch.arange(65 * 12) % 520).view(z.shape)),
     "K = E": dict(K=6),
@@ -195,6 +196,7 @@ def shape_cases(shapes):
 
 
 def change_inputs(c, changes):
+    """changes: name of an input -> what makes the new tensor from the old one."""
     with torch.no_grad():
         for name, change in changes.items():
             setattr(c, name, change(getattr(c, name)))
@@ -205,15 +207,17 @@ def expert_case(
     """The inputs as fields, drawn on the CPU: x [T, H], probs [T, K], indices [T, K], fc1
     [E, 2W, H], fc2 [E, H, W], and grad_y [T, H], the gradient of y.
 
-    needs: names of what needs a gradient; without any, the function runs under no_grad.
-    before: changes the inputs for a first call, and back. changes: input -> function of it.
+    needs: the inputs that need a gradient. If none does, the function runs under no_grad.
+    before: changes all inputs for one call that comes first, and changes them back after it.
+    changes: input -> what makes the tensor of this case from the drawn one.
     """
     draw = torch.Generator("cpu").manual_seed(0)
     randn = lambda *shape, scale=1.0: (
         scale * torch.randn(shape, generator=draw, device="cpu")).to(device, dtype)
-    rand = lambda *shape: torch.rand(shape, generator=draw, device="cpu").to(device)
+    rand = lambda *shape: torch.rand(shape, generator=draw, device="cpu")
     c = SimpleNamespace(
-        x=randn(T, H), probs=rand(T, K), indices=rand(T, E).argsort(1)[:, :K],
+        x=randn(T, H), probs=rand(T, K).to(device),
+        indices=rand(T, E).argsort(1).to(device)[:, :K],    # sorted here: devices break ties apart
         fc1=randn(E, 2 * W, H, scale=H ** -0.5), fc2=randn(E, H, W, scale=W ** -0.5),
         grad_y=randn(T, H), needs=needs, before=before and dict.fromkeys(INPUTS, before))
     with torch.device(device):
@@ -254,7 +258,7 @@ class Results(NamedTuple):
     runs: list[dict]              # result -> tensor, of each call of the function
     plain: dict                   # the same of the plain loop
     right: dict                   # and of the plain loop in fp64
-    changed: list[str]            # the inputs that hold other values afterwards
+    changed: list[str]            # inputs that hold other values afterwards
     note: str
     sizes: dict[str, int]
     way: str                      # which gradients were asked for
@@ -323,8 +327,9 @@ def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
         sizes = {size: max(n, sizes.get(size, 0)) for size, n in results.sizes.items()}
         ways[results.way] = True
     largest = ", ".join(f"{size} {n}" for size, n in sizes.items())
-    [short] = [short for short, known in DTYPES.items() if known == dtype]
-    return rows, f'"ok" covers {short}; {largest} at most; {", ".join(ways)}' if ways else ""
+    short = {known: short for short, known in DTYPES.items()}.get(dtype, dtype)
+    covered = f'"ok" covers {short}; {largest} at most; {", ".join(ways)}'
+    return rows, covered if ways else "no case ran"
 
 
 def gradients(y, leaves, grad) -> dict:
