@@ -289,19 +289,18 @@ def compare(name, titles, results, dtype, show) -> Row:
             errors = row_errors(got, right) / floor
             ratios[title] = max([ratios.get(title, 0.0), *errors.tolist()])
             if got.shape != right.shape:
-                off.append(f"    {title} has shape {[*got.shape]}, right {[*right.shape]}")
+                off.append(f"\n    {title} has shape {[*got.shape]}, right {[*right.shape]}")
                 continue
             for i in (errors > WRONG).nonzero().flatten()[:1].tolist():
                 a, b = [[f"{v:.4g}" for v in z[i].flatten()[:4].tolist()] for z in (got, right)]
-                off.append(f"    {title}[{i}]: got {a}, right {b}")
+                off.append(f"\n    {title}[{i}]: got {a}, right {b}")
     if results.changed:
         ratios[titles[0]] = math.inf
         note = f"its inputs are changed: {', '.join(results.changed)}"
     mark = lambda r: "ok" if r <= FINE else f"{r:.1f}" if r <= WRONG else "wrong"
     marks = [mark(ratios[title]) if title in ratios else "-" for title in titles]
-    print(f"{name:<34}" + "".join(f"{m:>11}" for m in marks), note, sep="   ")
-    if show and off:
-        print(*off, sep="\n")
+    details = off if show else []
+    print(f"{name:<34}" + "".join(f"{m:>11}" for m in marks), note, *details, sep="   ")
     return Row(name, ratios, None, "wrong" in marks)
 
 
@@ -362,7 +361,7 @@ def step(function, c) -> dict:
 
 def check_experts(
     function: Callable, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    case: str | None = None, shapes: Sequence[tuple[int, int, int, int, int]] = (),
+    case: str | None = None, shapes: Sequence[tuple] = (),
 ) -> list[Row]:
     """Prints a table and returns its rows.
 
@@ -371,8 +370,8 @@ def check_experts(
     ValueError: a case that is unknown, a size that cannot be.
     """
     def results_of(**options):
-        case_on = lambda device: expert_case(dtype, device, **options)
-        plain, right, c, fresh = [case_on(place) for place in ("cpu", "cpu", device, device)]
+        plain, right, c, fresh = [
+            expert_case(dtype, place, **options) for place in ("cpu", "cpu", device, device)]
         for name in (*NEED, "grad_y"):
             setattr(right, name, getattr(right, name).double())
         if c.before:
@@ -475,7 +474,7 @@ def check_router(
         leaf = logits.to(device, copy=True).requires_grad_(with_grad)
         bias_there = None if bias is None else bias.to(device, copy=True)
         with torch.set_grad_enabled(with_grad):
-            given = leaf * 1
+            given = leaf * 1                 # a leaf could not be changed in place
             probs, indices = function(given, bias_there)
         if indices.dtype == torch.bool:
             beside = (probs.masked_fill(indices, 0.0) != 0).any(1)
@@ -493,26 +492,28 @@ def check_router(
             is_right[t] = exact or is_choice(chosen, s, o, slack)
             ties += by_logits and not exact
 
+        def results(logits, probs, choice, grad):
+            grads = gradients(probs, {"gradient": logits}, grad)
+            return {"choice": choice, "probs": probs, **grads}
+
         draw = torch.Generator("cpu").manual_seed(2)
         grad = torch.rand(len(logits), topk, generator=draw, device="cpu")
-        grad_there, ones = grad.to(probs, copy=True), torch.ones_like(is_right)
-        all_of = lambda logits, choice, probs, grad: {
-            "choice": choice, "probs": probs, **gradients(probs, {"gradient": logits}, grad)}
-        loop = lambda logits: all_of(
-            logits, ones, probs_of(logits, indices.clamp(0, num_experts - 1), o), grad)
+        grad_there, loops = grad.to(probs, copy=True), []
+        for x in (logits.clone(), logits.double()):
+            right = probs_of(x.requires_grad_(with_grad), indices.clamp(0, num_experts - 1), o)
+            loops.append(results(x, right, torch.ones_like(is_right), grad))
         return Results(
-            [all_of(leaf, is_right, probs, grad_there)],
-            *[loop(z.requires_grad_(with_grad)) for z in (logits.clone(), logits.double())],
+            [results(leaf, probs, is_right, grad_there)], *loops,
             changed=changed_inputs({"logits": (given, leaf), "bias": (bias_there, bias),
                                     "grad_probs": (grad_there, grad)}),
             note=f"not the top logits of {ties} tokens" if ties else "",
             sizes={"T": len(logits), "E": num_experts, "K": topk},
-            way="all gradients" if with_grad else "no_grad")
+            way=("no_grad", "all gradients")[with_grad] + " with a bias" * (bias is not None))
 
     cases = router_cases(num_experts, with_bias)
     titles = "choice", "probs", "gradient"
     rows, covered = run_cases(cases, case, titles, results_of, torch.float32)
-    print(covered + "; with and without a bias" * with_bias)
+    print(covered)
     return rows
 
 

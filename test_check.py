@@ -359,6 +359,10 @@ def writes_to_fc2(x, probs, indices, fc1, fc2):
     return y
 
 
+def scales_x_in_place(x, *args):
+    return by_expert(x.mul_(2), *args) / 2              # refused where x is a leaf with a gradient
+
+
 def writes_to_probs(x, probs, indices, fc1, fc2):
     y = by_expert(x, probs.clone(), indices, fc1, fc2)
     probs.data.div_(2)
@@ -418,7 +422,8 @@ WRONG = [
       for function in (cached_by_address, indices_cached_by_address, cached_by_object)],
     (cached_by_address_and_version, "new inputs at the old addresses", "y"),
     (writes_to_the_gradient, ALL, "y"), (writes_to_x_in_the_backward, ALL, "y"),
-    (writes_to_fc2, ALL, "y"), (writes_to_probs, ALL, "y"), (gradient_adds_up, ALL, "grad probs"),
+    (scales_x_in_place, "under no_grad", "y"), (writes_to_fc2, ALL, "y"),
+    (writes_to_probs, ALL, "y"), (gradient_adds_up, ALL, "grad probs"),
 ]
 
 
@@ -812,7 +817,7 @@ def test_check_says_what_ok_covers(capsys):
     check_experts(by_expert, device=DEVICE, case="one token", shapes=[(99, 200, 9, 8, 8)])
     assert capsys.readouterr().out.splitlines()[-1] == (
         '"ok" covers fp32; T 1, E 6, K 2, H 16, F 24, rows an expert 1 at most; all gradients')
-    for with_bias, end in ((False, ""), (True, "; with and without a bias")):
+    for with_bias, end in ((False, ""), (True, ", all gradients with a bias, no_grad with a bias")):
         check_router(route, with_bias=with_bias, device=DEVICE)
         assert capsys.readouterr().out.splitlines()[-1] == (
             f'"ok" covers fp32; T 2100, E 16, K 2 at most; all gradients, no_grad{end}')
