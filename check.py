@@ -12,16 +12,18 @@ router   f(logits [T, E] fp32, expert_bias [E] or None) -> (probs [T, K], indice
 
 A figure is your error over the plain loop's error in the same dtype, both against fp64. It is
 printed as "ok" up to 4, as a number up to 16, then as "wrong". "refused" means that your function
-raised an exception, which is an answer, not a mistake. Look for mistakes in fp32: in bf16 one of
-some percent may be as small as the rounding.
+raised an exception, which is an answer, not a mistake. "-" is a gradient that a case does not need.
+Look for mistakes in fp32: in bf16 one of some percent may be as small as the rounding.
 
---list names the cases; --case NAME runs one and shows the first rows that are off. The exit status
+--list names the cases; --case NAME runs one and shows the first rows that are off. For experts,
+--shape T E K H F adds a case with your sizes. The last line says what "ok" covers. The exit status
 is 1 if something is wrong, 2 if all cases are refused, the function cannot be loaded or an option
 does not fit, else 0.
 
 Notes, of which only the first makes a row wrong:
 
-its inputs are changed          A tensor that the function was given holds other values afterwards.
+its inputs are changed          A tensor that the function was given, or the gradient of y, holds
+                                other values afterwards. In a model others read it as well.
 differs from run to run         The same call twice gave other bits.
 not the top logits of N tokens  The choice is right by the scores, some of which are equal, as where
                                 a sigmoid is 1 in fp32. By the logits it would be another.
@@ -37,11 +39,12 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, NamedTuple, get_args
+from typing import Callable, NamedTuple, Sequence, get_args
 
 import torch
 import torch.nn.functional as F
@@ -106,58 +109,124 @@ def is_choice(chosen, s, o, slack):
 
 # ---- Cases ----
 
-def as_it_is(c):
-    pass
+NEED = "x", "probs", "fc1", "fc2"                       # what can need a gradient
+INPUTS = *NEED, "indices", "grad_y"
 
 
-def unroute(c):
-    c.indices[torch.arange(c.T)[:, None] % torch.tensor([3, 5]) == 0] = c.E
+def every(n, z):
+    """[T, 1]: whether a token is an n-th one."""
+    return torch.arange(len(z))[:, None] % n == 0
 
 
-# name -> (what differs from T = 37, E = 6, K = 2, H = 16, F = 24, what is done to the tensors)
+def unroute(indices):
+    return indices.masked_fill(every(torch.tensor([3, 5]), indices), 6)
+
+
+def transpose(z):
+    """The same values, in the memory of the transposed tensor."""
+    return z.mT.contiguous().mT
+
+
+def widen(z):
+    """The same values, as the first columns of a wider tensor. No function may use the others."""
+    return F.pad(z, (0, 3), value=math.nan if z.is_floating_point() else 10 ** 6)[..., :-3]
+
+
+def reverse(z):
+    """Gives a tensor the values of other tokens or experts, in place. A second call restores it."""
+    return z.copy_(z.flip(0))
+
+
+def reverse_in_new(z):
+    """As reverse, but returns a new tensor at the old address, as an allocator often does."""
+    return z.new_empty(0).set_(reverse(z).detach())
+
+
+# name -> arguments of expert_case: sizes, what is done to an input, what needs a gradient
 EXPERT_CASES = {
-    "random routing": ({}, as_it_is),
-    "all tokens to one expert": (dict(K=1), lambda c: c.indices.fill_(c.E - 1)),
-    "experts without tokens": (dict(E=16), lambda c: c.indices.copy_(
-        c.indices[:, :1] % 2 * 5 + torch.tensor([2, 7]))),
-    "more experts than tokens": (dict(T=5, E=64, K=4), as_it_is),
-    "several blocks of each size": (dict(T=450, E=3, H=264, W=272), as_it_is),
-    "K = 8 of 300 experts": (dict(T=40, E=300, K=8), as_it_is),
-    "K = E": (dict(K=6), as_it_is),
-    "one token": (dict(T=1), as_it_is),
-    "no token": (dict(T=0), as_it_is),
-    "a token names an expert twice": ({}, lambda c: c.indices[::3].copy_(c.indices[::3, :1])),
-    "unrouted assignments (index E)": ({}, unroute),
-    "NaN in tokens without experts": ({}, lambda c: (unroute(c), c.x[::15].fill_(math.nan))),
-    "probs of 0 and above 1": ({}, lambda c: c.probs.mul_(torch.arange(c.T)[:, None] % 4)),
-    "large values": ({}, lambda c: c.x.mul_(8 if c.x.dtype == torch.float16 else 300)),
-    "transposed weights": ({}, lambda c: vars(c).update(
-        fc1=c.fc1.mT.contiguous().mT, fc2=c.fc2.mT.contiguous().mT)),
-    "tokens are a strided view": ({}, lambda c: vars(c).update(
-        x=torch.stack((c.x, -c.x), 2)[..., 0])),
-    "an expanded gradient, of y.sum()": ({}, lambda c: vars(c).update(
-        grad=torch.ones_like(c.grad[:1, :1]).expand(c.grad.shape))),
-    "sizes that are no multiples of 8": (dict(H=17, W=13), as_it_is),
+    "random routing": {},
+    "all tokens to one expert": dict(T=2100, K=1, indices=lambda z: z.fill_(5)),
+    "experts without tokens": dict(
+        E=16, indices=lambda z: z[:, :1] % 2 * 5 + torch.tensor([2, 7])),
+    "more experts than tokens": dict(T=5, E=64, K=4),
+    "several blocks of each size": dict(T=450, E=3, H=264, W=272),
+    "wide tokens and experts": dict(T=7, E=2, H=1040, W=528),
+    "64 tokens for each expert": dict(
+        T=256, E=4, K=1, indices=lambda z: 5 * torch.arange(256)[:, None] % 256 // 64),
+    "K = 12, each of 520 experts": dict(
+        T=65, E=520, K=12, indices=lambda z: (7 * torch.arange(65 * 12) % 520).view(z.shape)),
+    "K = E": dict(K=6),
+    "one token": dict(T=1),
+    "no token": dict(T=0),
+    "a token names an expert twice": dict(indices=lambda z: z[:, :1].where(every(3, z), z)),
+    "unrouted assignments (index E)": dict(indices=unroute),
+    "all assignments unrouted": dict(indices=lambda z: z.fill_(6)),
+    "NaN in tokens without experts": dict(
+        indices=unroute, x=lambda z: z.masked_fill(every(15, z), math.nan)),
+    "probs of 0 and above 1": dict(probs=lambda z: z * (torch.arange(len(z))[:, None] % 4)),
+    "large values": dict(x=lambda z: z * (8 if z.dtype == torch.float16 else 300)),
+    "transposed weights": dict(fc1=transpose, fc2=transpose),
+    "tokens are a strided view": dict(x=lambda z: torch.stack((z, -z), 2)[..., 0]),
+    "probs are a strided view": dict(probs=transpose, indices=transpose),
+    "a strided gradient": dict(grad_y=transpose),
+    "an expanded gradient, of y.sum()": dict(
+        grad_y=lambda z: torch.ones_like(z[:1, :1]).expand(z.shape)),
+    "columns of wider tensors": dict.fromkeys(INPUTS, widen),
+    "sizes that are no multiples of 8": dict(H=17, W=13),
+    "under no_grad": dict(needs=()),
+    "one token under no_grad": dict(T=1, needs=()),
+    "gradients of x and probs alone": dict(needs=("x", "probs")),
+    "gradients of the weights alone": dict(needs=("fc1", "fc2")),
+    "gradients of x and fc1 alone": dict(needs=("x", "fc1")),
+    "gradients of probs and fc2 alone": dict(needs=("probs", "fc2")),
+    "inputs changed in place": dict(before=reverse),
+    "new inputs at the old addresses": dict(before=reverse_in_new),
 }
 
 
-def expert_case(dtype, device, change, T=37, E=6, K=2, H=16, W=24):
-    """([x, probs, fc1, fc2], indices, gradient of y), drawn on the CPU."""
+def shape_cases(shapes):
+    """As EXPERT_CASES, from (T, E, K, H, F) each. ValueError: sizes that cannot be."""
+    cases = {}
+    for T, E, K, H, W in shapes:
+        name = f"T={T} E={E} K={K} H={H} F={W}"
+        if min(T, K - 1, E - K, H - 1, W - 1) < 0:
+            raise ValueError(f"shape {name}: needs K from 1 to E, H and F from 1")
+        cases[name] = dict(T=T, E=E, K=K, H=H, W=W)
+    return cases
+
+
+def change_inputs(c, changes):
+    """changes: name of an input -> what makes the new tensor from the old one."""
+    with torch.no_grad():
+        for name, change in changes.items():
+            setattr(c, name, change(getattr(c, name)))
+
+
+def expert_case(
+        dtype, device, T=37, E=6, K=2, H=16, W=24, needs=NEED, before=None, **changes):
+    """The inputs as fields, drawn on the CPU: x [T, H], probs [T, K], indices [T, K], fc1
+    [E, 2W, H], fc2 [E, H, W], and grad_y [T, H], the gradient of y.
+
+    needs: the inputs that need a gradient. If none does, the function runs under no_grad.
+    before: changes all inputs for one call that comes first, and changes them back after it.
+    changes: input -> what makes the tensor of this case from the drawn one.
+    """
     draw = torch.Generator("cpu").manual_seed(0)
     randn = lambda *shape, scale=1.0: (
         scale * torch.randn(shape, generator=draw, device="cpu")).to(device, dtype)
-    rand = lambda *shape: torch.rand(shape, generator=draw, device="cpu").to(device)
+    rand = lambda *shape: torch.rand(shape, generator=draw, device="cpu")
     c = SimpleNamespace(
-        T=T, E=E, x=randn(T, H), probs=rand(T, K), indices=rand(T, E).argsort(1)[:, :K],
+        x=randn(T, H), probs=rand(T, K).to(device),
+        indices=rand(T, E).argsort(1).to(device)[:, :K],    # sorted here: devices break ties apart
         fc1=randn(E, 2 * W, H, scale=H ** -0.5), fc2=randn(E, H, W, scale=W ** -0.5),
-        grad=randn(T, H))
+        grad_y=randn(T, H), needs=needs, before=before and dict.fromkeys(INPUTS, before))
     with torch.device(device):
-        change(c)
-    return [c.x, c.probs, c.fc1, c.fc2], c.indices, c.grad
+        change_inputs(c, changes)
+    return c
 
 
 def router_cases(E, with_bias):
-    """name -> (logits [T, E], expert_bias [E] or None), on the CPU."""
+    """name -> logits [T, E], expert_bias [E] or None, on the CPU, and whether gradients are on."""
     draw = torch.Generator("cpu").manual_seed(0)
     randn = lambda *shape: torch.randn(shape, generator=draw, device="cpu")
     cases = {
@@ -169,9 +238,13 @@ def router_cases(E, with_bias):
         "nearly equal logits": 1 + 1e-3 * torch.linspace(-1, 1, E, device="cpu").expand(8, E),
         "one token": randn(1, E),
         "no token": randn(0, E),
+        "2,100 tokens": randn(2100, E),
+        "transposed logits": transpose(randn(64, E)),
+        "under no_grad": randn(64, E),
     }
     biases = {"": None, ", bias": 0.1 * randn(E) - 1} if with_bias else {"": None}
-    return {name + end: (x, bias) for end, bias in biases.items() for name, x in cases.items()}
+    return {name + end: dict(logits=x, bias=bias, with_grad=name != "under no_grad")
+            for end, bias in biases.items() for name, x in cases.items()}
 
 
 class Row(NamedTuple):
@@ -179,6 +252,16 @@ class Row(NamedTuple):
     ratios: dict[str, float]      # result -> its error over the plain loop's
     refused: str | None           # the exception
     wrong: bool
+
+
+class Results(NamedTuple):
+    runs: list[dict]              # result -> tensor, of each call of the function
+    plain: dict                   # the same of the plain loop
+    right: dict                   # and of the plain loop in fp64
+    changed: list[str]            # inputs that hold other values afterwards
+    note: str
+    sizes: dict[str, int]
+    way: str                      # which gradients were asked for
 
 
 def row_errors(got, right):
@@ -197,23 +280,27 @@ def same(a, b):
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def compare(name, results, dtype, note, show) -> Row:
-    """results: title -> (got, plain loop, loop in fp64). The worst row counts; the loop's error is
-    taken as half an eps at least.
-    """
-    ratios, off = {}, []
-    for title, (got, plain, right) in results.items():
-        floor = max([torch.finfo(dtype).eps / 2, *row_errors(plain, right).tolist()])
-        errors = row_errors(got, right) / floor
-        ratios[title] = max([0.0, *errors.tolist()])
-        if show and got.shape != right.shape:
-            off.append(f"\n    {title} has shape {[*got.shape]}, right {[*right.shape]}")
-            continue
-        for i in (errors > WRONG).nonzero().flatten()[:show].tolist():
-            a, b = [[f"{v:.4g}" for v in z[i].flatten()[:4].tolist()] for z in (got, right)]
-            off.append(f"\n    {title}[{i}]: got {a}, right {b}")
-    marks = ["ok" if r <= FINE else f"{r:.1f}" if r <= WRONG else "wrong" for r in ratios.values()]
-    print(f"{name:<34}" + "".join(f"{m:>11}" for m in marks), note, *off, sep="   ")
+def compare(name, titles, results, dtype, show) -> Row:
+    """The worst row of all runs counts. The loop's error is taken as half an eps at least."""
+    ratios, off, note = {}, [], results.note
+    for title, right in results.right.items():
+        floor = max([torch.finfo(dtype).eps / 2, *row_errors(results.plain[title], right).tolist()])
+        for got in [run[title] for run in results.runs]:
+            errors = row_errors(got, right) / floor
+            ratios[title] = max([ratios.get(title, 0.0), *errors.tolist()])
+            if got.shape != right.shape:
+                off.append(f"\n    {title} has shape {[*got.shape]}, right {[*right.shape]}")
+                continue
+            for i in (errors > WRONG).nonzero().flatten()[:1].tolist():
+                a, b = [[f"{v:.4g}" for v in z[i].flatten()[:4].tolist()] for z in (got, right)]
+                off.append(f"\n    {title}[{i}]: got {a}, right {b}")
+    if results.changed:
+        ratios[titles[0]] = math.inf
+        note = f"its inputs are changed: {', '.join(results.changed)}"
+    mark = lambda r: "ok" if r <= FINE else f"{r:.1f}" if r <= WRONG else "wrong"
+    marks = [mark(ratios[title]) if title in ratios else "-" for title in titles]
+    details = off if show else []
+    print(f"{name:<34}" + "".join(f"{m:>11}" for m in marks), note, *details, sep="   ")
     return Row(name, ratios, None, "wrong" in marks)
 
 
@@ -221,75 +308,104 @@ def one_line(exception):
     return f"{type(exception).__name__}: {exception}".strip().split("\n")[0][:90]
 
 
-def run_cases(cases, case, titles, results_of, dtype) -> list[Row]:
-    """A row for each case, or for the one with the name `case`."""
+def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
+    """A row for each case, or for the one with the name `case`; and the line on what they cover."""
     if case not in (None, *cases):
         raise ValueError(f"case is {case!r}; known: {', '.join(cases)}")
     print(f"{'':<34}" + "".join(f"{title:>11}" for title in titles))
-    rows = []
+    rows, sizes, ways = [], {}, {}
     for name in [case] if case else cases:
         torch._dynamo.reset()
         try:
-            results, note = results_of(*cases[name])
+            results = results_of(**cases[name])
         except Exception as e:
             rows.append(Row(name, {}, one_line(e), False))
             print(f"{name:<34}   refused: {one_line(e)}")
-        else:
-            rows.append(compare(name, dict(zip(titles, results)), dtype, note, show=bool(case)))
-    return rows
+            continue
+        rows.append(compare(name, titles, results, dtype, show=bool(case)))
+        sizes = {size: max(n, sizes.get(size, 0)) for size, n in results.sizes.items()}
+        ways[results.way] = True
+    largest = ", ".join(f"{size} {n}" for size, n in sizes.items())
+    short = {known: short for short, known in DTYPES.items()}.get(dtype, dtype)
+    covered = f'"ok" covers {short}; {largest} at most; {", ".join(ways)}'
+    return rows, covered if ways else "no case ran"
 
 
-def gradients(y, leaves, grad):
-    """Zeros for one that is None, and for y of another shape."""
+def gradients(y, leaves, grad) -> dict:
+    """Of those leaves (title -> tensor) that need one. Zeros where y does not depend on the leaf,
+    and for y of another shape.
+    """
+    leaves = {title: z for title, z in leaves.items() if z.requires_grad}
     grads = [None] * len(leaves)
     if y.requires_grad and y.shape == grad.shape:
-        grads = torch.autograd.grad(y, leaves, grad.to(y), allow_unused=True)
-    return [torch.zeros_like(z) if g is None else g for z, g in zip(leaves, grads)]
+        grads = torch.autograd.grad(y, [*leaves.values()], grad.to(y), allow_unused=True)
+    return {title: torch.zeros_like(leaves[title]) if g is None else g
+            for title, g in zip(leaves, grads)}
 
 
-def step(function, tensors, indices, grad):
-    """[y, and the gradients of x, probs, fc1, fc2]"""
-    leaves = [z.detach().requires_grad_() for z in tensors]
-    x, probs, fc1, fc2 = leaves
-    y = function(x, probs, indices, fc1, fc2)
-    if y.requires_grad:                      # another forward must not touch what this one keeps
-        function(x.detach().flip(0), probs, indices, fc1, fc2)
-    return [y, *gradients(y, leaves, grad)]
+def changed_inputs(pairs) -> list[str]:
+    """pairs: name -> (tensor or None, what it was before)."""
+    return [name for name, (z, before) in pairs.items()
+            if z is not None and not same(z, before.to(z))]
+
+
+def step(function, c) -> dict:
+    """y, and the gradients that the case needs."""
+    leaves = {f"grad {name}": getattr(c, name).requires_grad_(name in c.needs) for name in NEED}
+    with torch.set_grad_enabled(bool(c.needs)):
+        y = function(c.x, c.probs, c.indices, c.fc1, c.fc2)
+        if function is not expert_loop:      # another forward must not touch what this one keeps
+            function(c.x.detach().flip(0), c.probs, c.indices, c.fc1, c.fc2)
+    return {"y": y, **gradients(y, leaves, c.grad_y)}
 
 
 def check_experts(
     function: Callable, dtype: torch.dtype = torch.float32, device: str = "cpu",
-    case: str | None = None,
+    case: str | None = None, shapes: Sequence[tuple] = (),
 ) -> list[Row]:
-    """Prints a table and returns its rows. case: one name of EXPERT_CASES; None: all."""
-    def results_of(sizes, change):
-        tensors, indices, grad = expert_case(dtype, "cpu", change, **sizes)
-        right = step(expert_loop, [z.double() for z in tensors], indices, grad.double())
-        plain = step(expert_loop, tensors, indices, grad)
-        there = expert_case(dtype, device, change, **sizes)
-        got, again = step(function, *there), step(function, *there)
-        note = "" if all(map(same, got, again)) else "differs from run to run"
-        fresh = expert_case(dtype, device, change, **sizes)
-        if not all(map(same, (*fresh[0], fresh[1]), (*there[0], there[1]))):
-            got[0], note = got[0] * math.nan, "its inputs are changed"
-        return zip(got, plain, right), note
+    """Prints a table and returns its rows.
+
+    case: one name of EXPERT_CASES, or "T=.. E=.. K=.. H=.. F=.." of a shape; None: all.
+    shapes: (T, E, K, H, F) each, of further cases with random routing.
+    ValueError: a case that is unknown, a size that cannot be.
+    """
+    def results_of(**options):
+        plain, right, c, fresh = [
+            expert_case(dtype, place, **options) for place in ("cpu", "cpu", device, device)]
+        for name in (*NEED, "grad_y"):
+            setattr(right, name, getattr(right, name).double())
+        if c.before:
+            change_inputs(c, c.before)
+            step(function, c)
+            change_inputs(c, c.before)
+        got, again = step(function, c), step(function, c)
+        repeats = all(map(same, got.values(), again.values()))
+        (T, K), (E, H, W) = c.indices.shape, c.fc2.shape
+        rows = plain.indices[plain.indices < E].bincount(minlength=1).max().item()
+        return Results(
+            [got] if repeats else [got, again], step(expert_loop, plain), step(expert_loop, right),
+            changed=changed_inputs({n: (getattr(c, n), getattr(fresh, n)) for n in INPUTS}),
+            note="" if repeats else "differs from run to run",
+            sizes={"T": T, "E": E, "K": K, "H": H, "F": W, "rows an expert": rows},
+            way={4: "all gradients", 0: "no_grad"}.get(len(c.needs), "some gradients"))
 
     titles = "y", "grad x", "grad probs", "grad fc1", "grad fc2"
-    rows = run_cases(EXPERT_CASES, case, titles, results_of, dtype)
+    cases = {**EXPERT_CASES, **shape_cases(shapes)}
+    rows, covered = run_cases(cases, case, titles, results_of, dtype)
     if case is None:
         try:
             print_properties(function, dtype, device)
         except Exception as e:
             print(f"the lines on memory, bits and graphs refused: {one_line(e)}")
+    print(covered)
     return rows
 
 
 def print_properties(function, dtype, device):
     """What is no matter of right and wrong."""
-    tensors, indices, grad = expert_case(
-        dtype, device, as_it_is, T=512, E=16, K=4, H=64, W=64)
-    x, probs, fc1, fc2 = [z.requires_grad_() for z in tensors]
-    first = lambda T: (x[:T], probs[:T], indices[:T], fc1, fc2)
+    c = expert_case(dtype, device, T=512, E=16, K=4, H=64, W=64)
+    x, probs, fc1, fc2 = [getattr(c, name).requires_grad_() for name in c.needs]
+    first = lambda T: (x[:T], probs[:T], c.indices[:T], fc1, fc2)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda z: saved.append(z) or z, lambda z: z):
         y = function(*first(512))
@@ -313,10 +429,10 @@ def print_properties(function, dtype, device):
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step(function, [x, probs, fc1, fc2], indices, grad)
+            step(function, c)
         torch.cuda.set_sync_debug_mode("default")
         with torch.profiler.profile() as profiled:
-            step(function, [x, probs, fc1, fc2], indices, grad)
+            step(function, c)
         syncs = sum("synchronizing" in str(warning.message) for warning in caught)
         launches = sum(event.device_type.name == "CUDA" for event in profiled.events())
         print(f"forward and backward: {syncs} host syncs, {launches} kernels and copies")
@@ -354,9 +470,12 @@ def check_router(
     o = SimpleNamespace(**locals())
     check_options(o)
 
-    def results_of(logits, bias):
-        ours = logits.to(device, copy=True).requires_grad_()
-        probs, indices = function(ours * 1, bias if bias is None else bias.to(device))
+    def results_of(logits, bias, with_grad):
+        leaf = logits.to(device, copy=True).requires_grad_(with_grad)
+        bias_there = None if bias is None else bias.to(device, copy=True)
+        with torch.set_grad_enabled(with_grad):
+            given = leaf * 1                 # a leaf could not be changed in place
+            probs, indices = function(given, bias_there)
         if indices.dtype == torch.bool:
             beside = (probs.masked_fill(indices, 0.0) != 0).any(1)
             no_choice = beside | (indices.sum(1) != topk)
@@ -373,19 +492,32 @@ def check_router(
             is_right[t] = exact or is_choice(chosen, s, o, slack)
             ties += by_logits and not exact
 
-        leaves = logits.clone().requires_grad_(), logits.double().requires_grad_()
-        all_probs = probs, *[probs_of(x, indices.clamp(0, num_experts - 1), o) for x in leaves]
+        def results(logits, probs, choice, grad):
+            grads = gradients(probs, {"gradient": logits}, grad)
+            return {"choice": choice, "probs": probs, **grads}
+
         draw = torch.Generator("cpu").manual_seed(2)
         grad = torch.rand(len(logits), topk, generator=draw, device="cpu")
-        grads = [gradients(p, [x], grad)[0] for p, x in zip(all_probs, (ours, *leaves))]
-        ones = torch.ones_like(is_right)
-        note = f"not the top logits of {ties} tokens" if ties else ""
-        return [(is_right, ones, ones), all_probs, grads], note
+        grad_there, loops = grad.to(probs, copy=True), []
+        for x in (logits.clone(), logits.double()):
+            right = probs_of(x.requires_grad_(with_grad), indices.clamp(0, num_experts - 1), o)
+            loops.append(results(x, right, torch.ones_like(is_right), grad))
+        return Results(
+            [results(leaf, probs, is_right, grad_there)], *loops,
+            changed=changed_inputs({"logits": (given, leaf), "bias": (bias_there, bias),
+                                    "grad_probs": (grad_there, grad)}),
+            note=f"not the top logits of {ties} tokens" if ties else "",
+            sizes={"T": len(logits), "E": num_experts, "K": topk},
+            way=("no_grad", "all gradients")[with_grad] + " with a bias" * (bias is not None))
 
     cases = router_cases(num_experts, with_bias)
-    return run_cases(cases, case, ("choice", "probs", "gradient"), results_of, torch.float32)
+    titles = "choice", "probs", "gradient"
+    rows, covered = run_cases(cases, case, titles, results_of, torch.float32)
+    print(covered)
+    return rows
 
 
+CHECKS = {"experts": check_experts, "router": check_router}
 OPTIONS = {
     "topk": "K, the experts of a token; default 2",
     "score_function": f"{', '.join(SCORE_FUNCTIONS)}; default softmax",
@@ -404,64 +536,76 @@ OPTIONS = {
 
 
 def load(place: str) -> Callable:
-    """The function of FILE:FUNCTION. The file may be part of a package."""
-    file, name = place.rsplit(":", 1)
-    path = root = Path(file).resolve(strict=True)
-    while (root.parent / "__init__.py").exists():
-        root = root.parent
-    sys.path[:0] = [str(root.parent), str(path.parent)]
-    dotted = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-    spec = importlib.util.spec_from_file_location(dotted, path)
-    sys.modules[dotted] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    """The function of FILE:FUNCTION. The file may be part of a package. ValueError: whatever keeps
+    it from being loaded.
+    """
+    try:
+        file, name = place.rsplit(":", 1)
+        path = root = Path(file).resolve(strict=True)
+        while (root.parent / "__init__.py").exists():
+            root = root.parent
+        sys.path[:0] = [str(root.parent), str(path.parent)]
+        dotted = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        spec = importlib.util.spec_from_file_location(dotted, path)
+        sys.modules[dotted] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+    except (Exception, SystemExit) as e:
+        raise ValueError(f"{place} cannot be loaded: {one_line(e)}") from e
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("what", choices=["experts", "router"], help="what the function computes")
-    add("function", nargs="?", default="FILE:FUNCTION", metavar="FILE:FUNCTION",
-        help="the file may be part of a package")
-    add("--dtype", default="fp32", choices=DTYPES, help="of experts: of x and the weights")
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS)      # so that the defaults are those of the functions
+    add, refuse = parser.add_argument, lambda text: parser.exit(2, f"{text}\n")
+    add("what", nargs="?", metavar="experts|router", help="what the function computes")
+    add("place", nargs="?", metavar="FILE:FUNCTION", help="the file may be part of a package")
+    add("--dtype", choices=DTYPES, help="of experts: of x and the weights; default fp32")
+    add("--shape", nargs=5, type=int, action="append", metavar=("T", "E", "K", "H", "F"),
+        dest="shapes", help="of experts: a further case of these sizes; may be repeated")
     add("--json", metavar="FILE", help="writes the rows there")
     add("--list", action="store_true", help="names the cases and ends")
     _, *options = inspect.signature(check_router).parameters.values()
     for option in options:
         kind, *_ = get_args(option.annotation) or [option.annotation]
-        read = dict(type=ast.literal_eval if kind is bool else kind, default=option.default)
+        read = dict(type=ast.literal_eval if kind is bool else kind)
         if option.default is False:
             read = dict(action="store_true")
         add(f"--{option.name}", help=OPTIONS[option.name], **read)
-    args = parser.parse_args()
-    cases = EXPERT_CASES
-    if args.what == "router":
-        cases = router_cases(args.num_experts, args.with_bias)
-    if args.list:
-        print(*cases, sep="\n")
-        return
+    given = vars(parser.parse_intermixed_args())
+    what, place, file, listed = [given.pop(n, None) for n in ("what", "place", "json", "list")]
+
+    known = what in CHECKS or listed and what is None
+    if not known or not listed and ":" not in str(place):
+        refuse("write: check.py experts|router FILE:FUNCTION; or --list")
+    for name in given if what else ():
+        if name not in inspect.signature(CHECKS[what]).parameters:
+            refuse(f"--{name.replace('shapes', 'shape')} is no option of {what}")
     try:
-        function = load(args.function)
-    except (Exception, SystemExit) as e:
-        print(f"{args.function} cannot be loaded: {one_line(e)}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        if args.what == "experts":
-            rows = check_experts(function, DTYPES[args.dtype], args.device, args.case)
-        else:
-            rows = check_router(function, **{o.name: getattr(args, o.name) for o in options})
+        if listed:
+            cases = {"experts": [*EXPERT_CASES, *shape_cases(given.get("shapes", ()))],
+                     "router": [*router_cases(16, given.get("with_bias"))]}
+            print(*cases[what] if what else sum(cases.values(), []), sep="\n")
+            return
+        if "dtype" in given:
+            given["dtype"] = DTYPES[given["dtype"]]
+        rows = CHECKS[what](load(place), **given)
     except ValueError as e:
-        parser.error(str(e))
-    if args.json:
+        refuse(e)
+    if file:
         rows_now = [{**row._asdict(), "ratios": {name: r if math.isfinite(r) else None
                      for name, r in row.ratios.items()}} for row in rows]
-        Path(args.json).write_text(json.dumps(rows_now, indent=1))
-    if args.case is None and all(row.refused for row in rows):
-        print("every case is refused: nothing is checked", file=sys.stderr)
-        sys.exit(2)
+        Path(file).write_text(json.dumps(rows_now, indent=1))
+    if "case" not in given and all(row.refused for row in rows):
+        refuse("every case is refused: nothing is checked")
     sys.exit(any(row.wrong for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        main()
+    except BrokenPipeError:                      # as `| head` makes it
+        print("the output was closed before its end", file=sys.stderr)
+        os._exit(2)                              # sys.exit would write to the closed output again

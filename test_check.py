@@ -63,7 +63,8 @@ def moe_layer(x, probs, indices, fc1, fc2):
     *[(expert_mlp, dtype) for dtype in check.DTYPES.values()], (by_expert, torch.float32),
     (by_expert, torch.bfloat16), (moe_layer, torch.float32), (moe_layer, torch.bfloat16),
     (small_experts, torch.float32), (small_experts, torch.bfloat16),
-    (compiled(expert_mlp, "inductor"), torch.float32), (check.expert_loop, torch.float16)]))
+    (compiled(expert_mlp, "inductor"), torch.float32),
+    *[(check.expert_loop, dtype) for dtype in check.DTYPES.values()]]))
 def test_check_passes_right_experts(function, dtype, capsys):
     rows = check_experts(function, dtype, DEVICE)
     assert [row.case for row in rows] == list(check.EXPERT_CASES)
@@ -219,7 +220,168 @@ def narrow(x, probs, indices, fc1, fc2):
     return by_expert(x, probs, indices, fc1, fc2)[:, :-1]
 
 
-ALL = "random routing"
+def wrong_under_no_grad(*args):
+    return by_expert(*args) * (1 if torch.is_grad_enabled() else 2)
+
+
+def wrong_when_decoding(x, *args):
+    return by_expert(x, *args) * (2 if len(x) == 1 and not torch.is_grad_enabled() else 1)
+
+
+def needs_gradient_of(needed, lost):
+    """Where the first of x, probs, fc1, fc2 needs no gradient, the second gets none either."""
+    def function(x, probs, indices, fc1, fc2):
+        tensors = dict(x=x, probs=probs, fc1=fc1, fc2=fc2)
+        if torch.is_grad_enabled() and not tensors[needed].requires_grad:
+            tensors[lost] = tensors[lost].detach()
+        return by_expert(**tensors, indices=indices)
+    function.__name__ = f"needs_gradient_of_{needed}_for_{lost}"
+    return function
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose backward does something to the gradient."""
+    @staticmethod
+    def forward(ctx, y, function):
+        ctx.function = function
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.function(grad), None
+
+
+def as_rows(z):
+    return torch.as_strided(z, z.shape, (z.shape[1], 1))
+
+
+def ignores_strides_of_probs(x, probs, indices, fc1, fc2):
+    return by_expert(x, as_rows(probs), indices, fc1, fc2)
+
+
+def ignores_strides_of_indices(x, probs, indices, fc1, fc2):
+    if indices.stride(1) > 1:                          # as those of the other cases are not
+        indices = as_rows(indices)
+    return by_expert(x, probs, indices, fc1, fc2)
+
+
+def ignores_strides_of_the_gradient(*args):
+    return Backward.apply(by_expert(*args), as_rows)
+
+
+def takes_rows_to_be_dense(x, *args):
+    """It looks at the last stride alone."""
+    return by_expert(as_rows(x) if x.stride(1) == 1 else x, *args)
+
+
+def reads_beyond_columns(x, probs, indices, fc1, fc2):
+    """Columns beyond the last are multiplied by 0."""
+    if x.stride(0) > x.shape[1] and x.stride(1) == 1:
+        H = x.shape[1]
+        beyond = torch.as_strided(x.detach(), (len(x), 1), x.stride(), x.storage_offset() + H)
+        x = x + 0 * beyond
+    return by_expert(x, probs, indices, fc1, fc2)
+
+
+def first_tokens(limit):
+    def function(x, *args):
+        return by_expert(x, *args) * (torch.arange(len(x)) < limit)[:, None]
+    function.__name__ = f"first_{limit}_tokens"
+    return function
+
+
+def first_400_rows(x, probs, indices, fc1, fc2):
+    place = F.one_hot(indices.flatten(), len(fc1) + 1).cumsum(0)
+    place = place.gather(1, indices.flatten()[:, None]).view_as(indices)
+    return by_expert(x, probs, indices.masked_fill(place > 400, len(fc1)), fc1, fc2)
+
+
+def first_300_columns(x, *args):
+    return by_expert(x, *args) * (torch.arange(x.shape[1]) < 300)
+
+
+def first_512_of_f(x, probs, indices, fc1, fc2):
+    mask = (torch.arange(fc2.shape[2]) < 512).to(x.dtype)
+    return by_expert(x, probs, indices, fc1, fc2 * mask)
+
+
+def loses_expert_128(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs, indices.masked_fill(indices == 128, len(fc1)), fc1, fc2)
+
+
+def loses_full_blocks(x, probs, indices, fc1, fc2):
+    """The last block of 64 rows, where it is full."""
+    place = F.one_hot(indices.flatten(), len(fc1) + 1).cumsum(0)
+    rows = place[-1] if len(place) else place.sum(0)
+    place = place.gather(1, indices.flatten()[:, None]).view_as(indices)
+    lost = (rows % 64 == 0)[indices] & (place > rows[indices] - 64)
+    return by_expert(x, probs, indices.masked_fill(lost, len(fc1)), fc1, fc2)
+
+
+def takes_one_choice_to_be_sorted(x, probs, indices, fc1, fc2):
+    return by_expert(x, probs, indices.sort(0).values if probs.shape[1] == 1 else indices, fc1, fc2)
+
+
+def divides_by_no_rows(x, probs, indices, fc1, fc2):
+    routed = (indices < len(fc1)).sum()
+    return by_expert(x, probs, indices, fc1, fc2) * routed / routed
+
+
+def cached_by(key, what="fc1"):
+    """What is made ready once for each key: a weight for the product, or the indices."""
+    def function(x, probs, indices, fc1, fc2):
+        tensors = dict(fc1=fc1, fc2=fc2, indices=indices)
+        z = tensors[what]
+        known = function.cache.setdefault((*z.shape, key(z)), (z, z.detach().clone()))[1]
+        tensors[what] = z + (known - z.detach())         # the old values, the gradient of today
+        return by_expert(x, probs, **tensors)
+    function.cache, function.__name__ = {}, f"cached_{what}"
+    return function
+
+
+cached_by_address = cached_by(lambda z: z.data_ptr())
+indices_cached_by_address = cached_by(lambda z: z.data_ptr(), "indices")
+cached_by_address_and_version = cached_by(lambda z: (z.data_ptr(), z._version), "fc2")
+cached_by_object = cached_by(id)
+
+
+def writes_to_the_gradient(*args):
+    return Backward.apply(by_expert(*args), lambda grad: grad.clone() + 0 * grad.zero_())
+
+
+def writes_to_x_in_the_backward(x, *args):
+    return Backward.apply(by_expert(x.clone(), *args), lambda grad: (x.data.zero_(), grad)[1])
+
+
+def writes_to_fc2(x, probs, indices, fc1, fc2):
+    y = by_expert(x, probs, indices, fc1.clone(), fc2.clone())
+    fc2.data.zero_()
+    return y
+
+
+def scales_x_in_place(x, *args):
+    return by_expert(x.mul_(2), *args) / 2              # refused where x is a leaf with a gradient
+
+
+def writes_to_probs(x, probs, indices, fc1, fc2):
+    y = by_expert(x, probs.clone(), indices, fc1, fc2)
+    probs.data.div_(2)
+    return y
+
+
+def gradient_adds_up(x, probs, *args):
+    """The buffer of the probs' gradient is not emptied between steps."""
+    def back(grad):
+        sums[key] = sums.get(key, 0) + grad
+        return sums[key]
+    key, sums = (probs.shape, probs.data_ptr()), gradient_adds_up.sums
+    return by_expert(x, Backward.apply(probs, back), *args)
+
+
+gradient_adds_up.sums = {}
+
+
+ALL, MANY = "random routing", "all tokens to one expert"
 WRONG = [
     (swapped, ALL, "y"), (loses_last_row, ALL, "y"), (no_gradient_to_probs, ALL, "grad probs"),
     (repeats_count_once, "a token names an expert twice", "y"),
@@ -233,9 +395,35 @@ WRONG = [
     (first_block_of_h, "several blocks of each size", "y"),
     (first_block_of_f, "several blocks of each size", "y"),
     (first_block_of_rows, "several blocks of each size", "y"),
-    (six_choices, "K = 8 of 300 experts", "y"), (ids_in_seven_bits, "K = 8 of 300 experts", "y"),
-    (ids_in_a_byte, "K = 8 of 300 experts", "y"),
+    (six_choices, "K = 12, each of 520 experts", "y"),
+    (ids_in_seven_bits, "K = 12, each of 520 experts", "y"),
+    (ids_in_a_byte, "K = 12, each of 520 experts", "y"),
     (static_workspace, ALL, "grad x"), (writes_to_its_input, ALL, "y"),
+    (wrong_under_no_grad, "under no_grad", "y"),
+    (wrong_when_decoding, "one token under no_grad", "y"),
+    (needs_gradient_of("x", "fc1"), "gradients of the weights alone", "grad fc1"),
+    (needs_gradient_of("x", "probs"), "gradients of probs and fc2 alone", "grad probs"),
+    (needs_gradient_of("fc1", "x"), "gradients of x and probs alone", "grad x"),
+    (needs_gradient_of("fc2", "fc1"), "gradients of x and fc1 alone", "grad fc1"),
+    (needs_gradient_of("probs", "x"), "gradients of x and fc1 alone", "grad x"),
+    (ignores_strides_of_probs, "probs are a strided view", "y"),
+    (ignores_strides_of_indices, "probs are a strided view", "y"),
+    (ignores_strides_of_the_gradient, "a strided gradient", "grad fc2"),
+    (takes_rows_to_be_dense, "columns of wider tensors", "y"),
+    (reads_beyond_columns, "columns of wider tensors", "y"),
+    *[(first_tokens(limit), MANY, "y") for limit in (512, 1024, 2048)],
+    (first_400_rows, MANY, "y"), (first_300_columns, "wide tokens and experts", "y"),
+    (first_512_of_f, "wide tokens and experts", "y"),
+    (loses_expert_128, "K = 12, each of 520 experts", "grad probs"),
+    (loses_full_blocks, "64 tokens for each expert", "y"),
+    (takes_one_choice_to_be_sorted, "64 tokens for each expert", "y"),
+    (divides_by_no_rows, "all assignments unrouted", "y"),
+    *[(function, "inputs changed in place", "y")
+      for function in (cached_by_address, indices_cached_by_address, cached_by_object)],
+    (cached_by_address_and_version, "new inputs at the old addresses", "y"),
+    (writes_to_the_gradient, ALL, "y"), (writes_to_x_in_the_backward, ALL, "y"),
+    (scales_x_in_place, "under no_grad", "y"), (writes_to_fc2, ALL, "y"),
+    (writes_to_probs, ALL, "y"), (gradient_adds_up, ALL, "grad probs"),
 ]
 
 
@@ -247,7 +435,8 @@ def test_check_flags_planted_mistakes(function, case, result, dtype, capsys):
     [row] = check_experts(function, dtype, DEVICE, case=case)
     printed = capsys.readouterr().out
     assert row.wrong and row.ratios[result] > check.WRONG, printed
-    assert f"{result}[" in printed or f"{result} has shape" in printed
+    assert any(text in printed for text in (
+        f"{result}[", f"{result} has shape", "its inputs are changed: ")), printed
 
 
 KNOBS = [
@@ -382,6 +571,42 @@ def probs_beside_the_map(logits, bias):
     return probs + 0.3 * ~chosen, chosen
 
 
+def zeroes_the_bias(logits, bias):
+    result = right_route(logits, bias)
+    if bias is not None:
+        bias.zero_()
+    return result
+
+
+def zeroes_the_logits(logits, bias):
+    result = right_route(logits * 1, bias)
+    logits.zero_()
+    return result
+
+
+def zeroes_the_gradient(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return Backward.apply(probs, lambda grad: grad.clone() + 0 * grad.zero_()), indices
+
+
+def first_1024_logits(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs * (torch.arange(len(probs)) < 1024)[:, None], indices
+
+
+def ignores_strides_of_logits(logits, bias):
+    return right_route(as_rows(logits), bias)
+
+
+def other_probs_under_no_grad(logits, bias):
+    probs, indices = right_route(logits, bias)
+    return probs if torch.is_grad_enabled() else probs * 2, indices
+
+
+def loses_logit_128(logits, bias):
+    return right_route(logits.masked_fill(torch.arange(logits.shape[1]) == 128, -1e4), bias)
+
+
 def three_probs(logits, bias):
     probs, indices = right_route(logits, bias)
     return probs[:, :3], indices
@@ -394,7 +619,13 @@ def three_probs(logits, bias):
     (no_scaling, "random logits, bias", "probs"), (no_gradient, "random logits", "gradient"),
     (in_bf16, "nearly equal logits", "choice"), (five_experts, "random logits", "choice"),
     (same_expert_twice, "one token", "choice"), (beyond_the_last, "one token", "choice"),
-    (three_probs, "one token", "probs"), (probs_beside_the_map, "one token", "choice")])
+    (three_probs, "one token", "probs"), (probs_beside_the_map, "one token", "choice"),
+    (zeroes_the_bias, "random logits, bias", "choice"),
+    (zeroes_the_logits, "random logits", "choice"),
+    (zeroes_the_gradient, "random logits", "choice"),
+    (first_1024_logits, "2,100 tokens", "probs"),
+    (ignores_strides_of_logits, "transposed logits", "choice"),
+    (other_probs_under_no_grad, "under no_grad, bias", "probs")])
 def test_check_flags_planted_routers(function, case, result):
     [row] = check_router(function, **KNOBS[9], with_bias=True, device=DEVICE, case=case)
     assert row.wrong and row.ratios[result] > check.WRONG, row
@@ -457,13 +688,31 @@ def test_check_runs_on_python_3_10():
 def test_check_says_what_each_option_is(monkeypatch):
     def look(self):
         raise LookupError([action.option_strings for action in self._actions if not action.help])
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", look)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_intermixed_args", look)
     with pytest.raises(LookupError) as found:
         check.main()
     assert found.value.args == ([],)
 
 
-def test_check_from_the_command_line(tmp_path):
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Calls check.py as from the command line, in an empty folder: status, what is printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["check.py", *args])
+        try:
+            check.main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code)
+        return status, *capsys.readouterr()
+    return call
+
+
+def test_check_from_the_command_line(tmp_path, run):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "def moe(x, probs, indices, fc1, fc2):\n"
@@ -472,29 +721,16 @@ def test_check_from_the_command_line(tmp_path):
         "    s = logits.sigmoid() if bias is None else logits.sigmoid() + bias\n"
         "    indices = s.topk(3).indices\n"
         "    return logits.sigmoid().gather(1, indices), indices\n")
-
-    def run(*args):
-        done = subprocess.run(
-            [sys.executable, HERE / "check.py", *args], cwd=tmp_path, timeout=200,
-            capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
-    status, out, _ = run("experts", "mine.py:moe", "--dtype", "bf16", "--json", "rows.json")
-    assert status == 1 and "wrong" in out
+    status, out, _ = run(
+        "experts", "--dtype", "bf16", "mine.py:moe", "--json", "rows.json", "--shape", *"94122")
+    assert status == 1 and "wrong" in out and '"ok" covers bf16; T 2100' in out
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["case"] for row in rows] == [*check.EXPERT_CASES] and rows[0]["wrong"]
-    assert "Infinity" not in (tmp_path / "rows.json").read_text()
+    assert [row["case"] for row in rows] == [*check.EXPERT_CASES, "T=9 E=4 K=1 H=2 F=2"]
+    assert rows[0]["wrong"] and "Infinity" not in (tmp_path / "rows.json").read_text()
     status, out, _ = run(
         "router", "mine.py:route", "--topk", "3", "--score_function", "sigmoid", "--with_bias",
         "--norm_topk_prob", "False", "--case", "one token, bias")
-    assert status == 0 and len(out.splitlines()) == 2
-    assert run("router", "x", "--list")[1].splitlines() == [*check.router_cases(16, False)]
-    for place in ("mine.py:no", "no.py:moe", "mine.py"):
-        status, out, err = run("experts", place)
-        assert status == 2 and len(err.splitlines()) == 1 and "cannot be loaded" in err
-    for options in (["--case", "no"], ["--score_function", "sigmiod"], ["--topk", "99"]):
-        what = "experts" if options[0] == "--case" else "router"
-        status, _, err = run(what, "mine.py:moe", *options)
-        assert status == 2 and "Traceback" not in err
+    assert status == 0 and len(out.splitlines()) == 3
 
     # A package with neighbours; a name that the standard library has; no other file of that name.
     (tmp_path / "kit").mkdir()
@@ -508,10 +744,97 @@ def test_check_from_the_command_line(tmp_path):
     (tmp_path / "raises.py").write_text("def moe(*args):\n    return args[9]\n")
     for what in ("experts", "router"):
         status, out, err = run(what, "raises.py:moe")
-        assert status == 2 and "refused: IndexError" in out, err
+        assert status == 2 and "refused: IndexError" in out and '"ok" covers' not in out, err
         assert err == "every case is refused: nothing is checked\n"
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
     assert run("router", "exits.py:route")[0] == 2
+
+
+def test_check_lists_cases(run):
+    experts, router = [*check.EXPERT_CASES], [*check.router_cases(16, False)]
+    for args, cases in ((["router", "x"], router), (["experts"], experts), ([], experts + router),
+                        (["experts", "--shape", *"94122"], [*experts, "T=9 E=4 K=1 H=2 F=2"])):
+        assert run(*args, "--list") == (0, "\n".join(cases) + "\n", "")
+
+
+def test_check_refuses_a_command_line(tmp_path, run):
+    """With status 2 and one line."""
+    (tmp_path / "mine.py").write_text("def moe(x, *args):\n    return x\n")
+    table = {
+        "x.py": "write: check.py experts|router FILE:FUNCTION; or --list", "": "write: ",
+        "mine.py:moe": "write: ", "experts mine.py": "write: ", "x.py --list": "write: ",
+        "experts": "write: ", "experts mine.py:no": "mine.py:no cannot be loaded: AttributeError",
+        "router no.py:moe": "no.py:moe cannot be loaded: FileNotFoundError",
+        "experts mine.py:moe --num_experts 128": "--num_experts is no option of experts",
+        "experts mine.py:moe --topk 4 --case no": "--topk is no option of experts",
+        "router mine.py:moe --dtype bf16": "--dtype is no option of router",
+        "router mine.py:moe --shape 9 4 1 2 2": "--shape is no option of router",
+        "experts mine.py:moe --shape 9 4 5 2 2": "shape T=9 E=4 K=5 H=2 F=2: needs K from 1 to E",
+        "experts mine.py:moe --case no": "case is 'no'; known: random routing",
+        "router mine.py:moe --score_function sigmiod": "score_function is 'sigmiod'; known: ",
+        "router mine.py:moe --topk 99": "topk is 99; needs 1 to 16"}
+    for args, text in table.items():
+        status, out, err = run(*args.split())
+        assert (status, out) == (2, "") and err.startswith(text) and err.count("\n") == 1, args
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell's pipe")
+def test_check_whose_output_is_closed():
+    """As `| head -1` does."""
+    done = subprocess.Popen(
+        [sys.executable, HERE / "check.py", "--list"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True)
+    done.stdout.close()
+    assert done.stderr.read() == "the output was closed before its end\n"
+    assert done.wait(timeout=200) == 2
+
+
+def test_check_shapes_of_your_own(capsys):
+    """What is wrong with 128 experts alone is found by that shape alone."""
+    def wrong_at_128(x, probs, indices, fc1, fc2):
+        return by_expert(x, probs, indices, fc1, fc2) * (2 if len(fc1) == 128 else 1)
+    *rows, mine = check_experts(
+        wrong_at_128, device=DEVICE, shapes=[(9, 4, 1, 8, 8), (20, 128, 4, 16, 8)])
+    assert mine.case == "T=20 E=128 K=4 H=16 F=8" and mine.wrong
+    assert not any(row.wrong or row.refused for row in rows)
+    for shape in ((-1, 4, 1, 8, 8), (9, 0, 1, 8, 8), (9, 4, 0, 8, 8), (9, 4, 1, 0, 8),
+                  (9, 4, 1, 8, 0), (9, 4, 5, 8, 8)):
+        assert "needs K from 1 to E" in error(check_experts, by_expert, shapes=[shape])
+
+
+def test_check_says_what_ok_covers(capsys):
+    """Sizes of the cases that ran, not of those that the function refuses."""
+    def small_alone(x, probs, indices, fc1, fc2):
+        if len(x) > 100 or len(fc1) > 100 or not torch.is_grad_enabled():
+            raise NotImplementedError
+        return by_expert(x, probs, indices, fc1, fc2)
+    rows = check_experts(small_alone, torch.bfloat16, DEVICE)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == (
+        '"ok" covers bf16; T 37, E 64, K 6, H 1040, F 528, rows an expert 37 at most; '
+        "all gradients, some gradients")
+    assert not any(row.wrong for row in rows)
+    check_experts(by_expert, device=DEVICE, case="one token", shapes=[(99, 200, 9, 8, 8)])
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        '"ok" covers fp32; T 1, E 6, K 2, H 16, F 24, rows an expert 1 at most; all gradients')
+    for with_bias, end in ((False, ""), (True, ", all gradients with a bias, no_grad with a bias")):
+        check_router(route, with_bias=with_bias, device=DEVICE)
+        assert capsys.readouterr().out.splitlines()[-1] == (
+            f'"ok" covers fp32; T 2100, E 16, K 2 at most; all gradients, no_grad{end}')
+
+
+def test_check_says_which_inputs_are_changed(capsys):
+    for function, names in ((writes_to_its_input, "indices"), (writes_to_probs, "probs"),
+                            (writes_to_fc2, "fc2"), (writes_to_the_gradient, "grad_y"),
+                            (writes_to_x_in_the_backward, "x")):
+        check_experts(function, device=DEVICE, case=ALL)
+        _, row, *_ = capsys.readouterr().out.splitlines()
+        assert row.rstrip().endswith(f"its inputs are changed: {names}")
+    for function, names in ((zeroes_the_bias, "bias"), (zeroes_the_logits, "logits"),
+                            (zeroes_the_gradient, "grad_probs")):
+        check_router(function, **KNOBS[9], with_bias=True, device=DEVICE, case="one token, bias")
+        _, row, *_ = capsys.readouterr().out.splitlines()
+        assert row.rstrip().endswith(f"its inputs are changed: {names}")
 
 
 def adapter(name: str):

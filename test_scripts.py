@@ -253,7 +253,7 @@ small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax e
 small.MoE.forward: x padding_mask
 small.moe_loop: x router fc1 fc2 topk
 kernels.moe_loop: x router fc1 fc2 topk
-check.check_experts: function dtype=torch.float32 device=cpu case
+check.check_experts: function dtype=torch.float32 device=cpu case shapes=()
 check.check_router: function topk=2 score_function=softmax pre_softmax norm_topk_prob
     norm_eps=1e-20 scaling_factor num_groups group_topk group_score_topk with_bias num_experts=16
     device=cpu case
