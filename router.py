@@ -653,9 +653,10 @@ _is_scale_set = False
 @torch.compiler.assume_constant_result           # so that a graph runs it while it is traced
 def _warn_without_scale(device_type: str) -> None:
     """fp16 needs a loss scale, which GradScaler multiplies into the main loss alone."""
-    fp16 = torch.is_autocast_enabled(device_type) and (
-        torch.get_autocast_dtype(device_type) == torch.float16)
-    if fp16 and not _is_scale_set:
+    if _is_scale_set or not compat.has_autocast(device_type):
+        return
+    fp16 = torch.get_autocast_dtype(device_type) == torch.float16
+    if fp16 and torch.is_autocast_enabled(device_type):
         warnings.warn(
             "balance losses under autocast to fp16, and set_aux_loss_scale was never called: with "
             "a GradScaler their gradients are too small by its scale. Needs "
