@@ -79,8 +79,9 @@ def _facts(reading: families.Reading) -> dict:
     norm = facts["norm_topk_prob"]
     size, gate = facts["shared_expert_intermediate_size"], facts["shared_expert_gate"]
     constants = [f"{constant} = {fields[field]}" for field, constant in moe._CONSTANTS.items()
-                 if fields.get(field) is not None and hasattr(
-                     moe.kernels.ACTIVATIONS.get(facts["activation"]), constant)]
+                 if fields.get(field) is not None and facts["activation"] in moe.kernels.ACTIVATIONS
+                 and constant in moe.kernels.constants_of(
+                     moe.kernels.ACTIVATIONS[facts["activation"]])]
     product, scores, probs = [word.replace("model", "the model's dtype")
                               for word in reading.row.dtypes()]
     return facts | {

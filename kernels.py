@@ -18,14 +18,15 @@ Nothing here has state, a config, or a process group beyond an argument. Each fu
 forward and backward, for every T from 2 on, unless its docstring says otherwise.
 """
 import functools
+import inspect
 import math
-from dataclasses import dataclass, fields, is_dataclass
-from typing import ClassVar, NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 if __package__:
     from . import compat, grouped
@@ -806,9 +807,17 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
 
 
 def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
-    """probs [T, K] -> [N, 1], each row's prob; 0 for unrouted rows."""
-    by_assignment = plan._replace(inverse=plan.inverse.reshape(-1, 1))
-    return gather_rows(probs.reshape(-1, 1), by_assignment)
+    """probs [T, K] -> [N, 1], each row's prob; 0 for fillers."""
+    return Adjoint.apply(
+        probs, (_spread_probs, _collect_probs), plan.order, plan.inverse, plan.offsets)
+
+
+def _spread_probs(probs, order, inverse, offsets):
+    return F.pad(probs.flatten(), (0, 1)).index_select(0, order)[:, None]
+
+
+def _collect_probs(grad, order, inverse, offsets):
+    return grad.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
 
 
 def cut_plan(plan: Plan, num_rows: int) -> Plan:
@@ -845,318 +854,300 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     return Plan(order, inverse, counts=counts, offsets=offsets)
 
 
-# ---- Activations: y = [a, b] [.., 2F] -> act(a) · b [.., F] ----
-# y is fc1's output, a its gate half, b its up half.
+# ---- Activations: functions of the parts of fc1's output ----
+# Each takes one part, or the gate and the up part, and computes in their dtype. Parameters with a
+# default are constants.
 
-class Activation:
-    """A frozen dataclass: its fields are the constants. value(*parts) is the output for the parts
-    of y; back(g, *parts) is (the output, each part's gradient). They compute in the dtype they are
-    given.
+def _limited(gate, up, linear_offset, clamp_value):
+    if clamp_value is not None:
+        gate = gate.clamp(max=clamp_value)
+        up = up.clamp(-clamp_value, clamp_value)
+    return gate, up + linear_offset if linear_offset else up
+
+
+def swiglu(
+    gate: Tensor, up: Tensor, linear_offset: float = 0.0, clamp_value: float | None = None,
+) -> Tensor:
+    """silu(gate) · (up + linear_offset) (arXiv 2002.05202). clamp_value v first clamps gate to at
+    most v, and up to -v .. v.
     """
-    parts: ClassVar[int] = 2
+    gate, up = _limited(gate, up, linear_offset, clamp_value)
+    return F.silu(gate) * up
 
 
-@dataclass(frozen=True)
-class SwiGLU(Activation):
-    """act(a) · (b + linear_offset), where act is SiLU (arXiv 2002.05202). clamp_value v first
-    clamps a to a <= v and b to -v <= b <= v.
+def geglu(
+    gate: Tensor, up: Tensor, linear_offset: float = 0.0, clamp_value: float | None = None,
+) -> Tensor:
+    """swiglu with the tanh form of GELU."""
+    gate, up = _limited(gate, up, linear_offset, clamp_value)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def quick_geglu(
+    gate: Tensor, up: Tensor, linear_offset: float = 0.0, clamp_value: float | None = None,
+    alpha: float = 1.702,
+) -> Tensor:
+    """swiglu with gate · sigmoid(alpha · gate)."""
+    gate, up = _limited(gate, up, linear_offset, clamp_value)
+    return gate * torch.sigmoid(alpha * gate) * up
+
+
+def situ(
+    gate: Tensor, up: Tensor, beta: float = 1.0, linear_beta: float | None = None,
+) -> Tensor:
+    """beta · tanh(gate / beta) · sigmoid(gate) · up (Kimi K3). linear_beta l replaces up by
+    l · tanh(up / l). Both are positive.
     """
-    linear_offset: float = 0.0
-    clamp_value: float | None = None
-    act = staticmethod(F.silu)
-    act_back = staticmethod(torch.ops.aten.silu_backward)    # one kernel in eager mode
-
-    def factors(self, a, b):
-        """act's argument, and the factor of act."""
-        v = self.clamp_value
-        if v is not None:
-            a = a.clamp(max=v)
-            b = b.clamp(-v, v)
-        if self.linear_offset:
-            b = b + self.linear_offset
-        return a, b
-
-    def value(self, a, b):
-        a, linear = self.factors(a, b)
-        return self.act(a) * linear
-
-    def back(self, g, a, b):
-        clamped, linear = self.factors(a, b)
-        act = self.act(clamped)
-        grad_a = self.act_back(g * linear, clamped)
-        grad_b = g * act
-        v = self.clamp_value
-        if v is not None:
-            # At the bound the gradient passes, as torch.clamp's up to torch 2.13; at NaN it is 0.
-            grad_a = grad_a.masked_fill(~(a <= v), 0.0)
-            grad_b = grad_b.masked_fill(~(b.abs() <= v), 0.0)
-        return act * linear, grad_a, grad_b
+    if linear_beta is not None:
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
 
 
-@dataclass(frozen=True)
-class GeGLU(SwiGLU):
-    """SwiGLU with the tanh form of GELU."""
-
-    def act(self, a):
-        return F.gelu(a, approximate="tanh")
-
-    def act_back(self, g, a):
-        return torch.ops.aten.gelu_backward(g, a, approximate="tanh")
+def relu2(y: Tensor) -> Tensor:
+    """relu(y)², without a gate (arXiv 2109.08668)."""
+    return y.relu().square()
 
 
-@dataclass(frozen=True)
-class QuickGeGLU(SwiGLU):
-    """SwiGLU with act(a) = a · sigmoid(alpha · a)."""
-    alpha: float = 1.702
-
-    def act(self, a):
-        return a * torch.sigmoid(self.alpha * a)
-
-    def act_back(self, g, a):
-        # act' = s · (1 + alpha · a · (1 - s)), s = sigmoid(alpha · a)
-        s = torch.sigmoid(self.alpha * a)
-        return g * s * (1 + self.alpha * a * (1 - s))
-
-
-@dataclass(frozen=True)
-class SiTU(Activation):
-    """beta · tanh(a / beta) · sigmoid(a) · b. linear_beta l replaces b by l · tanh(b / l)."""
-    beta: float = 1.0
-    linear_beta: float | None = None
-
-    def __post_init__(self):
-        for name in ("beta", "linear_beta"):
-            x = getattr(self, name)
-            if x is not None and x <= 0:
-                raise ValueError(f"{name} is {x}; needs a positive number")
-
-    def linear(self, b):
-        if self.linear_beta is None:
-            return b
-        return self.linear_beta * torch.tanh(b / self.linear_beta)
-
-    def value(self, a, b):
-        return self.beta * torch.tanh(a / self.beta) * torch.sigmoid(a) * self.linear(b)
-
-    def back(self, g, a, b):
-        # act' = s · (1 - t²) + beta · t · s · (1 - s), t = tanh(a / beta), s = sigmoid(a)
-        t = torch.tanh(a / self.beta)
-        s = torch.sigmoid(a)
-        act = self.beta * t * s
-        linear = self.linear(b)
-        grad_a = g * linear * s * ((1 - t * t) + self.beta * t * (1 - s))
-        grad_b = g * act
-        if self.linear_beta is not None:
-            grad_b = grad_b * (1 - (linear / self.linear_beta).square())      # tanh' = 1 - tanh²
-        return act * linear, grad_a, grad_b
-
-
-@dataclass(frozen=True)
-class ReLU2(Activation):
-    """relu(y)² of y [.., F], which has no gate (arXiv 2109.08668)."""
-    parts: ClassVar[int] = 1
-
-    def value(self, y):
-        return y.relu().square()
-
-    def back(self, g, y):
-        relu = y.relu()
-        return relu.square(), 2 * g * relu
-
-
-@dataclass(frozen=True)
-class GELU(Activation):
-    """The tanh form of GELU of y [.., F], without a gate (arXiv 1606.08415)."""
-    parts: ClassVar[int] = 1
-
-    def value(self, y):
-        return F.gelu(y, approximate="tanh")
-
-    def back(self, g, y):
-        return self.value(y), torch.ops.aten.gelu_backward(g, y, approximate="tanh")
+def gelu(y: Tensor) -> Tensor:
+    """The tanh form of GELU, without a gate (arXiv 1606.08415)."""
+    return F.gelu(y, approximate="tanh")
 
 
 ACTIVATIONS = {
-    "swiglu": SwiGLU, "geglu": GeGLU, "quick_geglu": QuickGeGLU, "situ": SiTU, "relu2": ReLU2,
-    "gelu": GELU}
+    "swiglu": swiglu, "geglu": geglu, "quick_geglu": quick_geglu, "situ": situ, "relu2": relu2,
+    "gelu": gelu}
 
 
-@torch.compiler.assume_constant_result           # Dynamo cannot trace dataclasses.fields
-def constants_of(kind: str | type[Activation]) -> tuple[str, ...]:
-    """The names of an activation's constants. TypeError: no frozen dataclass, no value, no back."""
-    made = ACTIVATIONS.get(kind, kind)
-    frozen = is_dataclass(made) and made.__dataclass_params__.frozen
-    if not frozen or not hasattr(made, "value") or not hasattr(made, "back"):
-        raise TypeError(f"{made} needs @dataclass(frozen=True), and the methods value and back")
-    return tuple(field.name for field in fields(made))
+@torch.compiler.assume_constant_result           # Dynamo cannot trace inspect.signature
+def _parameters_of(function, bound):
+    """(how many parts the function takes, the names of its constants)"""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise ValueError(f"{function} does not say which parameters it has; needs a function "
+                         f"written in Python around it") from None
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        raise ValueError(f"{function} takes any number of arguments; needs a function of one part, "
+                         f"or of gate and up")
+    parts = [p.name for p in parameters if p.default is p.empty and p.name not in bound]
+    return len(parts), tuple(p.name for p in parameters if p.name not in parts)
 
 
-def make_activation(kind: str | Activation, **constants: float | None) -> Activation:
-    """The activation of this name with these constants. ValueError: unknown ones, or an Activation,
-    which has its own, with any.
+def _parameters(function):
+    bound = ()
+    while isinstance(function, functools.partial):
+        bound = (*bound, *function.keywords)
+        function = function.func
+    return _parameters_of(function, bound)
+
+
+def parts_of(function) -> int:
+    """P, how many parts of fc1's output an activation takes: its positional parameters without a
+    default. ValueError: that cannot be seen.
     """
-    if isinstance(kind, Activation):
-        if constants:
-            raise ValueError(f"kind is {kind}, with its constants; found {', '.join(constants)}")
-        made = type(kind)
-        constants = {name: getattr(kind, name) for name in constants_of(made)}
-    else:
+    return _parameters(function)[0]
+
+
+def constants_of(function) -> tuple[str, ...]:
+    """The names of an activation's constants: its parameters with a default."""
+    return _parameters(function)[1]
+
+
+def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None):
+    """The function of this name in ACTIVATIONS, or the given one, with these constants. ValueError:
+    an unknown name or constant.
+    """
+    function = kind
+    if not callable(kind):
         check_known("kind", kind, ACTIVATIONS)
-        made = ACTIVATIONS[kind]
-    known = constants_of(made)
+        function = ACTIVATIONS[kind]
+    if not constants:
+        return function
+    known = constants_of(function)
     for name, value in constants.items():
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
                              f"{', '.join(known) or 'none'}")
-    # An autograd function cannot take the compiler's symbolic floats: a graph makes its own.
-    numbers = {name: x if x is None else as_number(x) for name, x in constants.items()}
-    return made(**numbers)
+        # Not in situ: in torch 2.11 an error inside a checkpoint leaves its hooks on.
+        if function is situ and value is not None and value <= 0:
+            raise ValueError(f"{name} is {value}; needs a positive number")
+    return functools.partial(function, **constants)
 
 
-def _activate(y, probs, function, layout="(p f)"):
-    """The activation of y, times probs, in y.dtype. layout: how the parts lie in y."""
-    value = function.value(*rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts))
-    if probs is not None:
-        value = value * probs
-    return cast(value, y.dtype)
-
-
-def activate_back(y, g, probs, function, layout="(p f)"):
-    """(grad_y in y.dtype, grad_probs [.., 1] in probs.dtype, the result of _activate). Without
-    probs the second is None.
+def again(function, *tensors: Tensor) -> Tensor:
+    """function(*tensors), whose backward computes it once more: kept are the tensors alone. It
+    costs little, since the function multiplies no matrices; and autograd makes its gradient.
     """
-    g = upcast(g)
-    parts = rearrange(upcast(y), f"... {layout} -> p ... f", p=function.parts)
-    value, *grads = function.back(g if probs is None else g * probs, *parts)
-    grads = [grad.to(y.dtype) for grad in grads]
-    grad_y = torch.stack(grads, -2 if layout == "(p f)" else -1).flatten(-2)
-    if probs is None:
-        return grad_y, None, cast(value, y.dtype)
-    grad_probs = cast((g * value).sum(-1, keepdim=True), probs.dtype)
-    return grad_y, grad_probs, cast(value * probs, y.dtype)
+    # A checkpoint asks for autocast, which the meta device does not have.
+    if not torch.is_grad_enabled() or not compat.has_autocast(tensors[0].device.type):
+        return function(*tensors)
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
-def _to_fp8(y):
-    return y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+def _with_numbers(function):
+    """With dynamic=True a partial's constants are symbolic, which checkpoints in graphs refuse."""
+    if not isinstance(function, functools.partial):
+        return function
+    return functools.partial(function.func, *function.args, **{
+        name: as_number(x) if isinstance(x, (int, float)) else x
+        for name, x in function.keywords.items()})
 
 
-class _Activation(torch.autograd.Function):
+def activated(y, weights, function, parts, axis=-2):
+    """function(*the parts of y [.., P·F]) · weights [.., 1] -> [.., F] in y.dtype. axis: where P is
+    when the last axis is split, -2 or, for parts that are interleaved, -1.
+    """
+    F_ = y.shape[-1] // parts
+    sizes = (parts, F_) if axis == -2 else (F_, parts)
+    split = y.reshape(*y.shape[:-1], *sizes)             # a view
+    out = function(*map(upcast, split.unbind(axis)))
+    return cast(out if weights is None else out * upcast(weights), y.dtype)
+
+
+def _activate_from_fp8(value, y, weights):
+    """(value(y, weights) of y as it is kept, in fp8; of y itself, without a gradient)."""
+    stored, zeros = _StoreFp8.apply(y)
+    from_store = again(
+        lambda stored, zeros, weights: value(stored.to(zeros.dtype) + zeros, weights),
+        stored, zeros, weights)
+    with torch.no_grad():
+        return from_store, value(y, weights)
+
+
+class _StoreFp8(torch.autograd.Function):
+    """y -> (y as fp8 e4m3, zeros that take no memory, whose gradient is that of y)."""
+
     @staticmethod
-    def forward(ctx, y, weights, function, fp8_input_store):
-        ctx.function = function
-        kept = _to_fp8(y) if fp8_input_store else y
-        ctx.save_for_backward(kept, weights)
-        return _activate(y, weights, function)
+    def forward(ctx, y):
+        ctx.set_materialize_grads(False)
+        stored = y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        ctx.mark_non_differentiable(stored)
+        return stored, y.new_zeros(()).expand_as(y)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        kept, weights = ctx.saved_tensors
-        grad_y, grad_weights, _ = activate_back(kept.to(g.dtype), g, weights, ctx.function)
-        # y, weights, function, fp8_input_store
-        return grad_y, grad_weights, None, None
+    def backward(ctx, _, grad):
+        return grad
 
 
-def check_activation(y, weights, function, g=None):
+class _InPlaceOf(torch.autograd.Function):
+    """The exact value, with the gradient of the one from the store."""
+
+    @staticmethod
+    def forward(ctx, from_store, exact):
+        return exact.view_as(exact)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def check_activation(y, weights, parts, g=None):
     *rows, width = y.shape
-    if width % function.parts:
-        raise ValueError(f"y has shape {list(y.shape)}; {type(function).__name__} needs an even "
-                         f"last axis, [.., 2F]")
-    for name, x, columns in (("weights", weights, 1), ("g", g, width // function.parts)):
+    if width % parts:
+        raise ValueError(f"y has shape {list(y.shape)}; needs an even last axis, [.., 2F]")
+    for name, x, columns in (("weights", weights, 1), ("g", g, width // parts)):
         if x is not None and x.shape != (*rows, columns):
             raise ValueError(f"{name} has shape {list(x.shape)}; needs {[*rows, columns]}")
 
 
 def activation(
-    y: Tensor, kind: str | Activation = "swiglu", weights: Tensor | None = None,
+    y: Tensor, kind: "str | Callable[..., Tensor]" = "swiglu", weights: Tensor | None = None,
     fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
-    """The activation `kind` of y [.., 2F] ("relu2", "gelu": [.., F]), times weights [.., 1] of any
-    dtype -> [.., F] in y.dtype, computed in fp32 at least and rounded once.
+    """The activation `kind` of y [.., P·F] (P = 2: gate, then up; 1 for "relu2", "gelu"), times
+    weights [.., 1] of any dtype -> [.., F] in y.dtype, computed in fp32 at least and rounded once.
 
-    kind: a name in ACTIVATIONS, whose fields are the constants, or an Activation with its own. Kept
-    for the backward are y and weights; with fp8_input_store y as fp8 e4m3, clamped to ±448, while
-    the forward uses the unrounded y. ValueError: an unknown kind or constant, or shapes that do not
-    fit.
+    kind: a name in ACTIVATIONS, or a function of one or two parts. constants: its parameters with a
+    default. Kept for the backward are y and weights; with fp8_input_store y as fp8 e4m3, clamped to
+    ±448, while the forward uses the unrounded y. ValueError: an unknown kind or constant, or shapes
+    that do not fit.
 
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])
+    >>> activation(torch.tensor([1.0, 2.0]), kind=lambda gate, up: gate * up)
+    tensor([2.])
     """
-    function = make_activation(kind, **constants)
-    check_activation(y, weights, function)
-    return _Activation.apply(y, weights, function, fp8_input_store)
+    function = activation_of(kind, **constants)
+    parts = parts_of(function)
+    check_activation(y, weights, parts)
+    function = _with_numbers(function)
+
+    def value(y, weights):
+        return activated(y, weights, function, parts)
+
+    if fp8_input_store:
+        return _InPlaceOf.apply(*_activate_from_fp8(value, y, weights))
+    return again(value, y, weights)
 
 
-# ---- Experts: gather, fc1, activation, fc2, combine ----
+# ---- Experts: to the experts, activation, and from them ----
 
-def _token_and_prob(order, probs):
-    """(each row's token [N], its prob [N, 1])."""
-    return order // probs.shape[1], probs.flatten().index_select(0, order)[:, None]
+class ToExperts(torch.autograd.Function):
+    """tokens x [T, H] -> rows [N, O]: row n is weight[e] · x[its token] + bias[e], for weight
+    [E, O, H]. Kept are x and weight, not the gathered rows.
+    """
 
-
-class _ExpertMLP(torch.autograd.Function):
-    """fc1 is [E, P·F, H]. The backward computes the activation again."""
-
+    # The arguments have names: without grad, Dynamo up to torch 2.14 calls a forward that takes
+    # *args without its ctx. Read is taken apart, since no tensor may come twice.
     @staticmethod
-    def forward(ctx, options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets):
-        function, layout, fp8_input_store = options
-        ctx.activation = function, layout
-        read = grouped.where_read(offsets, order.shape[0], fc1, fc2)
-        ctx.native = read.native
-        token_N, probs_N1 = _token_and_prob(order, probs)
-
-        # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), out = act · fc2ᵀ
-        hidden = grouped.product(tokens, fc1.mT, read, token_N, bias=fc1_bias)
-        act = _activate(hidden, probs_N1, *ctx.activation)
-        out = grouped.product(act, fc2.mT, read)
-
-        kept = _to_fp8(hidden) if fp8_input_store else hidden
-        ctx.save_for_backward(
-            kept, tokens, probs, fc1, fc2, order, inverse, offsets, read.offsets, read.index)
-        return _sum_rows(out, inverse, offsets if read.native else None)
+    def forward(ctx, native, x, weight, bias, order, inverse, offsets, index):
+        ctx.native = native
+        ctx.save_for_backward(x, weight, order, inverse, offsets, index)
+        token_N = order // inverse.shape[1]
+        return grouped.product(x, weight.mT, Read(offsets, index, native), token_N, bias=bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        kept, tokens, probs, fc1, fc2, order, inverse, offsets, *read = ctx.saved_tensors
-        read = Read(*read, ctx.native)
-        _, need_tokens, need_probs, need_fc1, need_fc2, need_fc1_bias, *_ = ctx.needs_input_grad
-        grad_tokens = grad_probs = grad_fc1 = grad_fc2 = grad_fc1_bias = None
+        x, weight, order, inverse, offsets, index = ctx.saved_tensors
+        read = Read(offsets, index, ctx.native)
+        _, need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        # grad_x = Σ_k (grad · weight)[inverse], grad_weight = gradᵀ · x[token]
+        if need_x:
+            grad_x = _sum_rows(
+                grouped.product(grad, weight, read), inverse, offsets if ctx.native else None)
+        if need_weight:
+            # Otherwise the compiler could compute token_N and the rows in the forward, and keep
+            # them.
+            token_N = copy_after(order, grad) // inverse.shape[1]
+            grad_weight = grouped.weight_grad(grad, x, read, token_b=token_N)
+        if need_bias:
+            grad_bias = grouped.bias_grad(grad, read)
+        # native, x, weight, bias, order, inverse, offsets, index
+        return None, grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class FromExperts(torch.autograd.Function):
+    """rows [N, I] -> tokens y [T, H]: y_t = Σ_k weight[e] · rows[inverse[t, k]], for weight
+    [E, H, I]: ToExperts turned round. Kept are rows and weight. With `exact` the forward takes that
+    in place of the rows, whose values are of a store in fp8.
+    """
+
+    @staticmethod
+    def forward(ctx, native, rows, exact, weight, order, inverse, offsets, index):
+        ctx.native = native
+        ctx.save_for_backward(rows, weight, order, inverse, offsets, index)
+        rows = rows if exact is None else exact
+        out = grouped.product(rows, weight.mT, Read(offsets, index, native))
+        return _sum_rows(out, inverse, offsets if native else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rows, weight, order, inverse, offsets, index = ctx.saved_tensors
+        read = Read(offsets, index, ctx.native)
+        _, need_rows, _, need_weight, *_ = ctx.needs_input_grad
         grad = grad.contiguous()
-        hidden = kept.to(grad.dtype)
-
-        # Otherwise the compiler could compute token_N and the rows in the forward, and keep them.
-        order = copy_after(order, grad)
-        token_N, probs_N1 = _token_and_prob(order, probs)
-
-        # grad_act = grad[token] · fc2, grad_hidden = p · grad_act · activation'(hidden),
-        # grad_p = Σ_f grad_act · activation(hidden)
-        if need_tokens or need_probs or need_fc1 or need_fc1_bias:
-            grad_act = grouped.product(grad, fc2, read, token_N)
-            grad_hidden, grad_probs_N1, act = activate_back(
-                hidden, grad_act, probs_N1, *ctx.activation)
-            del grad_act
-        else:
-            act = _activate(hidden, probs_N1, *ctx.activation)
-
-        # grad_fc2 = grad[token]ᵀ · act, grad_fc1 = grad_hiddenᵀ · x[token]
-        if need_fc2:
-            grad_fc2 = grouped.weight_grad(grad, act, read, token_a=token_N)
-        del act                                          # frees its memory
-        if need_fc1:
-            grad_fc1 = grouped.weight_grad(grad_hidden, tokens, read, token_b=token_N)
-        if need_fc1_bias:
-            grad_fc1_bias = grouped.bias_grad(grad_hidden, read)
-
-        # grad_rows = grad_hidden · fc1, grad_x = Σ_k grad_rows[inverse]
-        if need_tokens:
-            grad_rows = grouped.product(grad_hidden, fc1, read)
-            grad_tokens = _sum_rows(grad_rows, inverse, offsets if read.native else None)
-        if need_probs:
-            grad_probs = grad_probs_N1.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
-        # options, tokens, probs, fc1, fc2, fc1_bias, order, inverse, offsets
-        return (
-            None, grad_tokens, grad_probs, grad_fc1, grad_fc2, grad_fc1_bias, None, None, None)
+        token_N = copy_after(order, grad) // inverse.shape[1]          # as in ToExperts
+        grad_rows = grad_weight = None
+        # grad_rows = grad[token] · weight, grad_weight = grad[token]ᵀ · rows
+        if need_rows:
+            grad_rows = grouped.product(grad, weight, read, token_N)
+        if need_weight:
+            grad_weight = grouped.weight_grad(grad, rows, read, token_a=token_N)
+        # native, rows, exact, weight, order, inverse, offsets, index
+        return None, grad_rows, None, grad_weight, None, None, None, None
 
 
 def _add_output_bias(y, probs, plan, fc2_bias):
@@ -1169,12 +1160,6 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     return (y + bias_TH).to(y.dtype)
 
 
-def _interleaved(fc1, fc1_bias):
-    """(layout, fc1, fc1_bias), as they lie in memory."""
-    swapped = [x if x is None else x.transpose(1, 2) for x in (fc1, fc1_bias)]
-    return "(f p)", *swapped
-
-
 def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function):
     """expert_mlp for one token, in a graph without gradients: reads K experts' weights in place."""
     E = len(fc1)
@@ -1184,7 +1169,7 @@ def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, functio
     hidden_KPF = (upcast(fc1[expert_K]) * upcast(tokens)).sum(-1)
     if fc1_bias is not None:
         hidden_KPF = hidden_KPF + fc1_bias[expert_K]
-    act_KF = function.value(*hidden_KPF.unbind(1)) * probs.t()
+    act_KF = function(*hidden_KPF.unbind(1)) * probs.t()
     out_KH = (upcast(fc2[expert_K]) * act_KF[:, None]).sum(-1)
     if fc2_bias is not None:
         out_KH = out_KH + probs.t() * fc2_bias[expert_K]
@@ -1194,7 +1179,8 @@ def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, functio
 def expert_mlp(
     tokens: Tensor, probs: Tensor, plan: Plan, fc1: Tensor, fc2: Tensor,
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
-    kind: str | Activation = "swiglu", fp8_input_store: bool = False, **constants: float | None,
+    kind: "str | Callable[..., Tensor]" = "swiglu", fp8_input_store: bool = False,
+    **constants: float | None,
 ) -> Tensor:
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where
       expert_e(x) = fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
@@ -1206,19 +1192,20 @@ def expert_mlp(
 
     fc1 and fc2 may be transposed views, gate and up interleaved; no weight is copied as long as P
     and F are adjacent in memory. The probs are multiplied in before fc2, so fc2's output is not
-    kept: kept are the arguments and fc1's output [N, P·F], with fc2_bias a [T, E] too. ValueError
-    and TypeError: shapes and dtypes that do not fit.
+    kept: kept are the arguments and fc1's output [N, P·F], in eager mode the activation [N, F] too,
+    and with fc2_bias a [T, E]. ValueError and TypeError: shapes and dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
     >>> fc1, fc2 = torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[10.0]]])
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
-    function = kind
-    if isinstance(kind, str) or constants or torch.compiler.is_compiling():
-        function = make_activation(kind, **constants)
+    function = activation_of(kind, **constants)
+    known = {"E": len(plan.counts)}
+    if not torch.compiler.is_compiling():
+        known["P"] = parts_of(function)
     check_shapes(
-        {"E": len(plan.counts), "P": function.parts}, inverse=(plan.inverse, "T K"),
+        known, inverse=(plan.inverse, "T K"),
         tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
@@ -1226,15 +1213,30 @@ def expert_mlp(
     without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if without_grad and always_holds(tokens.shape[0] == 1):
         return _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function)
-    layout = "(p f)"
+    P, axis = fc1.shape[1], -2
     if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
-        layout, fc1, fc1_bias = _interleaved(fc1, fc1_bias)
+        axis = -1
+        fc1, fc1_bias = [x if x is None else x.transpose(1, 2) for x in (fc1, fc1_bias)]
+    # Flat, since strides of [E, P, F, H] may look unaligned to where_read.
+    fc1 = fc1.flatten(1, 2)
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
-    # Not by einops: it fails on a Parameter in a checkpointed region of a graph.
-    y = _ExpertMLP.apply(
-        (function, layout, fp8_input_store), tokens, probs, fc1.flatten(1, 2), fc2, fc1_bias,
-        plan.order, plan.inverse, plan.offsets)
+
+    order, inverse, counts, offsets = plan
+    *read, native = grouped.where_read(offsets, order.shape[0], fc1, fc2)
+    # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), y = Σ_k act · fc2ᵀ
+    hidden = ToExperts.apply(native, tokens, fc1, fc1_bias, order, inverse, *read)
+    function = _with_numbers(function)
+
+    def value(hidden, probs):
+        return activated(hidden, gather_probs(probs, plan), function, P, axis)
+
+    exact = None
+    if fp8_input_store:
+        act, exact = _activate_from_fp8(value, hidden, probs)
+    else:
+        act = again(value, hidden, probs)
+    y = FromExperts.apply(native, act, exact, fc2, order, inverse, *read)
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
     return y

@@ -3,6 +3,7 @@ layer needs none of them.
 """
 import functools
 import math
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -279,8 +280,7 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 class _ActivationBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, g, y, weights, function):
-        grad_y, grad_weights, _ = kernels.activate_back(y, g, weights, function)
-        return grad_y, grad_weights
+        return _gradients(g, y, weights, function)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -288,17 +288,33 @@ class _ActivationBack(torch.autograd.Function):
                            "derivatives. Detach its results")
 
 
+def _gradients(g, y, weights, function):
+    """(grad_y, grad_weights or None)"""
+    inputs = [y.detach()] if weights is None else [y.detach(), weights.detach()]
+    parts = kernels.parts_of(function)
+
+    def value(y, weights=None):
+        return kernels.activated(y, weights, function, parts)
+
+    if torch.compiler.is_compiling():                    # it cannot trace torch.autograd.grad
+        grads = torch.func.vjp(value, *inputs)[1](g.detach())
+    else:
+        with torch.enable_grad():
+            leaves = [x.requires_grad_() for x in inputs]
+            grads = torch.autograd.grad(value(*leaves), leaves, g.detach().to(y.dtype))
+    return grads[0], None if weights is None else grads[1]
+
+
 def activation_back(
-    g: Tensor, y: Tensor, kind: str | kernels.Activation = "swiglu", weights: Tensor | None = None,
-    **constants: float | None,
+    g: Tensor, y: Tensor, kind: "str | Callable[..., Tensor]" = "swiglu",
+    weights: Tensor | None = None, **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
-    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). At a clamp's bound the
-    gradient passes. A derivative of the results is a RuntimeError; in compiled code they are
-    constants.
+    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). A derivative of the
+    results is a RuntimeError; in compiled code they are constants.
     """
-    function = kernels.make_activation(kind, **constants)
-    kernels.check_activation(y, weights, function, g=g)
+    function = kernels.activation_of(kind, **constants)
+    kernels.check_activation(y, weights, kernels.parts_of(function), g=g)
     # The compiler cannot trace a backward that is an error.
     with_error = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     with torch.set_grad_enabled(with_error):

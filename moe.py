@@ -19,7 +19,7 @@ Where is it?
     counts, when recomputed     RouterCounts; _WriteInBackward
     host syncs                  grouped.where_read; parallel.ExpertParallel
     the router alone            TopKRouter; copy all files but shared_experts.py and moe.py
-    kept for the backward       kernels._ExpertMLP
+    kept for the backward       kernels.ToExperts, again, FromExperts
     index E                     "Unrouted" at the top of kernels.py
     the all-to-all, its waits   parallel.ExpertParallel; parallel.AllToAll
     a dispatcher of your own    MoELayer.dispatch; parallel.Dispatch
@@ -32,7 +32,7 @@ import copy
 import functools
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,7 @@ class MoEConfig:
     ffn_hidden_size: int
     num_experts: int
     topk: int
-    activation: "str | kernels.Activation" = "swiglu"      # a name in kernels.ACTIVATIONS, or one
+    activation: "str | Callable" = "swiglu"        # a name in kernels.ACTIVATIONS, or a function
     glu_alpha: float = 1.702                       # for quick_geglu
     glu_linear_offset: float = 0.0                 # for swiglu, geglu and quick_geglu
     activation_clamp_value: float | None = None    # for swiglu, geglu and quick_geglu
@@ -169,15 +169,19 @@ class MoEConfig:
         return {**options, "use_pre_softmax": self.pre_softmax}
 
     @functools.cached_property
-    def activation_function(self) -> "kernels.Activation":
-        """The activation with its constants, for kernels.activation and kernels.expert_mlp."""
-        if isinstance(self.activation, kernels.Activation):
-            return kernels.make_activation(self.activation)
-        known = kernels.constants_of(self.activation)
-        constants = {
+    def activation_function(self) -> "Callable[..., Tensor]":
+        """The activation with its constants: a function of P parts."""
+        if callable(self.activation):
+            return self.activation
+        known = kernels.constants_of(kernels.ACTIVATIONS[self.activation])
+        return kernels.activation_of(self.activation, **{
             constant: getattr(self, name) for name, constant in _CONSTANTS.items()
-            if constant in known}
-        return kernels.make_activation(self.activation, **constants)
+            if constant in known})
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """Parts P of fc1's output: 2 (gate and up), or 1."""
+        return kernels.parts_of(self.activation_function)
 
     @functools.cached_property
     def always_one(self) -> bool:
@@ -187,11 +191,6 @@ class MoEConfig:
         if self.norm_topk_prob is None:
             return self.score_function == "softmax" and not self.pre_softmax
         return self.norm_topk_prob
-
-    @property
-    def parts(self) -> int:
-        """Parts P of fc1's output: 2 (gate and up), or 1."""
-        return self.activation_function.parts
 
     def __post_init__(self):
         for name in ("load_balancing_type", "aux_loss_coeff"):
@@ -324,6 +323,9 @@ def _as_autocast(*tensors):
 class Experts(ParallelModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
     per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
+    # In place of the config's activation a subclass may define activate(self, gate, up), or
+    # activate(self, y), with parameters of its own.
+    activate = None
 
     def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
         super().__init__(config, pg_collection)
@@ -352,8 +354,11 @@ class Experts(ParallelModule):
         weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
         if compat.is_any_autocast():
             tokens, *weights = _as_autocast(tokens, *weights)
+        activation = self.activate
+        if activation is None:
+            activation = self.config.activation_function
         out = kernels.expert_mlp(
-            tokens, probs, plan, *weights, kind=self.config.activation_function,
+            tokens, probs, plan, *weights, kind=activation,
             fp8_input_store=self.config.activation_fp8_input_store)
         return out.to(dtype)
 
@@ -533,8 +538,8 @@ def _refused_values(c):
             if not (optional and value is None) and not fits(value):
                 yield name, f"needs {need}, or None" if optional else f"needs {need}"
     for name, known in _CHOICES.items():
-        made = name == "activation" and isinstance(c.activation, kernels.Activation)
-        if not made and getattr(c, name) not in known:
+        own = name == "activation" and callable(c.activation)
+        if not own and getattr(c, name) not in known:
             yield name, f"needs one of {', '.join(known)}"
     for needed, names in _NEEDED_BY.items():
         for name in names.split():
@@ -591,10 +596,17 @@ def _refused_routing(c):
 
 
 def _refused_experts(c):
-    made = isinstance(c.activation, kernels.Activation)
+    own = callable(c.activation)
+    known = () if own else kernels.constants_of(kernels.ACTIVATIONS[c.activation])
     for name, constant in _CONSTANTS.items():
-        if _changed(c, name) and (made or not hasattr(c.activation_function, constant)):
-            yield f"activation {name}", f"{c.activation} has no such constant; leave {name} out"
+        if _changed(c, name) and constant not in known:
+            yield (f"activation {name}", "a function's constants are bound by functools.partial"
+                   if own else f"{c.activation} has no such constant; leave {name} out")
+    if own and kernels.parts_of(c.activation) not in (1, 2):
+        yield "activation", "needs one positional parameter without a default, or gate and up"
+    if c.activation_fp8_input_store and c.activation != "swiglu":
+        yield ("activation_fp8_input_store activation",
+               'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')
     if c.apply_probs_on == "input" and c.topk > 1:
         yield ("apply_probs_on topk",
                '"input" is for topk = 1: it makes another input for every expert of a token; leave '

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 if torch.__version__ < (2, 11, "dev0"):
     raise RuntimeError(f"torch is {torch.__version__}; this file needs 2.11 or later")
@@ -146,32 +147,18 @@ def grouped_mm(a, b, offsets, native):
     return out
 
 
-def swiglu(hidden, prob=1.0):
+def swiglu(hidden, prob=None):
     """silu(gate) · up · prob of hidden [.., 2F], in fp32 at least, rounded once."""
-    gate, up = upcast(hidden).chunk(2, -1)
-    return cast(F.silu(gate) * up * prob, hidden.dtype)
+    gate, up = map(upcast, hidden.chunk(2, -1))
+    act = F.silu(gate) * up
+    return cast(act if prob is None else act * prob, hidden.dtype)
 
 
-def swiglu_back(grad, hidden, prob=1.0):
-    """(gradient of hidden, gradient of prob, swiglu itself)"""
-    gate, up = upcast(hidden).chunk(2, -1)
-    grad, act = upcast(grad), F.silu(gate)
-    grad_gate = torch.ops.aten.silu_backward(grad * prob * up, gate)
-    grad_hidden = torch.cat([x.to(hidden.dtype) for x in (grad_gate, grad * prob * act)], -1)
-    grad_prob = (grad * (act * up)).sum(-1, keepdim=True)
-    return grad_hidden, grad_prob, cast(act * up * prob, hidden.dtype)
-
-
-class SwiGLU(torch.autograd.Function):
-    """swiglu that keeps only its input."""
-    @staticmethod
-    def forward(ctx, hidden):
-        ctx.save_for_backward(hidden)
-        return swiglu(hidden)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return swiglu_back(grad, *ctx.saved_tensors)[0]
+def again(function, *args):
+    """function(*args), computed again in the backward, for which only the arguments are kept. It
+    costs little, since the function multiplies no matrices.
+    """
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def sum_rows(rows, inverse, counts):
@@ -181,43 +168,75 @@ def sum_rows(rows, inverse, counts):
     return cast(sum(map(kept, inverse)), rows.dtype)
 
 
-class Experts(torch.autograd.Function):
-    """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H].
-
-    Kept for the backward are x, hidden, ids and probs; the activation is computed again. The
-    backward adds the counts to `total`: once, even if a checkpoint runs the forward twice.
-    """
+class ToRows(torch.autograd.Function):
+    """probs [T, K] -> [N, 1] in expert order. Autograd's gradient would be a scatter."""
     @staticmethod
-    def forward(ctx, x, probs, fc1, fc2, order, inverse, counts, offsets, native, total):
-        token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
-        hidden = grouped_mm(x[token_N], fc1.mT, offsets, native)                    # [N, 2F]
-        rows = grouped_mm(swiglu(hidden, prob_N1), fc2.mT, offsets, native)         # [N, H]
-        ctx.save_for_backward(x, probs, fc1, fc2, order, inverse, counts, offsets, hidden)
-        ctx.native, ctx.total = native, total
-        return sum_rows(rows, inverse, counts)
+    def forward(ctx, probs, order, inverse, counts):
+        ctx.save_for_backward(inverse, counts)
+        return probs.flatten()[order][:, None]
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("create_graph is True; this layer has only first derivatives")
-        x, probs, fc1, fc2, order, inverse, counts, offsets, hidden = ctx.saved_tensors
+        inverse, counts = ctx.saved_tensors
+        grad_KT = grad.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
+        return grad_KT.t().contiguous(), None, None, None
+
+
+class ToExperts(torch.autograd.Function):
+    """x [T, H] -> rows [N, O]: weight[e] · x[the row's token], for weight [E, O, H]. The gradient
+    of x is a sum over its rows. Kept is x, not the gathered rows.
+    """
+    @staticmethod
+    def forward(ctx, x, weight, order, inverse, counts, offsets, native):
+        ctx.save_for_backward(x, weight, order, inverse, counts, offsets)
+        ctx.native = native
+        return grouped_mm(x[order // len(inverse)], weight.mT, offsets, native)
+
+    @staticmethod
+    def backward(ctx, grad):
+        refuse_second_derivative()
+        x, weight, order, inverse, counts, offsets = ctx.saved_tensors
+        order, counts = in_backward(order, grad), in_backward(counts, grad)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum_rows(grouped_mm(grad, weight, offsets, ctx.native), inverse, counts)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grouped_mm(grad.t(), x[order // len(inverse)], offsets, ctx.native)
+        # x, weight, order, inverse, counts, offsets, native
+        return grad_x, grad_weight, *[None] * 5
+
+
+class FromExperts(torch.autograd.Function):
+    """rows [N, I] -> y [T, H]: the sum of weight[e] · row over a token's rows, for weight
+    [E, H, I]. The gradient of a row comes from its token. The backward adds the counts to `total`:
+    once, even if a checkpoint runs the forward twice.
+    """
+    @staticmethod
+    def forward(ctx, rows, weight, order, inverse, counts, offsets, native, total):
+        ctx.save_for_backward(rows, weight, order, inverse, counts, offsets)
+        ctx.native, ctx.total = native, total
+        return sum_rows(grouped_mm(rows, weight.mT, offsets, native), inverse, counts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        refuse_second_derivative()
+        rows, weight, order, inverse, counts, offsets = ctx.saved_tensors
         order, counts = in_backward(order, grad), in_backward(counts, grad)
         if ctx.total is not None:
             add_counts(ctx.total, counts)
-        token_N, prob_N1 = order // probs.shape[1], probs.flatten()[order][:, None]
-        grad_rows = grad[token_N]
-        grad_act = grouped_mm(grad_rows, fc2, offsets, ctx.native)
-        grad_hidden, grad_prob_N1, act = swiglu_back(grad_act, hidden, prob_N1)
-        grad_fc1 = grad_fc2 = None
-        if ctx.needs_input_grad[3]:
-            grad_fc2 = grouped_mm(grad_rows.t(), act, offsets, ctx.native)
-        if ctx.needs_input_grad[2]:
-            grad_fc1 = grouped_mm(grad_hidden.t(), x[token_N], offsets, ctx.native)
-        grad_x = sum_rows(grouped_mm(grad_hidden, fc1, offsets, ctx.native), inverse, counts)
-        grad_probs_KT = grad_prob_N1.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
-        grad_probs = grad_probs_KT.t().contiguous().to(probs.dtype)
-        # x, probs, fc1, fc2, order, inverse, counts, offsets, native, total
-        return grad_x, grad_probs, grad_fc1, grad_fc2, *[None] * 6
+        grad_NH = grad[order // len(inverse)]
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = grouped_mm(grad_NH, weight, offsets, ctx.native)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grouped_mm(grad_NH.t(), rows, offsets, ctx.native)
+        # rows, weight, order, inverse, counts, offsets, native, total
+        return grad_rows, grad_weight, *[None] * 6
+
+
+def refuse_second_derivative():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("create_graph is True; this layer has only first derivatives")
 
 
 @op(lambda a, b: a.new_empty(
@@ -346,11 +365,16 @@ class MoE(nn.Module):
         self._place_counts()
         total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        y = Experts.apply(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)
+        plan = order, inverse, counts, offsets, native
+        hidden = ToExperts.apply(x_TH, fc1, *plan)                              # [N, 2F]
+        act = again(
+            lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, inverse, counts)),
+            hidden, probs)
+        y = FromExperts.apply(act, fc2, *plan, total)
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
-            y = y + F.linear(SwiGLU.apply(hidden), self.shared_fc2).to(x.dtype)
+            y = y + F.linear(again(swiglu, hidden), self.shared_fc2).to(x.dtype)
         return y
 
     def route(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:

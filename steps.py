@@ -178,8 +178,9 @@ class Gathers(Checkpoints):
         return Moved.apply(rows_NH, combine, spread, *plan)
 
 
-# 5. small.py: the backward is written by hand. That buys eager mode in which no product runs twice,
-# trainers' own checkpoints that have their say, other dtypes in a graph, padding, and autocast.
+# 5. small.py: the products gather and sum themselves, so the checkpoint stands around the
+# activation alone. That buys eager mode in which no product runs twice, trainers' own checkpoints
+# that have their say, other dtypes in a graph, padding, and autocast.
 STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Checkpoints,
          "4 gathers both ways": Gathers, "5 small.py": small.MoE}
 

@@ -168,8 +168,9 @@ def test_small_compiled_for_any_length_at_once():
 @pytest.mark.parametrize("backend", slow_but([None, "inductor"], [None, "aot_eager", "inductor"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_keeps_as_few_bytes(dtype, backend):
-    """As the layer: x, fc1's output, ids, probs; and the counts [E] beside the offsets, with a loss
-    n_e [E], which the layer keeps where no hook sees it."""
+    """As the layer: x, fc1's output, ids, probs, in eager mode the activation; and the counts [E]
+    and their sum beside the offsets, with a loss n_e [E], which the layer keeps where no hook sees
+    it."""
     T, width, experts = 256, 64, 8
     for case in ("plain", "shared", "sigmoid and loss"):
         kept = []
@@ -177,7 +178,7 @@ def test_small_keeps_as_few_bytes(dtype, backend):
             function = layer if backend is None else compiled(layer, backend)
             x = torch.randn(T, width, dtype=dtype, requires_grad=True)
             kept.append(saved_bytes(lambda: function(x), exclude=layer.parameters()))
-        more = experts * (8 + 4 * (case == "sigmoid and loss"))
+        more = 8 + experts * (8 + 4 * (case == "sigmoid and loss"))
         assert kept[0] <= kept[1] + more, (case, kept, more)
 
 
