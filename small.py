@@ -234,6 +234,15 @@ class FromExperts(torch.autograd.Function):
         return grad_rows, grad_weight, *[None] * 6
 
 
+def experts(x, probs, fc1, fc2, order, inverse, counts, offsets, native, total=None):
+    """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H]."""
+    hidden = ToExperts.apply(x, fc1, order, inverse, counts, offsets, native)       # [N, 2F]
+    act = again(
+        lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, inverse, counts)),
+        hidden, probs)                                                              # [N, F]
+    return FromExperts.apply(act, fc2, order, inverse, counts, offsets, native, total)
+
+
 def refuse_second_derivative():
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph is True; this layer has only first derivatives")
@@ -365,12 +374,7 @@ class MoE(nn.Module):
         self._place_counts()
         total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        plan = order, inverse, counts, offsets, native
-        hidden = ToExperts.apply(x_TH, fc1, *plan)                              # [N, 2F]
-        act = again(
-            lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, inverse, counts)),
-            hidden, probs)
-        y = FromExperts.apply(act, fc2, *plan, total)
+        y = experts(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))

@@ -43,8 +43,7 @@ def expert_mlp(x, probs, indices, fc1, fc2):
 
 def small_experts(x, probs, indices, fc1, fc2):
     order, inverse, counts, offsets = small.sort_by_expert(indices, len(fc1), on_host=True)
-    return small.Experts.apply(
-        x, probs, fc1, fc2, order, inverse, counts, offsets, False, None)
+    return small.experts(x, probs, fc1, fc2, order, inverse, counts, offsets, native=False)
 
 
 def moe_layer(x, probs, indices, fc1, fc2):
