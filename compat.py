@@ -154,12 +154,6 @@ def _refuse_shape(name, tensor, letters, sizes):
     raise ValueError(f"{name} has shape {list(tensor.shape)}; needs [{', '.join(needed)}]")
 
 
-def check_equal_shapes(**tensors):
-    if len({tensor.shape for tensor in tensors.values()}) > 1:
-        found = [f"{name} has shape {list(x.shape)}" for name, x in tensors.items()]
-        raise ValueError(f"{', '.join(found)}; they need one shape")
-
-
 def check_one_dtype(**tensors):
     if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
         _refuse_dtypes(tensors)

@@ -961,9 +961,7 @@ def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None
     if not callable(kind):
         check_known("kind", kind, ACTIVATIONS)
         function = ACTIVATIONS[kind]
-    if not constants:
-        return function
-    known = constants_of(function)
+    known = constants_of(function) if constants else ()
     for name, value in constants.items():
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
@@ -971,7 +969,7 @@ def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None
         # Not in situ: in torch 2.11 an error inside a checkpoint leaves its hooks on.
         if function is situ and value is not None and value <= 0:
             raise ValueError(f"{name} is {value}; needs a positive number")
-    return functools.partial(function, **constants)
+    return _with_numbers(functools.partial(function, **constants) if constants else function)
 
 
 def again(function, *tensors: Tensor) -> Tensor:
@@ -1070,7 +1068,6 @@ def activation(
     function = activation_of(kind, **constants)
     parts = parts_of(function)
     check_activation(y, weights, parts)
-    function = _with_numbers(function)
 
     def value(y, weights):
         return activated(y, weights, function, parts)
@@ -1226,7 +1223,6 @@ def expert_mlp(
     *read, native = grouped.where_read(offsets, order.shape[0], fc1, fc2)
     # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), y = Σ_k act · fc2ᵀ
     hidden = ToExperts.apply(native, tokens, fc1, fc1_bias, order, inverse, *read)
-    function = _with_numbers(function)
 
     def value(hidden, probs):
         return activated(hidden, gather_probs(probs, plan), function, P, axis)

@@ -192,7 +192,9 @@ class Router(ParallelModule, ABC):
         if value.is_floating_point() and not buffer.is_floating_point():
             raise TypeError(f"value is {value.dtype} and buffer {buffer.dtype}, which cannot hold "
                             f"it; needs a buffer of a floating dtype")
-        compat.check_equal_shapes(value=value, buffer=buffer)
+        if value.shape != buffer.shape:
+            raise ValueError(f"value has shape {list(value.shape)}, buffer has shape "
+                             f"{list(buffer.shape)}; they need one shape")
         if not self._in_training_forward():
             return activation
         return self.counts.write(activation, buffer, value, add=True)
@@ -234,7 +236,7 @@ class Router(ParallelModule, ABC):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
-        self.begin_counting()                         # and any device
+        self.begin_counting()                        # and any device
         self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
 
     def _save_to_state_dict(self, *args, **kwargs):

@@ -390,7 +390,7 @@ def compare_replicas(model: nn.Module, biases: dict[str, Tensor]) -> None:
 
     One all-gather over tp_dp_cp of a checksum per tensor, and one read on the host. Collective.
     """
-    held = defaultdict(list)                     # tp_dp_cp -> (name, tensor, the group and axis)
+    held = defaultdict(list)                     # tp_dp_cp -> (name, tensor, which part it is)
     for path, tensor in [*model.named_parameters(), *biases.items()]:
         owner, _ = owner_of(model, path)
         groups = getattr(owner, "pg_collection", None) or vars(owner).get("_shared_out", [None])[0]
@@ -436,9 +436,10 @@ def _differences(name, ranks, fingerprints):
     holders = defaultdict(lambda: defaultdict(list))       # part -> checksum -> ranks
     for rank, (checksum, part) in zip(ranks, fingerprints):
         holders[part][checksum].append(rank)
-    differing = [[*by_checksum.values()] for by_checksum in holders.values()
-                 if len(by_checksum) > 1]
-    return "".join(f"{name} on ranks {' and '.join(map(str, sets))}" for sets in differing[:1])
+    for by_checksum in holders.values():
+        if len(by_checksum) > 1:
+            return f"{name} on ranks {' and '.join(map(str, by_checksum.values()))}"
+    return ""
 
 
 # ---- Under DistributedDataParallel ----
