@@ -2835,7 +2835,7 @@ class CountsTwice(Thresholded):
 
     def forward(self, input):
         probs, routing_map = super().forward(input)
-        tokens = torch.full((1,), float(len(probs)))
+        tokens = torch.full((1,), float(len(probs)), device=probs.device)
         self.add_in_backward(probs.detach(), self.seen, tokens)      # needs no gradient
         for half in routing_map.tensor_split(2):
             self._apply_expert_bias(half)
@@ -3682,6 +3682,7 @@ def test_groups_find_replicas_that_drift(rank, ranks):
     finish_step(alone, check_replicas=True)
 
 
+@about_the_cpu("gloo, with which DDP compares shapes, takes no card")
 @over_ranks(2)
 def test_groups_refuse_ddp_around_shared_out_parts(rank, ranks):
     """DDP would average the experts of different ranks. Where it leaves them alone it may be."""
