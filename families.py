@@ -35,6 +35,11 @@ if __package__:
 else:
     import moe
 
+# einops keeps a list of the types of tensors that it has met. If it met one in a graph, the graph's
+# second call would find the list changed, and compile once more. So it meets them here.
+for met in (torch.empty(1), nn.Parameter(torch.empty(1))):
+    rearrange(met, "n -> n")
+
 
 # ---- Configs ----
 
@@ -919,8 +924,10 @@ def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     else:
         dispatched = moe.make_dispatch(
             x_TH, top_k_weights, indices, plan, router.config, router.pg_collection.ep)
-    rows, probs, plan = dispatched.wait_for_rows()
-    output = moe.kernels.expert_mlp(rows, probs, plan, fc1=fc1, fc2=fc2, **options)
+    rows, probs, local_plan = dispatched.wait_for_rows()
+    output = moe.kernels.expert_mlp(
+        rows, probs, local_plan, fc1=fc1, fc2=fc2, indices=indices if local_plan is plan else None,
+        **options)
     y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
     return y_TH.to(hidden_states.dtype)
 

@@ -24,7 +24,6 @@ from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -360,7 +359,7 @@ def only_best_groups(scores, num_groups, group_topk, group_score_topk):
     """scores [T, E] with -inf outside each token's best groups (arXiv 2405.04434, 2412.19437). A
     group's score is the sum of its group_score_topk best scores.
     """
-    grouped = rearrange(scores, "t (g e) -> t g e", g=num_groups)
+    grouped = scores.unflatten(1, (num_groups, -1))
     score_TG = grouped.topk(group_score_topk, dim=-1).values.sum(-1)
     best_groups = score_TG.topk(group_topk, dim=-1).indices
     kept_TG = _map_of(best_groups, num_groups)
@@ -1157,27 +1156,27 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     return (y + bias_TH).to(y.dtype)
 
 
-def _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function):
-    """expert_mlp for one token, in a graph without gradients: reads K experts' weights in place."""
+def _mlp_of_few_tokens(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate):
+    """expert_mlp in a graph without gradients, with flat fc1 [E, O, H]: each assignment reads its
+    expert's weights in place, and the compiler makes no tensor of them.
+    """
     E = len(fc1)
-    expert_K = grouped.expert_of(plan.inverse, plan.offsets)[0]
-    unrouted_K1 = (expert_K == E)[:, None]
-    expert_K = expert_K.clamp(max=E - 1)
-    hidden_KPF = (upcast(fc1[expert_K]) * upcast(tokens)).sum(-1)
+    expert_TK = indices.clamp(max=E - 1)
+    hidden_TKO = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
     if fc1_bias is not None:
-        hidden_KPF = hidden_KPF + fc1_bias[expert_K]
-    act_KF = function(*hidden_KPF.unbind(1)) * probs.t()
-    out_KH = (upcast(fc2[expert_K]) * act_KF[:, None]).sum(-1)
+        hidden_TKO = hidden_TKO + fc1_bias[expert_TK]
+    act_TKF = activate(hidden_TKO, probs[..., None])
+    out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
-        out_KH = out_KH + probs.t() * fc2_bias[expert_K]
-    return cast(out_KH.masked_fill(unrouted_K1, 0.0).sum(0, keepdim=True), tokens.dtype)
+        out_TKH = out_TKH + probs[..., None] * fc2_bias[expert_TK]
+    return cast(out_TKH.masked_fill((indices >= E)[..., None], 0.0).sum(1), tokens.dtype)
 
 
 def expert_mlp(
     tokens: Tensor, probs: Tensor, plan: Plan, fc1: Tensor, fc2: Tensor,
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     kind: "str | Callable[..., Tensor]" = "swiglu", fp8_input_store: bool = False,
-    **constants: float | None,
+    indices: Tensor | None = None, **constants: float | None,
 ) -> Tensor:
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where
       expert_e(x) = fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
@@ -1207,9 +1206,6 @@ def expert_mlp(
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
-    without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if without_grad and always_holds(tokens.shape[0] == 1):
-        return _mlp_of_one_token(tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, function)
     P, axis = fc1.shape[1], -2
     if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
         axis = -1
@@ -1218,6 +1214,16 @@ def expert_mlp(
     fc1 = fc1.flatten(1, 2)
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
+
+    # Beyond this number of assignments a plan is worth its time; transposed rows are read slowly.
+    few = len(fc1) if fc1.stride(2) == 1 else len(fc1) // 4
+    without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if without_grad and always_holds(probs.numel() <= few):
+        if indices is None:
+            indices = grouped.expert_of(plan.inverse, plan.offsets)
+        activate = functools.partial(activated, function=function, parts=P, axis=axis)
+        return _mlp_of_few_tokens(
+            tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate)
 
     order, inverse, counts, offsets = plan
     *read, native = grouped.where_read(offsets, order.shape[0], fc1, fc2)

@@ -7,7 +7,6 @@ from typing import Callable
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 if __package__:
@@ -178,7 +177,7 @@ def permute(
         expert = row // max(capacity, 1)
     else:
         # Row i is the map's i-th one, column by column, found by bisection.
-        ones_so_far = rearrange(routing_map, "t e -> (e t)").cumsum(0)
+        ones_so_far = routing_map.t().flatten().cumsum(0)
         place = torch.searchsorted(ones_so_far, row + 1)         # E·T beyond the last one
         token = torch.where(place < E * T, place % max(T, 1), T)
         expert = place // max(T, 1)

@@ -267,7 +267,8 @@ class MoELayer(ParallelModule):
         if config.shared_expert_overlap:
             dispatched = OverlappedDispatch(dispatched, shared)
         rows, probs, local_plan = dispatched.wait_for_rows()
-        output = self.experts(rows, probs, local_plan).to(rows.dtype)
+        indices = indices_TK if local_plan is plan else None
+        output = self.experts(rows, probs, local_plan, indices).to(rows.dtype)
         y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
 
         if self.latent_up is not None:
@@ -345,7 +346,9 @@ class Experts(ParallelModule):
             self.fc2_bias = self.parameter(local_experts, width)
         self.reset_parameters()
 
-    def forward(self, tokens: Tensor, probs: Tensor, plan: kernels.Plan) -> Tensor:
+    def forward(
+        self, tokens: Tensor, probs: Tensor, plan: kernels.Plan, indices: Tensor | None = None,
+    ) -> Tensor:
         """tokens [T, H] (or [T, ℓ]), probs [T, K], their plan -> like tokens.
 
         Under autocast the products are in its dtype; gradients have the parameters' dtypes.
@@ -359,7 +362,7 @@ class Experts(ParallelModule):
             activation = self.config.activation_function
         out = kernels.expert_mlp(
             tokens, probs, plan, *weights, kind=activation,
-            fp8_input_store=self.config.activation_fp8_input_store)
+            fp8_input_store=self.config.activation_fp8_input_store, indices=indices)
         return out.to(dtype)
 
     def shard(self, name: str) -> tuple:

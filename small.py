@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import checkpoint
 
 if torch.__version__ < (2, 11, "dev0"):
@@ -243,6 +244,17 @@ def experts(x, probs, fc1, fc2, order, inverse, counts, offsets, native, total=N
     return FromExperts.apply(act, fc2, order, inverse, counts, offsets, native, total)
 
 
+def few_experts(x, probs, indices, fc1, fc2):
+    """experts in a graph without gradients: each assignment reads its expert's weights in place, and
+    the compiler makes no tensor of them.
+    """
+    expert_TK = indices.clamp(max=len(fc1) - 1)
+    hidden = (upcast(fc1[expert_TK]) * upcast(x)[:, None, None]).sum(-1)            # [T, K, 2F]
+    act = swiglu(hidden, probs[..., None])
+    rows = (upcast(fc2[expert_TK]) * act[:, :, None]).sum(-1)                       # [T, K, H]
+    return cast(rows.masked_fill((indices == len(fc1))[..., None], 0.0).sum(1), x.dtype)
+
+
 def refuse_second_derivative():
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph is True; this layer has only first derivatives")
@@ -374,7 +386,12 @@ class MoE(nn.Module):
         self._place_counts()
         total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        y = experts(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)
+        # Up to E assignments, if that is known when a graph is made: beyond, a sort is worth it.
+        in_place = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if in_place and statically_known_true(indices.numel() <= E):
+            y = few_experts(x_TH, probs, indices, fc1, fc2)
+        else:
+            y = experts(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))

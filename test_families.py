@@ -2834,6 +2834,27 @@ def test_live_experts_take_weights_in_any_layout(how, bias, through):
     assert kept <= in_order
 
 
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_live_experts_take_few_tokens_in_any_layout(how):
+    """Without gradients, in a graph, the weights are read where they are."""
+    E, T, K, size = 16, 2, 2, dict(e=16, p=2, f=5, h=6)
+    held = [double([size[axis] for axis in axes.split()]) for axes in [*LAYOUTS[how], "e h"]]
+    weights = [rearrange(t, f"{a} -> {b}") for t, a, b in
+               zip(held, [*LAYOUTS[how], "e h"], [*LAYOUTS["in order"], "e h"])]
+    x, probs, indices = double(T, size["h"]), double(T, K), torch.tensor([[3, 15], [16, 0]])
+
+    def ours(indices):
+        plan = plan_permutation(indices, E)
+        return expert_mlp(x, probs, plan, *weights, clamp_value=0.5, indices=indices)
+
+    function = compiled(ours, dynamic=False)
+    with torch.no_grad():
+        close(function(indices), ours(indices))
+        with torch.profiler.profile() as profile:
+            function(indices)
+    assert not [e.key for e in profile.key_averages() if e.key.startswith("moe_")]
+
+
 WHOLE = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
     num_key_value_heads=2, intermediate_size=24, moe_intermediate_size=24, pad_token_id=0,
@@ -3215,6 +3236,25 @@ def test_live_padding_in_a_graph(how):
     same(*(router.local_tokens_per_expert for router in routers))
     tokens = 2 * (7 + 9 + 12 + 6) - (3 + 5 + 1 + 2) - 4
     assert routers[0].local_tokens_per_expert.sum() == tokens * 3
+
+
+@pytest.mark.parametrize("how", ["experts", "blocks"])
+def test_live_few_tokens_in_a_graph(how):
+    """Without gradients: logits of the library, and neither a plan nor a grouped product."""
+    model = whole_model("qwen3_moe", num_hidden_layers=1).eval()
+    ids = torch.tensor([[7, 3]])
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        if how == "experts":
+            model.set_experts_implementation(families.register_experts())
+        else:
+            families.replace_blocks(model)
+        function = compiled(model, dynamic=False)
+        close(function(ids, use_cache=False).logits, want, 1e-5)
+        with torch.profiler.profile() as profile:
+            function(ids, use_cache=False)
+    ours = {e.key for e in profile.key_averages() if e.key.startswith("moe_")}
+    assert ours <= {"moe_kernels::product_in"}
 
 
 def test_live_padding_in_the_trainer(tmp_path):

@@ -37,6 +37,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -5089,24 +5090,66 @@ def test_compile_no_recompile_over_T():
 @pytest.mark.parametrize("fields, backend", [
     ({}, "aot_eager"),
     *(pytest.param(fields, "aot_eager", marks=slow) for fields in ACTIVATIONS[1:]),
-    (dict(latent_size=4, shared_expert_intermediate_size=8), "inductor"),
-    (dict(params_dtype=torch.bfloat16, activation_fp8_input_store=True), "inductor")])
-def test_compile_decoding_reads_weights_where_they_are(fields, backend):
-    """One token without gradients: no grouped product, which would multiply row by row."""
-    layer = random_layer(exact_config(add_bias_linear=True, **fields)).eval()
-    tol = 1e-9 if layer.config.params_dtype == torch.float64 else 0.02
-    function = compiled(layer, backend)
-    with torch.no_grad():
-        for given in (None, torch.tensor([[4, 1]]), torch.tensor([[4, 4]])):        # 4: unrouted
-            for token in torch.randn(3, 1, 1, 6).to(layer.config.params_dtype):
-                close(function(token, None, given), layer(token, None, given), tol)
-        padding = torch.ones(1, 1, dtype=torch.bool)
-        same(function(token, padding), layer(token, padding))
+    *(pytest.param(fields, "inductor", marks=slow) for fields in (
+        dict(latent_size=4, shared_expert_intermediate_size=8, capacity_factor=0.5),
+        dict(params_dtype=torch.bfloat16, activation_fp8_input_store=True)))])
+def test_compile_few_tokens_read_weights_where_they_are(fields, backend):
+    """Up to E assignments without gradients: no plan, and no grouped product, which would multiply
+    row by row. Beyond, and with a dynamic T, the plan is one graph for all."""
+    layer = random_layer(exact_config(num_experts=8, add_bias_linear=True, **fields)).eval()
+    dtype = layer.config.params_dtype
+    tol = 1e-9 if dtype == torch.float64 else 0.02
+    function = compiled(layer, backend, dynamic=False)
+
+    def ops(T):
         with torch.profiler.profile() as profile:
-            function(token)
-    names = [event.key for event in profile.key_averages()]
-    assert "moe_kernels::product_in" in names                     # the router's
-    assert not [name for name in names if "grouped" in name], names
+            function(torch.randn(T, 1, 6, dtype=dtype))
+        return {event.key.partition("::")[2] for event in profile.key_averages()}
+
+    with torch.no_grad():
+        for T in (1, 2, 4):
+            torch._dynamo.reset()                                    # which bounds recompilations
+            given = torch.tensor([[4, 1], [8, 2], [8, 8], [0, 7]])[:T]             # 8: unrouted
+            padding = (torch.arange(T) % 2 == 1)[:, None]
+            for x in torch.randn(3, T, 1, 6, dtype=dtype):
+                for rest in ((), (padding, given)):
+                    close(function(x, *rest), layer(x, *rest), tol)
+        used = {"plan_permutation", "rows_times_weights"}
+        if dtype == torch.float64:                                # bf16: torch's own, on some CPUs
+            assert used <= ops(T=5)
+        assert not used & ops(T=4) and "product_in" in ops(T=4)   # the router's
+
+        torch._dynamo.reset()
+        function = compiled(layer, backend, dynamic=True)
+        counters.clear()
+        for T in (2, 4, 5, 30):
+            x = torch.randn(T, 1, 6, dtype=dtype)
+            close(function(x), layer(x), tol)
+        assert graphs_made() == 1
+
+
+@about_the_cpu("the code generated for it")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compile_few_tokens_make_no_tensor_of_weights(transposed):
+    """Of the weights that are read nothing is as large as those of one expert."""
+    E, T, K, H, F_ = 64, 4, 4, 32, 16
+    fc1, fc2 = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
+    if transposed:                                   # parts interleaved, as gpt_oss has them
+        fc1 = fc1.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+        fc2 = fc2.mT.contiguous().mT
+    x, probs = torch.randn(T, H), torch.rand(T, K)
+    indices = random_indices(T, E, K)
+
+    def mlp(x, probs, indices):
+        return kernels.expert_mlp(
+            x, probs, kernels.plan_permutation(indices, E), fc1, fc2, indices=indices)
+
+    with torch.no_grad():
+        y, (code,) = run_and_get_code(compiled(mlp, "inductor", dynamic=False), x, probs, indices)
+        close(y, mlp(x, probs, indices), 1e-5)
+    sizes = [math.prod(map(int, re.findall(r"\d+", shape)))
+             for shape in re.findall(r"empty_strided_cpu\(\((.*?)\),", code)]
+    assert 0 < max(sizes) <= T * K * 2 * F_ and "plan_permutation" not in code
 
 
 VARIANTS = {name: small_config(shared_expert_intermediate_size=8, **fields) for name, fields in {

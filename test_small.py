@@ -21,8 +21,8 @@ from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
 from small import MoE
 from test_moe import (
     DEVICE, EMULATED, about, about_the_cpu, check_error_table, checkpointed, close, compiled, error,
-    fresh_start, grads, is_native, launches_of, on_a_card, on_device, over_ranks, same, saved_bytes,
-    set_precision, slow_but, syncs_of)
+    fresh_start, grads, graphs_made, is_native, launches_of, on_a_card, on_device, over_ranks, same, saved_bytes,
+    set_precision, slow, slow_but, syncs_of)
 
 H, F_, E, K = 12, 10, 6, 3
 CASES = {
@@ -78,6 +78,27 @@ def test_small_equals_its_loop():
     y = small.moe_loop(x, layer.router, layer.fc1, layer.fc2, topk=K)
     close(layer(x), y)
     close(grads(layer(x), [x, *layer.parameters()]), grads(y, [x, *layer.parameters()]))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_small_reads_the_weights_of_few_tokens_in_place(dtype, backend):
+    """Up to E assignments without gradients: like the plan's in eager mode, without a sort."""
+    layer = MoE(H, F_, 8, 2, expert_bias=True).to(dtype).eval()
+    for dynamic, sizes in ((False, (1, 4, 5)), (True, (2, 4, 30))):
+        torch._dynamo.reset()
+        counters.clear()
+        function = compiled(layer, backend, dynamic=dynamic)
+        for T in sizes:
+            x = torch.randn(T, H, dtype=dtype)
+            padding = torch.arange(T) % 3 == 1
+            with torch.no_grad():
+                close(function(x, padding), layer(x, padding), 1e-9 if dtype == torch.float64 else 0.02)
+                with torch.profiler.profile() as profile:
+                    function(x, padding)
+            ops = {event.key.partition("::")[2] for event in profile.key_averages()}
+            assert ("sort_by_expert" in ops) == (dynamic or T > 4)
+        assert graphs_made() == (1 if dynamic else 3)
 
 
 CPUS = {"AVX512": [torch.float16], "AVX2": [torch.bfloat16, torch.float16]}     # slow dtypes
