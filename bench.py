@@ -104,7 +104,7 @@ EAGER = [Case(*sizes, dtype) for sizes in EAGER_SIZES for dtype in SHORT]
 PERMUTE = [Case(*MANY_EXPERTS, dtype)._replace(E=E) for dtype in SHORT for E in (64, 256)]
 ROUTER = [Case(*MANY_EXPERTS, BF16)._replace(E=256)]
 DECODE = [Case(1, 2048, 768, 128, 8, BF16)] + [
-    Case(T, 512, 256, 64, 8, dtype) for T in (1, 8) for dtype in (FP32, BF16)]
+    Case(T, 512, 256, 64, 8, dtype) for T in (1, 2, 4, 8, 16) for dtype in (FP32, BF16)]
 RANKS = [Case(1024, 512, 256, E, K, FP32) for E, K in ((16, 4), (64, 8))]
 CARD = [
     Case(40960, 768, 256, 128, 8, BF16),

@@ -1184,7 +1184,8 @@ def expert_mlp(
     tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
     not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, gelu), fc2 [E, H, F],
     fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
-    kind, fp8_input_store and constants are `activation`'s.
+    kind, fp8_input_store and constants are `activation`'s. Without gradients, in a graph for few
+    tokens, the plan is not needed if the `indices` [T, K] int64 of which it was made are given.
 
     fc1 and fc2 may be transposed views, gate and up interleaved; no weight is copied as long as P
     and F are adjacent in memory. The probs are multiplied in before fc2, so fc2's output is not
@@ -1215,10 +1216,10 @@ def expert_mlp(
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
 
-    # Beyond this number of assignments a plan is worth its time; transposed rows are read slowly.
-    few = len(fc1) if fc1.stride(2) == 1 else len(fc1) // 4
+    # By measurement ("Decoding" in docs/results.md): more assignments are worth a plan.
+    most = len(fc1) // (4 if fc1.stride(2) > 1 else 2 if fc1.itemsize > 2 else 1)
     without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if without_grad and always_holds(probs.numel() <= few):
+    if without_grad and always_holds(probs.numel() <= most):
         if indices is None:
             indices = grouped.expert_of(plan.inverse, plan.offsets)
         activate = functools.partial(activated, function=function, parts=P, axis=axis)

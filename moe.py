@@ -267,7 +267,7 @@ class MoELayer(ParallelModule):
         if config.shared_expert_overlap:
             dispatched = OverlappedDispatch(dispatched, shared)
         rows, probs, local_plan = dispatched.wait_for_rows()
-        indices = indices_TK if local_plan is plan else None
+        indices = indices_TK if local_plan is plan else None     # of this rank's own rows
         output = self.experts(rows, probs, local_plan, indices).to(rows.dtype)
         y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
 
@@ -349,7 +349,8 @@ class Experts(ParallelModule):
     def forward(
         self, tokens: Tensor, probs: Tensor, plan: kernels.Plan, indices: Tensor | None = None,
     ) -> Tensor:
-        """tokens [T, H] (or [T, ℓ]), probs [T, K], their plan -> like tokens.
+        """tokens [T, H] (or [T, ℓ]), probs [T, K], their plan -> like tokens. indices: see
+        kernels.expert_mlp.
 
         Under autocast the products are in its dtype; gradients have the parameters' dtypes.
         """

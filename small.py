@@ -386,9 +386,10 @@ class MoE(nn.Module):
         self._place_counts()
         total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        # Up to E assignments, if that is known when a graph is made: beyond, a sort is worth it.
+        # So many assignments, if that is known when a graph is made; more are worth a sort.
+        most = E if fc1.itemsize == 2 else E // 2
         in_place = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if in_place and statically_known_true(indices.numel() <= E):
+        if in_place and statically_known_true(indices.numel() <= most):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
             y = experts(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)

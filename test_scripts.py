@@ -230,7 +230,7 @@ kernels.swiglu_back: g y
 kernels.weighted_swiglu_back: g y weights
 kernels.grouped_mm: rows weights offsets
 kernels.expert_mlp: tokens probs plan fc1 fc2 fc1_bias fc2_bias kind=swiglu fp8_input_store
-    constants
+    indices constants
 moe.replay_routing: model indices
 moe.load_balancing_metrics: model reduce
 moe.overlap_state_check: required_state next_state
