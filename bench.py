@@ -1,12 +1,12 @@
 """What the layer costs, beside what else one could use.
 
     python bench.py layer                            # and its parts, and decoding
-    python bench.py overlap                          # the shared expert beside the routed path
+    python bench.py overlap [--profile]              # the shared expert beside the routed path
     python bench.py ranks [--against FOLDER]         # over ep; beside another copy of these files
     python bench.py families                         # published layers, scaled down
     python bench.py models                           # Hugging Face models with our experts, blocks
     python bench.py card                             # one GPU: times, TFLOP/s, GB/s, syncs
-    python bench.py curves --run FOLDER              # draws the runs of train.py --out FOLDER
+    python bench.py curves --run FOLDER              # draws runs of examples/train.py --out FOLDER
     python bench.py order                            # draws docs/overlap.svg from docs/overlap.md
 
 Before anything is timed, the output and the gradients of every candidate are compared with those
@@ -38,12 +38,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import families
+import compat
+import grouped
 import kernels
-import megatron
+import maps
 import moe
 import small
-import steps
+from examples import steps
+from models import families
+from ranks.parallel import ProcessGroups
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = ACCELERATOR.type if ACCELERATOR else "cpu"
@@ -53,7 +56,7 @@ TOLERANCE = {FP32: 1e-5, BF16: 2e-2}          # of ‖difference‖ / ‖right�
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 FP64_DEVICE = DEVICE if DEVICE == "cuda" else "cpu"                  # not every device has fp64
-BF16_IS_SLOW = DEVICE == "cpu" and not kernels.cpu_multiplies_in(BF16)   # no matrix instructions
+BF16_IS_SLOW = DEVICE == "cpu" and not compat.cpu_multiplies_in(BF16)   # no matrix instructions
 
 
 # ---- Cases ----
@@ -216,7 +219,7 @@ def fastest(medians: dict[str, float], start: str) -> str | None:
 class Report:
     def __init__(self, args: argparse.Namespace):
         self.quick = args.quick
-        self.against = args.against
+        self.against, self.profile = args.against, args.profile
         self.rounds, self.seconds = (5, 0.5) if args.quick else (20, 6.0)
         device = DEVICE
         if DEVICE == "cpu":
@@ -367,9 +370,9 @@ def bare_products(layer: moe.MoELayer, x: Tensor) -> dict[str, Candidate]:
     grads = []
     if x.requires_grad:
         grads = [torch.randn_like(y) for y in products(per_expert)(*inputs)]
-    ours = partial(kernels.grouped_mm, offsets=plan.offsets)
+    ours = partial(grouped.grouped_mm, offsets=plan.offsets)
     like = Candidate(products(ours), inputs, grads)
-    candidates = {"products by kernels.grouped_mm": like}
+    candidates = {"products by grouped.grouped_mm": like}
     if DEVICE == "cpu" or x.dtype == BF16:
         torchs = partial(F.grouped_mm, offs=plan.offsets)
         candidates["products by F.grouped_mm"] = Candidate(products(torchs), inputs, grads)
@@ -378,13 +381,13 @@ def bare_products(layer: moe.MoELayer, x: Tensor) -> dict[str, Candidate]:
 
 
 def of_one_file(kind: type, case: Case, layer: moe.MoELayer) -> nn.Module:
-    """small.py's layer, or one of steps.py, with the weights of ours."""
+    """small.py's layer, or one of examples/steps.py, with the weights of ours."""
     other = kind(case.H, case.F, case.E, case.K).to(DEVICE, case.dtype)
     other.load_state_dict(dict(zip(other.state_dict(), layer.parameters())))
     return other
 
 
-# What one writes first, and the best of plain code: steps 2 and 4 of steps.py.
+# What one writes first, and the best of plain code: steps 2 and 4 of examples/steps.py.
 PLAIN = {"sorted rows": steps.Sorted, "gathers both ways": steps.Gathers}
 
 
@@ -512,9 +515,9 @@ def bench_permute(report: Report, case: Case) -> None:
 
     def map_path(x, probs_TE):
         N = case.T * case.K
-        rows, weights, token = megatron.permute(x, map_TE, probs_TE, num_out_tokens=N)
+        rows, weights, token = maps.permute(x, map_TE, probs_TE, num_out_tokens=N)
         rows = kernels.activation(rows, weights=weights[:, None])
-        return megatron.unpermute(rows, token, restore_shape=grad.shape)
+        return maps.unpermute(rows, token, restore_shape=grad.shape)
 
     def right(mask, x, probs):
         return swiglu(x) * (mask * probs).sum(1, keepdim=True)
@@ -595,16 +598,91 @@ def bench_overlap(report: Report) -> None:
     differ = sum(not torch.equal(a, b) for a, b in zip(*results))
     report.figure(case, "tensors that differ, overlap on / off", value=differ)
     report.compare(case, BOTH, candidates, ["one go"])
+    if report.profile:
+        trace = traced(candidates["in steps, eager"])
+        for phase, (shared, routed, exchange) in beside_in(trace).items():
+            print(f"{phase}: the shared expert's kernels run {shared:.0f} us, {routed:.0f} of them "
+                  f"beside the routed path and {exchange:.0f} beside an exchange")
+
+
+def traced(candidate: Candidate) -> dict:
+    """One step under torch.profiler, as the JSON that Chrome reads. A forward and its backward are
+    marked by these words."""
+    candidate.step()
+    with torch.profiler.profile() as profile:
+        with torch.profiler.record_function("forward"):
+            output = candidate.forward()
+        with torch.profiler.record_function("backward"):
+            torch.autograd.backward(output, candidate.grads)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        return json.loads(Path(folder, "trace.json").read_text())
+
+
+def beside_in(trace: dict) -> dict[str, tuple[float, float, float]]:
+    """"forward" and "backward" -> microseconds: in which kernels of the shared expert run, in which
+    some of the routed path run at the same time, and in which an exchange does.
+
+    Of the streams without an exchange (NCCL's kernels), the main one has the most kernel time; the
+    shared expert's is the other. A kernel is of the direction in which the host launched it.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    marks = {event["name"]: (event["ts"], event["ts"] + event["dur"]) for event in events
+             if event.get("cat") == "user_annotation"}
+    launched = {event["args"]["correlation"]: event["ts"] for event in events
+                if "correlation" in event.get("args", ()) and event["cat"] != "kernel"}
+    kernels_of = {}                                        # stream -> kernels
+    for event in events:
+        if event.get("cat") == "kernel":
+            stream = "exchange" if "nccl" in event["name"].lower() else event["args"]["stream"]
+            kernels_of.setdefault(stream, []).append(event)
+    exchange = kernels_of.pop("exchange", [])
+    main, *others = sorted(kernels_of.values(), key=lambda kernels: -busy(intervals(kernels)))
+    shared = others[0] if others else []
+
+    result = {}
+    for phase in ("forward", "backward"):
+        start, end = marks[phase]
+        own = intervals(kernel for kernel in shared
+                        if start <= launched[kernel["args"]["correlation"]] <= end)
+        result[phase] = (
+            busy(own), busy(common(own, intervals(main))), busy(common(own, intervals(exchange))))
+    return result
+
+
+def intervals(kernels: Iterable[dict]) -> list[tuple[float, float]]:
+    """When any of the kernels runs: intervals in order, which do not touch."""
+    merged = []
+    for start, end in sorted((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def common(first: list, second: list) -> list[tuple[float, float]]:
+    """When both are on."""
+    cuts = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
+    return [(start, end) for start, end in cuts if start < end]
+
+
+def busy(spans: list) -> float:
+    return sum(end - start for start, end in spans)
 
 
 # ---- ranks: experts over two and four processes ----
 
-def other_copy(folder: str):
-    """moe.py of another copy of these files, as a package of its own."""
+def other_copy(folder: str) -> tuple:
+    """(moe.py, ProcessGroups) of another copy of these files, as a package of its own."""
     package = types.ModuleType("other_copy")
     package.__path__ = [folder]
     sys.modules[package.__name__] = package
-    return importlib.import_module("other_copy.moe")
+    in_ranks = Path(folder, "ranks").is_dir()              # not in older copies
+    parallel = "ranks.parallel" if in_ranks else "parallel"
+    files = [importlib.import_module(f"other_copy.{file}") for file in ("moe", parallel)]
+    return files[0], files[1].ProcessGroups
 
 
 def time_on_rank(rank: int, ranks: int, store: str, case: Case, report: Report, queue) -> None:
@@ -613,7 +691,7 @@ def time_on_rank(rank: int, ranks: int, store: str, case: Case, report: Report, 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    modules = {"layer": moe}
+    modules = {"layer": (moe, ProcessGroups)}
     if report.against:
         modules["other copy"] = other_copy(report.against)
     torch.manual_seed(rank)
@@ -622,10 +700,10 @@ def time_on_rank(rank: int, ranks: int, store: str, case: Case, report: Report, 
     candidates = {}
     weights = None
     torch.manual_seed(0)
-    for name, module in modules.items():
+    for name, (module, groups) in modules.items():
         config = case.config(
             module, shared_expert_intermediate_size=1024, shared_expert_overlap=True)
-        layer = module.MoELayer(config, module.ProcessGroups.from_mesh(mesh))
+        layer = module.MoELayer(config, groups.from_mesh(mesh))
         weights = weights or layer.state_dict()            # a copy may draw others from the seed
         layer.load_state_dict(weights)
         candidates |= Candidate(layer, [x], grads).both(name)
@@ -883,7 +961,7 @@ def bench_card(report: Report) -> None:
         card_syncs(report, case)
 
 
-# ---- The runs of train.py ----
+# ---- The runs of examples/train.py ----
 
 def draw_curves(folder: Path) -> None:
     """The losses of the run and of its baselines; for every MoE each expert's load over the steps.
@@ -1022,8 +1100,11 @@ def main() -> None:
     parser.add_argument(
         "command", nargs="?", default="layer", choices=[*COMMANDS, "curves", "order"])
     parser.add_argument("--quick", action="store_true", help="small shapes, few rounds")
+    parser.add_argument(
+        "--profile", action="store_true", help="overlap: reads a trace of a CUDA card")
     parser.add_argument("--against", metavar="FOLDER", help="ranks: another copy of these files")
-    parser.add_argument("--run", metavar="FOLDER", default="out", help="curves: --out of train.py")
+    parser.add_argument(
+        "--run", metavar="FOLDER", default="out", help="curves: --out of examples/train.py")
     parser.add_argument("--json", metavar="FILE", help="all that is printed, as JSON")
     args = parser.parse_args()
     if args.command == "curves":
@@ -1035,6 +1116,8 @@ def main() -> None:
         return
     if args.against and args.command != "ranks":
         parser.error("--against goes with ranks")
+    if args.profile and (args.command != "overlap" or DEVICE != "cuda"):
+        parser.error(f"--profile goes with overlap, on a CUDA card; this device is {DEVICE}")
     report = Report(args)
     COMMANDS[args.command](report)
     report.print_figures()

@@ -3,12 +3,11 @@ private name of torch that these files use. Open it where another file's call is
 """
 import contextlib
 import functools
-import importlib
 import re
 import threading
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar, statically_known_true
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -43,7 +42,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
             with op_without_autocast():
                 return function(*args, **kwargs)
 
-        # With the module's name, so that copies of a file do not collide.
+        # The name has the module's in it, so that copies of a file do not collide.
         namespace = "moe_" + re.sub(r"\W", "_", function.__module__, flags=re.ASCII)
         name = function.__name__.strip("_")
         registered = torch.library.custom_op(
@@ -108,20 +107,6 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     bf16 or fp16 rounds nothing.
     """
     return x.to(dtype)
-
-
-def names_of(package: str, *files: str):
-    """The __getattr__ of a module for names that people import from it and that are in these files,
-    imported at the first use.
-    """
-    def find(name):
-        for file in files:
-            module = importlib.import_module(f"{package}.{file}" if package else file)
-            if hasattr(module, name):
-                return getattr(module, name)
-        raise AttributeError(f"{name!r} is in none of {', '.join(files)}")
-
-    return find
 
 
 def check_known(name, value, known):
@@ -197,9 +182,46 @@ def exact_fp32():
                     setting.fp32_precision = precision
 
 
+# ---- What the layer is not told: FSDP2's weights, and other ranks ----
+# Elsewhere the layer's files ask base.OneProcess. The one exception is
+# kernels.get_updated_expert_bias, which sums over the group that it is given.
+
+def is_in_parts(parameter: Tensor | None) -> bool:
+    """Whether FSDP2 has replaced the parameter by a DTensor, and not gathered it for a call."""
+    if parameter is None or type(parameter) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+    return isinstance(parameter, DTensor)
+
+
+def whole(parameter: Tensor | None) -> Tensor | None:
+    """The whole parameter. FSDP2 gathers it in a call of the module that it shards; if you call the
+    router of a sharded layer directly, it is gathered here, and its gradient averaged.
+    """
+    if not is_in_parts(parameter):
+        return parameter
+    from torch.distributed.tensor import Partial
+    average = [Partial("avg")] * parameter.device_mesh.ndim
+    return parameter.full_tensor(grad_placements=average)
+
+
+def own_part(parameter: Tensor) -> tuple[Tensor, list[int]]:
+    """(what this rank has of the parameter, where that begins, one number an axis)."""
+    if not is_in_parts(parameter):
+        return parameter, [0] * parameter.ndim
+    return parameter.to_local(), list(place_of_part(parameter))
+
+
+def num_processes() -> int:
+    """How many ranks torch.distributed has; 1 if it has not begun."""
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 # ---- Private names of torch ----
-# All are here: test_sources_private_names_of_torch finds others, and
-# test_compile_private_names_of_torch what a new torch has changed.
+# Those that only several ranks need are at the end of ranks/parallel.py and ranks/sharding.py, all
+# others are here. test_sources_private_names_of_torch finds any that are elsewhere, and
+# test_compile_private_names_of_torch finds what a new torch has changed.
 
 def as_number(x: float) -> float:
     """x as a plain number: with dynamic=True Dynamo makes floats symbolic."""
@@ -286,27 +308,6 @@ def backward_order(node) -> int:
 
 def set_backward_order(node, value: int) -> None:
     node._set_sequence_nr(value)
-
-
-def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
-    """The rows in flight. The public functions wait at once, or break a graph."""
-    return torch.ops._c10d_functional.all_to_all_single(
-        rows, output_split_sizes=receive, input_split_sizes=send, group_name=group.group_name)
-
-
-def wait_for(buffer: Tensor) -> Tensor:
-    """What is in flight, once it arrived."""
-    return torch.ops._c10d_functional.wait_tensor(buffer)
-
-
-def active_ddp():
-    """The DistributedDataParallel whose forward is running, or None."""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-
-
-def as_one_dim(mesh):
-    """A DeviceMesh of one dim over all ranks of this one. Collective."""
-    return mesh._flatten()
 
 
 def has_values(x: Tensor) -> bool:

@@ -1,10 +1,11 @@
 """The grouped matrix product: row block e times matrix e, forward and backward, on every device.
 Open it to see which product runs where.
 
-In bf16, on some cards and CPUs, it is torch's own, which reads the offsets where they are; if you
-need nothing else, call F.grouped_mm. Elsewhere it is a custom op that reads a copy of the offsets
-on the host: expert after expert on a CPU, batches of experts of similar size on a card, where
-launches would bound single ones.
+On some cards and CPUs the product in bf16 is torch's own, F.grouped_mm, which reads the offsets on
+their device. If you need no other device or dtype, call F.grouped_mm yourself. Elsewhere the
+product is a custom op, which copies the offsets to the host. On a CPU it multiplies expert after
+expert. On a card the launches of so many small products would take longer than the products, so
+there it multiplies batches of experts of similar size.
 """
 import functools
 import math
@@ -89,8 +90,8 @@ def _zeroed_product(rows, weights, read):
 # ---- Which way: each product is native, or an op ----
 
 class Read(NamedTuple):
-    """The offsets where the products read them: native on their device, else on the host. With an
-    index (see _read_in_batches) the products are batches of experts.
+    """The offsets, where the products read them: on their device if the product is native, else on
+    the host. With an index (see _read_in_batches) experts are multiplied in batches.
     """
     offsets: Tensor
     index: Tensor | None = None
@@ -101,7 +102,7 @@ def where_read(offsets, num_rows, *operands):
     """The Read for products of the operands, and of their gradients, with N = num_rows rows. One
     copy, the only sync, and one index serve forward and backward.
     """
-    # For [0, H] Inductor computes strides of the transpose that torch's product refuses.
+    # Without rows Inductor gives the transpose strides that torch's product refuses.
     if _native(*operands) and not always_holds(num_rows == 0):
         return Read(offsets, native=True)
     if offsets.is_cpu:
@@ -109,8 +110,8 @@ def where_read(offsets, num_rows, *operands):
     return Read(*_read_in_batches(offsets, num_rows))
 
 
-# With a token_N, the rows are x[token_N], gathered just before they are multiplied: in a CPU's
-# cache, in small blocks, and where the compiler cannot keep them.
+# With a token_N the rows are x[token_N]. They are gathered inside the op, just before they are
+# multiplied: so a CPU finds them in its cache, and the compiler cannot keep them for the backward.
 
 def product(x, weights, read, token_N=None, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]. Unrouted
@@ -429,7 +430,7 @@ def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
         del blocks, batch_a, batch_b                     # before the next part needs memory
 
 
-# An op for exact_fp32: a sum must not be rounded as products may be.
+# It is an op because of exact_fp32: a sum must not be rounded as products may be.
 @op(lambda rows, offsets, index: rows.new_empty(offsets.shape[0], rows.shape[1]),
     cudagraph_unsafe=True)
 @exact_fp32()

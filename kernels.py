@@ -14,8 +14,9 @@ Unrouted  An assignment with index E: dropped, or of padding. It sorts after all
 Masks     A padding_mask is bool; True means padding.
 Autocast  is not followed: a product is in its operands' dtype, the router's in router_dtype.
 
-Nothing here has state, a config, or a process group beyond an argument. Each function is one graph,
-forward and backward, for every T from 2 on, unless its docstring says otherwise.
+No function keeps a state or knows the config. Two tables, SCORE_FUNCTIONS and ACTIVATIONS, are for
+you to add to. Each function is one graph, forward and backward, for every T from 2 on, unless its
+docstring says otherwise.
 """
 import functools
 import inspect
@@ -65,15 +66,16 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 # ---- Gate: tokens -> logits ----
 
-# Sums over tokens are ops: on CPUs Inductor recompiles where T crosses 4096, and adds row after
-# row, which rounds more than torch's blocks.
+# Sums over tokens are ops. For plain code on a CPU, Inductor would compile again where T crosses
+# 4096, and add row after row, which rounds more than the blocks that torch adds.
 @op(lambda x: x.new_empty(x.shape[1]))
 def _sum_tokens(x: Tensor) -> Tensor:
     """x [rows, columns] -> [columns], in x.dtype."""
     return x.sum(0)
 
 
-# An op for exact_fp32. Otherwise a graph would also make the backward's fp32 copies in the forward.
+# It is an op because of exact_fp32, which a graph cannot enter. As plain code a graph would also
+# make the backward's fp32 copies of its operands in the forward, and keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
@@ -153,7 +155,8 @@ def router_gating_linear(
 
 # ---- Route: logits -> which experts, with which probs ----
 
-# An op: Inductor's CPU code may read the target too early (pytorch #185509).
+# It is an op because Inductor's code for CPUs may read a scatter's target before all is written
+# (pytorch #185509).
 @op(lambda values, indices, columns, fill=0:
      values.new_empty(values.shape[0], columns))
 def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
@@ -233,7 +236,7 @@ def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _sqrtsoftplus(x):
-    # Below -87 softplus underflows: with the clamp the gradient is 0 there, not NaN.
+    # Below -87 softplus underflows, and the root would have a gradient of 0 / 0. Clamped it is 0.
     tiny = torch.finfo(x.dtype).tiny
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
 
@@ -247,7 +250,7 @@ SCORE_FUNCTIONS = {
 }
 
 
-# An op: the compiler would leave out the roundings between the steps.
+# It is an op because the compiler would leave out the roundings between the steps.
 @op(lambda logits, score_function: torch.empty_like(logits))
 def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
     return SCORE_FUNCTIONS[score_function](logits)
@@ -359,7 +362,8 @@ def only_best_groups(scores, num_groups, group_topk, group_score_topk):
     """scores [T, E] with -inf outside each token's best groups (arXiv 2405.04434, 2412.19437). A
     group's score is the sum of its group_score_topk best scores.
     """
-    grouped = scores.unflatten(1, (num_groups, -1))
+    T, E = scores.shape
+    grouped = scores.reshape(T, num_groups, E // num_groups)
     score_TG = grouped.topk(group_score_topk, dim=-1).values.sum(-1)
     best_groups = score_TG.topk(group_topk, dim=-1).indices
     kept_TG = _map_of(best_groups, num_groups)
@@ -429,7 +433,7 @@ def weighted_token_sum(
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
-    # Not arguments of Adjoint: a checkpoint would replace them by recomputed ones.
+    # If they were arguments of Adjoint, a checkpoint would replace them by recomputed ones.
     def add(x):
         return _sum_weighted(x, factors, sequence)
 
@@ -501,7 +505,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None
     logits = upcast(logits)
     if padding_mask is None:
         padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
-    # The logits too: a NaN at padding must not reach the gradient.
+    # The logits are masked too, since a NaN at padding would reach the gradient.
     lse = logits.masked_fill(padding_mask[..., None], 0.0).logsumexp(-1)
     lse = lse.masked_fill(padding_mask, 0.0)
     valid = (~padding_mask).sum().clamp(min=1).to(lse.dtype)
@@ -524,7 +528,8 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         d0_T = (1 / tokens) / (A_TE @ start_E + 1e-8)
         d1_E = (1 / E) / (d0_T @ A_TE + 1e-8)
         done = (d1_E - start_E).abs().mean() <= tol
-        # Elsewhere a read of `done` would sync: all 256 rounds run, the later ones idle.
+        # On other devices a read of `done` would sync. So all 256 rounds run, and change nothing
+        # once it is done.
         if cost.device.type == "cpu" and done:
             break
         start_E = torch.where(done, start_E, d1_E)
@@ -557,7 +562,8 @@ def get_capacity(
     return max(capacity, min_capacity or 0)
 
 
-# An op: the compiler's code for a sort is made for one length.
+# It is an op because Inductor's own sort is for up to 32,767 rows: for more, a graph would be made
+# again.
 @op(lambda indices, probs, num_experts: torch.empty_like(indices))
 def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     """[T, K] int64: how many assignments of the same expert come before this one: those with a
@@ -603,7 +609,7 @@ def get_updated_expert_bias(
         counts = tokens_per_expert.to(torch.int64, copy=True)
         if tp_dp_cp_group is not None and tp_dp_cp_group.size() > 1:
             torch.distributed.all_reduce(counts, group=tp_dp_cp_group)
-        # The sum against E·n, in integers: an even load gives exactly 0.
+        # The sum is compared with E·n, in integers, so an even load gives exactly 0.
         missing = counts.sum(-1, keepdim=True) - counts * counts.shape[-1]
         return expert_bias + missing.sign().to(expert_bias.dtype) * expert_bias_update_rate
 
@@ -663,7 +669,7 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     low, width = _bias_bins(expert_bias, num_bins)
     histogram = histogram.long()
     running = histogram.cumsum(1)
-    # Times E: K/E would not be exact.
+    # Both sides are multiplied by E, since K/E would be rounded.
     wanted_E1 = running[:, -1:] * topk
     bin_E1 = (running * E < wanted_E1).sum(1, keepdim=True)
     inside_E1 = histogram.gather(1, bin_E1)
@@ -711,9 +717,9 @@ def _empty_plan(indices, num_experts):
 @op(_empty_plan)
 def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = indices.flatten()
-    # A card sorts digit by digit: a narrow dtype has few digits.
+    # A card sorts digit by digit, so it is quicker in a dtype that has few of them.
     narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
-    # Stable: an expert's tokens stay in order.
+    # The sort is stable, so the tokens of an expert stay in order.
     order_N = ids_N.to(narrow).argsort(stable=True)
     rows_N = torch.arange(len(ids_N), device=ids_N.device)
     inverse_N = torch.empty_like(order_N).scatter_(0, order_N, rows_N)
@@ -735,7 +741,7 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
     if indices.ndim != 2 or indices.dtype != torch.int64:
         _refuse_indices(indices)
     order, inverse_KT, counts, offsets = _plan_permutation(indices, num_experts)
-    # [K, T] in memory: the rows of one choice are contiguous.
+    # In memory it stays [K, T], so that the rows of the k-th choice are read one after the other.
     return Plan(order, inverse_KT.t(), counts=counts, offsets=offsets)
 
 
@@ -841,7 +847,7 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
     offsets = (capacity * torch.arange(1, E + 1, device=counts.device)).int()
 
-    # Their new start minus their old one.
+    # By how much the rows of an expert move: their new start minus their old one.
     moved_E = (offsets - counts) - (plan.offsets - plan.counts)
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     inverse = plan.inverse + moved_E[expert_TK.clamp(max=E - 1)]
@@ -965,7 +971,8 @@ def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None
         if name not in known:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
                              f"{', '.join(known) or 'none'}")
-        # Not in situ: in torch 2.11 an error inside a checkpoint leaves its hooks on.
+        # It is checked here and not in situ, since in torch 2.11 an error inside a checkpoint
+        # leaves the checkpoint's hooks on.
         if function is situ and value is not None and value <= 0:
             raise ValueError(f"{name} is {value}; needs a positive number")
     return _with_numbers(functools.partial(function, **constants) if constants else function)
@@ -975,7 +982,7 @@ def again(function, *tensors: Tensor) -> Tensor:
     """function(*tensors), whose backward computes it once more: kept are the tensors alone. It
     costs little, since the function multiplies no matrices; and autograd makes its gradient.
     """
-    # A checkpoint asks for autocast, which the meta device does not have.
+    # A checkpoint asks for the state of autocast, which the meta device does not have.
     if not torch.is_grad_enabled() or not compat.has_autocast(tensors[0].device.type):
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
@@ -1104,8 +1111,8 @@ class ToExperts(torch.autograd.Function):
             grad_x = _sum_rows(
                 grouped.product(grad, weight, read), inverse, offsets if ctx.native else None)
         if need_weight:
-            # Otherwise the compiler could compute token_N and the rows in the forward, and keep
-            # them.
+            # Without the copy the compiler could gather the rows in the forward, since no gradient
+            # is needed for that, and keep them until the backward.
             token_N = copy_after(order, grad) // inverse.shape[1]
             grad_weight = grouped.weight_grad(grad, x, read, token_b=token_N)
         if need_bias:
@@ -1168,7 +1175,7 @@ def _mlp_of_few_tokens(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, act
     act_TKF = activate(hidden_TKO, probs[..., None])
     out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
-        out_TKH = out_TKH + probs[..., None] * fc2_bias[expert_TK]
+        out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]
     return cast(out_TKH.masked_fill((indices >= E)[..., None], 0.0).sum(1), tokens.dtype)
 
 
@@ -1211,12 +1218,14 @@ def expert_mlp(
     if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
         axis = -1
         fc1, fc1_bias = [x if x is None else x.transpose(1, 2) for x in (fc1, fc1_bias)]
-    # Flat, since strides of [E, P, F, H] may look unaligned to where_read.
+    # The weights are flat from here, since strides of [E, P, F, H] may look unaligned to
+    # where_read.
     fc1 = fc1.flatten(1, 2)
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
 
-    # By measurement ("Decoding" in docs/results.md): more assignments are worth a plan.
+    # How many assignments at most are quicker without a plan was measured: "Decoding" in
+    # docs/results.md. Transposed weights are read more slowly, and wide ones take longer to read.
     most = len(fc1) // (4 if fc1.stride(2) > 1 else 2 if fc1.itemsize > 2 else 1)
     without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if without_grad and always_holds(probs.numel() <= most):
@@ -1243,7 +1252,3 @@ def expert_mlp(
     if fc2_bias is not None:
         y = _add_output_bias(y, probs, plan, fc2_bias)
     return y
-
-
-# names that people import from here
-__getattr__ = compat.names_of(__package__, "megatron", "compat", "grouped")

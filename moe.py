@@ -5,9 +5,11 @@ section "Experts" for the layer. Its files:
     shared_experts.py   an MLP for every token, in one call or beside the routed path
     kernels.py          the tensor functions: first the definition, and the letters
     grouped.py          the grouped product, on every kind of device
-    parallel.py         process groups, and what crosses ranks in a forward
-    sharding.py         what each rank holds: weights, state dicts, sums of gradients
+    base.py             what all modules have: config, weights, ranks, of which there is one
     compat.py           what torch makes necessary
+
+Nothing in these files needs several ranks. If you have several, add both files of ranks/:
+parallel.py has what crosses ranks in a forward, sharding.py what each rank holds.
 
     hidden_states [S, B, H] ─┬─> TopKRouter ─> probs, indices [T, K] ─> plan ─┐
                              ├────────────────────────────────────────────────┴─> Experts ─┐
@@ -17,13 +19,14 @@ Where is it?
     tokens over capacity        TopKRouter._is_over_capacity; kernels.place_in_expert
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler
     counts, when recomputed     RouterCounts; _WriteInBackward
-    host syncs                  grouped.where_read; parallel.ExpertParallel
-    the router alone            TopKRouter; copy all files but shared_experts.py and moe.py
+    host syncs                  grouped.where_read; ranks.parallel.ExpertParallel
+    the router alone            TopKRouter; copy all seven files, since MoEConfig is in moe.py
     kept for the backward       kernels.ToExperts, again, FromExperts
     index E                     "Unrouted" at the top of kernels.py
-    the all-to-all, its waits   parallel.ExpertParallel; parallel.AllToAll
-    a dispatcher of your own    MoELayer.dispatch; parallel.Dispatch
-    what tp changes             SharedExpertMLP._enter and _leave; parallel.ProcessGroups
+    the all-to-all, its waits   ranks.parallel.ExpertParallel; ranks.parallel.AllToAll
+    a dispatcher of your own    MoELayer.dispatch; base.Dispatch
+    what tp changes             SharedExpertMLP._enter and _leave; ranks.parallel.ProcessGroups
+    a layer's ranks             base.OneProcess
     a score function            kernels.SCORE_FUNCTIONS
     bitwise repeatability       "Permute, index form" in kernels.py
     what a config refuses       check_config
@@ -40,25 +43,23 @@ from torch import Tensor, nn
 
 if __package__:
     from . import compat, kernels
-    from .parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
+    from .base import GROUPS, Dispatch, MoEModule, OneProcess, owner_of
     from .router import (
         LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
         load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
         update_expert_bias)
     from .shared_experts import (
         OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
-    from .sharding import ParallelModule, owner_of, refuse_ddp_of_parts
 else:
     import compat
     import kernels
-    from parallel import Dispatch, ExpertParallel, Local, ProcessGroups, group_size
+    from base import GROUPS, Dispatch, MoEModule, OneProcess, owner_of
     from router import (
         LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
         load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
         update_expert_bias)
     from shared_experts import (
         OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
-    from sharding import ParallelModule, owner_of, refuse_ddp_of_parts
 
 
 __all__ = [
@@ -81,8 +82,8 @@ _CONSTANTS = {
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """What a layer computes. What cannot work is a ValueError that names the fields and the way out
-    (topk = 1 with normalised probs: in training alone).
+    """What a layer computes. A config that cannot work is a ValueError, which names the fields and
+    the way out. (One is refused only in training: topk = 1 with normalised probs.)
 
     Most names are Megatron's, without moe_ or moe_router_. H is hidden_size, F is ffn_hidden_size
     (of one expert), E is num_experts, K is topk. For score_function to scaling_factor see
@@ -112,7 +113,7 @@ class MoEConfig:
     pre_softmax: bool = False                      # softmax over all E, not over the chosen
     norm_topk_prob: bool | None = None             # None: Megatron's convention
     norm_eps: float = 1e-20
-    num_groups: int | None = None                  # of experts: see megatron.group_limited_topk
+    num_groups: int | None = None                  # of experts: see kernels.topk_routing
     group_topk: int | None = None
     group_score_topk: int | None = None            # None: topk // group_topk
     scaling_factor: float | None = None
@@ -197,7 +198,7 @@ class MoEConfig:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))     # to be hashable
         check_config(self)
-        # A compiled forward could not make a cached_property.
+        # A compiled forward could not make a cached_property, so they are made here.
         for name, value in vars(MoEConfig).items():
             if isinstance(value, functools.cached_property):
                 getattr(self, name)
@@ -205,7 +206,7 @@ class MoEConfig:
 
 # ---- Layer ----
 
-class MoELayer(ParallelModule):
+class MoELayer(MoEModule):
     """y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the shared expert's output.
 
     hidden_states [S, B, H] -> the same shape and dtype; with batch_first [B, S, H], and masks and
@@ -226,7 +227,7 @@ class MoELayer(ParallelModule):
     torch.Size([5, 3, 8])
     """
 
-    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
+    def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
         self.router = TopKRouter(config, pg_collection)
         self.experts = Experts(config, pg_collection)
@@ -293,16 +294,7 @@ class MoELayer(ParallelModule):
         probs [T, K]: the experts multiply by them; ones with "input".
         indices [T, K], E unrouted: the router's; plan: kernels.plan_permutation's of them.
         """
-        return make_dispatch(x, probs, indices, plan, self.config, self.pg_collection.ep)
-
-
-def make_dispatch(x, probs, indices, plan, config, group) -> Dispatch:
-    if group_size(group) == 1:
-        return Local(x, probs, plan)
-    refuse_ddp_of_parts()
-    capacity_factor = config.capacity_factor if config.pad_to_capacity else None
-    return ExpertParallel(
-        x, probs, indices, plan.counts, group=group, capacity_factor=capacity_factor)
+        return self.pg_collection.dispatch(x, probs, indices, plan, self.config)
 
 
 def _multiplied(x_TH, probs_T1):
@@ -321,16 +313,17 @@ def _as_autocast(*tensors):
     return [x if x is None else x.to(dtype) for x in tensors]
 
 
-class Experts(ParallelModule):
+class Experts(MoEModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
     per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
+    sharded = {name: ("ep", 0, "expt_dp") for name in per_expert}
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own.
     activate = None
 
-    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
+    def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
-        ranks = group_size(self.pg_collection.ep)
+        ranks = self.pg_collection.size("ep")
         if config.num_experts % ranks:
             raise ValueError(f"num_experts is {config.num_experts}; "
                              f"needs a multiple of the ep size, {ranks}")
@@ -366,19 +359,13 @@ class Experts(ParallelModule):
             fp8_input_store=self.config.activation_fp8_input_store, indices=indices)
         return out.to(dtype)
 
-    def shard(self, name: str) -> tuple:
-        return self.pg_collection.ep, 0
-
-    def gradient_group(self, name: str):
-        return self.pg_collection.expt_dp
-
 
 # ---- Latent experts: from H to ℓ dimensions, and back ----
 
-class LatentDown(ParallelModule):
+class LatentDown(MoEModule):
     """x [T, H] -> x · weightᵀ [T, ℓ], the space of the routed experts (arXiv 2601.18089)."""
 
-    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
+    def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
         self.weight = self.parameter(config.latent_size, config.hidden_size)
         self.reset_parameters()
@@ -387,11 +374,11 @@ class LatentDown(ParallelModule):
         return F.linear(x, self.weight)
 
 
-class LatentUp(ParallelModule):
+class LatentUp(MoEModule):
     """rows [T, ℓ] -> norm(rows) · weightᵀ [T, H]. norm: an RMSNorm (arXiv 1910.07467), or none."""
     std_fields = {"weight": "output_std"}
 
-    def __init__(self, config: MoEConfig, pg_collection: ProcessGroups | None = None):
+    def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
         self.weight = self.parameter(config.hidden_size, config.latent_size)
         self.norm = None
@@ -427,7 +414,7 @@ def select_experts(
     if not isinstance(layer, MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
     E = layer.config.num_experts
-    if any(group_size(group) > 1 for group in vars(layer.pg_collection).values()):
+    if any(layer.pg_collection.size(name) > 1 for name in GROUPS):
         raise ValueError("layer is on several ranks; needs one process, with a checkpoint of it")
     if not all(0 <= e < E for e in experts):
         raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
@@ -456,7 +443,7 @@ def select_experts(
         if isinstance(old, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
         setattr(new.get_submodule(path), own_name, tensor)
-    new.router.counts = RouterCounts(config, group_size(layer.pg_collection.tp_cp))
+    new.router.counts = RouterCounts(config, layer.pg_collection.size("tp_cp"))
     new.router.counts.follow(chosen.device)
 
     if optimizer is not None:
@@ -616,6 +603,3 @@ def _refused_experts(c):
                '"input" is for topk = 1: it makes another input for every expert of a token; leave '
                "apply_probs_on out")
 
-
-# names that people import from here
-__getattr__ = compat.names_of(__package__, "router", "shared_experts", "parallel", "sharding")

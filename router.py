@@ -8,19 +8,15 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import compat, kernels
-    from .parallel import ProcessGroups, all_sum, all_sums, group_size
-    from .sharding import ParallelModule, compare_replicas, gathered
+    from .base import MoEModule, OneProcess, group_size
 else:
     import compat
     import kernels
-    from parallel import ProcessGroups, all_sum, all_sums, group_size
-    from sharding import ParallelModule, compare_replicas, gathered
+    from base import MoEModule, OneProcess, group_size
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -43,15 +39,15 @@ def _counted(name):
     return property(lambda router: getattr(router.counts, name))
 
 
-class Router(ParallelModule, ABC):
+class Router(MoEModule, ABC):
     """The base of a router: weight [E, H], logits, expert bias and counts. A subclass with
     `forward` and `routing` works in a layer.
     """
     per_expert = "weight", "bias", "expert_bias"         # moe.select_experts takes rows of these
 
-    def __init__(self, config: "MoEConfig", pg_collection: ProcessGroups | None = None):
+    def __init__(self, config: "MoEConfig", pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
-        ranks = group_size(self.pg_collection.tp)
+        ranks = self.pg_collection.size("tp")
         if ranks > 1 and (config.batch_first or not config.sequence_parallel):
             raise ValueError(
                 f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
@@ -59,7 +55,7 @@ class Router(ParallelModule, ABC):
                 f"batch_first=False: each rank routes its own part of the first axis, the sequence")
         self.layer_number = None
         self.make_tensors()
-        self.counts = RouterCounts(config, group_size(self.pg_collection.tp_cp))
+        self.counts = RouterCounts(config, self.pg_collection.size("tp_cp"))
         self._recording = False
         self._recorded = None, None                  # indices, probs
         self._replayed = None
@@ -110,9 +106,7 @@ class Router(ParallelModule, ABC):
 
     def gating(self, input: Tensor) -> Tensor:
         """input [.., H] -> logits [.., E] in router_dtype, under autocast too."""
-        weight, bias = self.weight, self.bias
-        if isinstance(weight, DTensor):
-            weight, bias = gathered(weight), gathered(bias)
+        weight, bias = compat.whole(self.weight), compat.whole(self.bias)
         return kernels.router_gating_linear(
             input, weight, bias, router_dtype=self.config.router_dtype)
 
@@ -138,7 +132,7 @@ class Router(ParallelModule, ABC):
             raise ValueError(f"{name} is None: this router had not run in record_routing; "
                              f"needs a tensor [T, {self.config.topk}] of an integer dtype")
         T, K = math.prod(axes), self.config.topk
-        # Not by `in`: in a graph it takes equal symbolic sizes for different.
+        # `in` would take equal symbolic sizes for different ones in a graph.
         fits = indices.shape == (T, K) or indices.shape == (*axes, K)
         if not fits or not compat.is_integer(indices):
             raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
@@ -493,20 +487,20 @@ class TopKRouter(Router):
           coeff · Σ logsumexp² over this rank's valid tokens / the valid tokens of tp_cp.
         """
         coeff = self.config.z_loss_coeff
-        group = self.pg_collection.tp_cp
+        ranks = self.pg_collection
         if not self._in_training_forward():
             return logits
         loss = kernels.z_loss_func(logits, coeff, padding_mask)
         local = math.prod(logits.shape[:-1])
         if padding_mask is not None:
             local = (~padding_mask).sum()
-        elif group_size(group) > 1:
+        elif ranks.size("tp_cp") > 1:
             local = torch.full((), local, device=logits.device)
-        tokens = all_sum(local, group)
-        if group_size(group) > 1:
+        tokens = ranks.sum(local, "tp_cp")
+        if ranks.size("tp_cp") > 1:
             loss = loss * local / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(
-            logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=group,
+            logits, coeff, aux_loss=loss, aux_loss_name="z_loss", reduce_group=ranks.tp_cp,
             valid_token_count=tokens)
 
     def _apply_losses(self, probs, logits_TE, padding_T, axes, cu_seqlens):
@@ -531,7 +525,7 @@ class TopKRouter(Router):
         """(each token's sequence [T], how many there are)."""
         token_T = torch.arange(math.prod(axes), device=device)
         if cu_seqlens is not None:
-            # Sequence 0, without tokens, avoids a separate graph for n = 1.
+            # Counted is a sequence 0 too, which has no tokens: n = 1 would have a graph of its own.
             return torch.searchsorted(cu_seqlens.long(), token_T, right=True), len(cu_seqlens)
         if len(axes) == 1:
             return torch.zeros_like(token_T), 1
@@ -545,7 +539,7 @@ class TopKRouter(Router):
         zero at padding; counts and T are summed over tp_cp.
         """
         group = self.pg_collection.tp_cp
-        counts_E = all_sum(routing_map.sum(0), group)
+        counts_E = self.pg_collection.sum(routing_map.sum(0), "tp_cp")
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
@@ -564,7 +558,7 @@ class TopKRouter(Router):
         group = self.pg_collection.tp_cp
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
         counts = kernels.sequence_counts(routing_map, sequence_T, num_sequences)
-        counts = all_sum(counts, group)
+        counts = self.pg_collection.sum(counts, "tp_cp")
         loss = kernels.switch_loss_of_sequences(
             scores, counts, sequence_T, self.config.topk, moe_aux_loss_coeff=coeff)
         return self.attach_and_log_load_balancing_loss(
@@ -577,22 +571,25 @@ class TopKRouter(Router):
         over tp_dp_cp, and averaged over this forward and those that had their backward since
         reset_global_aux_loss_tracker.
         """
-        groups = self.pg_collection
+        ranks = self.pg_collection
         local_E = routing_map.sum(0)
-        counts_E = all_sum(local_E, groups.tp_dp_cp).float()
+        counts_E = ranks.sum(local_E, "tp_dp_cp").float()
         sums_E, steps = self.global_tokens_per_expert, self.ga_steps
         mean_E = _running_mean(sums_E, steps, counts_E)
-        # Before the probs: made in the backward, it would be of sums that have moved on.
+        # The mean is attached before the probs, so that the compiler computes it in the forward. In
+        # the backward it would read sums that other microbatches have changed since.
         probs = kernels.Adjoint.apply(probs, (compat.copy_after, lambda grad, mean: grad), mean_E)
         mean_E = mean_E.to(scores_for_aux_loss.dtype)
         probs = self.counts.write(probs, sums_E, counts_E, add=True)
         probs = self.counts.write(probs, steps, torch.ones_like(steps), add=True)
-        valid = all_sum(local_E.sum(), groups.tp_cp).to(mean_E.dtype) / self.config.topk
+        valid = ranks.sum(local_E.sum(), "tp_cp").to(mean_E.dtype) / self.config.topk
         return self._attach_switch_loss(
-            "global_aux_loss", probs, scores_for_aux_loss, mean_E, groups.tp_dp_cp, valid=valid)
+            "global_aux_loss", probs, scores_for_aux_loss, mean_E, ranks.tp_dp_cp, valid=valid)
 
     def _attach_switch_loss(self, kind, probs, scores, counts_E, group, valid=None):
-        """probs with the switch loss of these counts. valid: valid tokens, if not Σ counts / K."""
+        """probs, in whose backward the switch loss of these counts is. valid: how many tokens are
+        valid; None: Σ counts / K.
+        """
         config = self.config
         coeff = self.get_aux_loss_coeff(kind)
         tokens = counts_E.sum().to(scores.dtype) / config.topk
@@ -627,7 +624,7 @@ class TopKRouter(Router):
 
     def _tokens_of(self, activation, valid_token_count):
         if valid_token_count is None:
-            return activation.shape[0] * group_size(self.pg_collection.tp_cp)
+            return activation.shape[0] * self.pg_collection.size("tp_cp")
         return valid_token_count
 
 
@@ -687,7 +684,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, activation, loss, scale):
-        # Not by save_for_backward: the scale may change before the backward.
+        # The scale may change between forward and backward, which save_for_backward would refuse.
         ctx.scale = scale
         ctx.dtype = loss.dtype
         return compat.as_no_view(activation, activation.shape)
@@ -704,17 +701,17 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
 @compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
 def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
-    """buffer += value, or buffer = value. `grad`, of which a few numbers suffice, is unused:
-    without it a graph would add to the buffer as the forward found it, and lose what others have
-    added since.
+    """buffer += value, or buffer = value. `grad` is unused. It ties the op to the backward: without
+    it the compiler would run the op in the forward, on the buffer's value there, and lose what
+    other backwards add in between. A slice of the gradient is enough.
     """
     buffer.copy_(buffer + value if add else value)
 
 
 @compat.op(lambda sums, steps, counts: torch.empty_like(sums))
 def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-    """[E]: the mean of the forwards in the sums and of this one. An op: the compiler would compute
-    a plain sum again in the backward.
+    """[E]: the mean of the forwards in the sums and of this one. It is an op because the compiler
+    would compute a plain sum again in the backward, from sums that have changed since.
     """
     return (sums + counts) / (steps + 1)
 
@@ -724,7 +721,7 @@ class _WriteInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, activation, buffer, value, add):
-        # Not by save_for_backward: other backwards may write to it first.
+        # Other backwards may write to the buffer first, which save_for_backward would refuse.
         ctx.buffer = buffer
         ctx.add = add
         ctx.save_for_backward(value)
@@ -767,7 +764,7 @@ class RouterCounts:
         self.last_tokens_per_expert = counter(E)
         for name in LOGGED:
             setattr(self, name, counter())
-        # Name -> the number of ranks that share it. None: all, the data-parallel ones too.
+        # Name -> how many ranks share the value. None means all ranks, the data-parallel ones too.
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None,
                         "dropped": None}
         self.waiting = []                            # writes without a backward
@@ -784,7 +781,8 @@ class RouterCounts:
 
     def log(self, activation, name, value, sharers):
         """activation, whose backward keeps the value."""
-        # Only if it changes: Dynamo refuses this write in a checkpointed region.
+        # Dynamo refuses to write to an object in a checkpointed region of a graph. So this writes
+        # only where the value changes, which it does in no forward of this file.
         if self.sharers[name] != sharers:
             self.sharers[name] = sharers
         return self.write(activation, getattr(self, name), value.float(), add=False)
@@ -893,12 +891,13 @@ def finish_step(model: nn.Module, check_replicas: bool = False) -> None:
         biases = {
             f"{name}.expert_bias".lstrip("."): router.expert_bias
             for name, router in routers.items() if router.expert_bias is not None}
-        compare_replicas(model, biases)
+        ranks = next(iter(routers.values())).pg_collection
+        ranks.compare_replicas(model, biases)
 
 
 def _check_one_process(otherwise):
     """For a router that has no group of all ranks."""
-    ranks = group_size(dist.group.WORLD)
+    ranks = compat.num_processes()
     if ranks > 1:
         raise ValueError(
             f"tp_dp_cp is None and {ranks} ranks run: {otherwise}. For one model on all ranks give "
@@ -920,7 +919,9 @@ def update_expert_bias(model: nn.Module) -> None:
     counts = [
         router.local_tokens_per_expert.long() if router.bias_histogram is None
         else router.bias_histogram for router in routers]
-    counts = all_sums(counts, [router.pg_collection.tp_dp_cp for router in routers])
+    if routers:
+        groups = [router.pg_collection.tp_dp_cp for router in routers]
+        counts = routers[0].pg_collection.sums(counts, groups)
     for router, counted in zip(routers, counts):
         router._maintain_float32_expert_bias()
         if router.expert_bias.is_inference():        # a graph has cast it, in inference mode
@@ -1041,10 +1042,11 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
             router.pg_collection.tp_dp_cp or router.pg_collection.tp_cp for router in routers]
         if None in groups:
             _check_one_process("each would return its own values")
-        counts = all_sums(counts, groups)
+        ranks = routers[0].pg_collection
+        counts = ranks.sums(counts, groups)
         logged = [
             sums / router.counts.shares(group_size(group))
-            for sums, router, group in zip(all_sums(logged, groups), routers, groups)]
+            for sums, router, group in zip(ranks.sums(logged, groups), routers, groups)]
 
     on = set()
     for router in routers:

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 if __package__:
     from . import compat, kernels
-    from .parallel import Dispatch, ProcessGroups, enter_tp, group_size, leave_tp
-    from .sharding import ParallelModule
+    from .base import Dispatch, MoEModule, OneProcess
 else:
     import compat
     import kernels
-    from parallel import Dispatch, ProcessGroups, enter_tp, group_size, leave_tp
-    from sharding import ParallelModule
+    from base import Dispatch, MoEModule, OneProcess
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -86,7 +83,7 @@ def _check_step(shared, step, required_state):
 
 # ---- Shared expert: to the side stream and back ----
 # A tensor returns to the current stream, forward or backward, by an op that waits and copies. In a
-# graph of torch 2.13 a wait alone could move behind the op that reads the data.
+# graph of torch 2.13 a wait by itself could be moved after the op that reads the data.
 
 _SIDE_STREAMS = {}                           # device -> torch.Stream
 
@@ -162,14 +159,15 @@ class _ToSideStream(torch.autograd.Function):
     def backward(ctx, grad_side, *grads):
         *grad_weights, grad_main = grads
         _, _, needs_input, *needs_weights = ctx.needs_input_grad
-        # A graph gives zeros to what needs no gradient.
+        # In a graph what needs no gradient gets zeros, which nothing is to wait for.
         if not needs_input:
             grad_side = grad_main = None
         grad_weights = [
             grad if needed else None for grad, needed in zip(grad_weights, needs_weights)]
 
         def join(grad, others):
-            # In a graph this view reads the gradient last on the side stream.
+            # A graph keeps the order of ops by their arguments. So the join follows what the side
+            # stream does with the gradient only if it reads a view that was taken there.
             with ctx.stream:
                 grad = grad.view_as(grad)
             return _join_stream(grad, [other for other in others if other is not None])
@@ -234,7 +232,7 @@ def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
 
 # ---- Shared expert: for every token, in one call or in five steps beside the routed path ----
 
-class SharedExpertMLP(ParallelModule):
+class SharedExpertMLP(MoEModule):
     """An MLP for every token, of width Fs = shared_expert_intermediate_size, without biases.
 
     hidden_states [.., H] -> the same shape. With `gate` the output is multiplied by
@@ -245,11 +243,12 @@ class SharedExpertMLP(ParallelModule):
     pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm, get_output.
     A step out of order is a RuntimeError.
     """
+    sharded = {"fc1": ("tp", 1, "dp_cp"), "fc2": ("tp", 1, "dp_cp")}
 
-    def __init__(self, config: "MoEConfig", gate: bool, pg_collection: ProcessGroups | None = None):
+    def __init__(self, config: "MoEConfig", gate: bool, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
         size = config.shared_expert_intermediate_size
-        ranks = group_size(self.pg_collection.tp)
+        ranks = self.pg_collection.size("tp")
         if size is None or size % ranks:
             raise ValueError(f"shared_expert_intermediate_size is {size}; "
                              f"needs a multiple of the tp size, {ranks}")
@@ -257,6 +256,9 @@ class SharedExpertMLP(ParallelModule):
         self.fc1 = self.parameter(P, size // ranks, H)
         self.fc2 = self.parameter(H, size // ranks)
         self.gate_weight = self.parameter(1, H) if gate else None
+        # A tp rank that has a part of the tokens has a part of the gate's gradient, else all of it.
+        over = "tp_dp_cp" if ranks == 1 or config.sequence_parallel else "dp_cp"
+        self.sharded = {**self.sharded, "gate_weight": ("tp", None, over)}
         self.reset_overlap()
         self.reset_parameters()
 
@@ -266,7 +268,8 @@ class SharedExpertMLP(ParallelModule):
         output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
-    # The weights are arguments: in steps they come from _ToSideStream, which joins their gradients.
+    # The weights are arguments, since in steps they come from _ToSideStream, which joins their
+    # gradients.
 
     def _score(self, x, gate_weight=None):
         H = self.config.hidden_size
@@ -278,7 +281,7 @@ class SharedExpertMLP(ParallelModule):
         return None if gate_weight is None else F.linear(x, gate_weight).sigmoid()
 
     def _enter(self, x):
-        return enter_tp(x, self.pg_collection.tp, self.config.sequence_parallel)
+        return self.pg_collection.enter_tp(x, self.config.sequence_parallel)
 
     def _fc1_and_act(self, x, fc1):
         hidden = F.linear(x, fc1.flatten(0, 1))
@@ -290,7 +293,7 @@ class SharedExpertMLP(ParallelModule):
         return F.linear(x, fc2)
 
     def _leave(self, y):
-        return leave_tp(y, self.pg_collection.tp, self.config.sequence_parallel)
+        return self.pg_collection.leave_tp(y, self.config.sequence_parallel)
 
     # -- the same in five steps --
 
@@ -310,7 +313,7 @@ class SharedExpertMLP(ParallelModule):
         the routed path. Without wait_current_stream the side stream must have waited for the input
         already.
         """
-        if isinstance(self.fc1, DTensor):
+        if compat.is_in_parts(self.fc1):
             raise RuntimeError("pre_forward_comm needs whole weights, found a DTensor: fully_shard "
                                "gathers them for a call, not for steps; shard the layer, not its "
                                "shared expert alone")
@@ -320,7 +323,8 @@ class SharedExpertMLP(ParallelModule):
             *tensors, main_input = _ToSideStream.apply(
                 self.stream, wait_current_stream, *tensors)
             if torch.compiler.is_compiling() and not tensors[0].requires_grad:
-                # Else a graph may put the fork behind the main path.
+                # Without gradients nothing but this ties the main path to the fork, and a graph
+                # might launch the fork last.
                 main_input = compat.copy_after(main_input, tensors[0])
         input, *self._weights = tensors
         with self._beside():
@@ -387,18 +391,6 @@ class SharedExpertMLP(ParallelModule):
         self.cached_fc2_output = None
         self.cached_output = None
         self._weights = None                 # fc1, fc2, gate_weight, for the side stream
-
-    # -- over ranks --
-
-    def shard(self, name):
-        axis = None if name == "gate_weight" else 1
-        return self.pg_collection.tp, axis
-
-    def gradient_group(self, name):
-        # Without sequence parallelism each tp rank has the gate's whole gradient.
-        groups = self.pg_collection
-        partial = group_size(groups.tp) == 1 or self.config.sequence_parallel
-        return groups.tp_dp_cp if name == "gate_weight" and partial else groups.dp_cp
 
 
 class OverlappedDispatch(NamedTuple):

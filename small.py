@@ -12,12 +12,12 @@
 The weights of a Mixtral or Qwen3-MoE block of transformers, with norm_topk_prob=True:
 
     layer.load_state_dict({
-        "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, F]
-        "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2F, H] -> [E, 2, F, H]
+        "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, W]
+        "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2W, H] -> [E, 2, W, H]
 
-T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, F FFN size of an
-expert. Capitals that end a name are the tensor's axes: prob_N1 is [N, 1]. The same input gives
-bitwise the same output and gradients.
+T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of an
+expert. Where a name ends in capitals, they are the tensor's axes: x_TH is [T, H]. The same input
+gives bitwise the same output and gradients.
 """
 import re
 
@@ -33,7 +33,7 @@ if torch.__version__ < (2, 11, "dev0"):
 
 
 def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> Tensor:
-    """What the layer computes. x [T, H], router [E, H], fc1 [E, 2, F, H], fc2 [E, H, F]."""
+    """What the layer computes. x [T, H], router [E, H], fc1 [E, 2, W, H], fc2 [E, H, W]."""
     y = torch.zeros_like(x)
     for t in range(len(x)):
         chosen, experts = (router @ x[t]).topk(topk)
@@ -55,15 +55,17 @@ def op(fake, mutates_args=()):
 
 
 @op(lambda value, grad: torch.empty_like(value))
-def in_backward(value: Tensor, grad: Tensor) -> Tensor:
-    # By its argument grad the compiler cannot move the copy, or the rows and the activation made of
-    # it, into the forward.
+def copy_after(value: Tensor, grad: Tensor) -> Tensor:
+    # What needs no gradient, such as the gathered rows, the compiler may compute in the forward and
+    # keep for the backward. This copy needs the gradient, so it is made in the backward, and so is
+    # all that is computed from it.
     return value.clone()
 
 
 @op(lambda total, counts: None, mutates_args=("total",))
 def add_counts(total: Tensor, counts: Tensor) -> None:
-    # Otherwise a graph would add to the forward's total, and lose what others have added since.
+    # The counts come from copy_after. Otherwise a graph would run this op in the forward, and lose
+    # what other backwards add to the total in between.
     total.add_(counts)
 
 
@@ -81,16 +83,16 @@ def upcast(x):
     *map(indices.new_empty, (indices.numel(), indices.t().shape, num_experts)),
     torch.empty(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)])
 def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Tensor]:
-    """indices [T, K] -> order [N] (row -> assignment t·K + k), inverse [K, T] (assignment -> row),
+    """indices [T, K] -> order [N] (row -> assignment t·K + k), row_KT [K, T] (assignment -> row),
     counts [E], offsets [E] int32 (where an expert's rows end). Index E, unrouted, comes last.
     """
     numbers = lambda n: torch.arange(n, device=indices.device)
     ids_N, order_N = indices.flatten().sort(stable=True)     # an expert's tokens stay in order
-    inverse_N = torch.empty_like(order_N).scatter_(0, order_N, numbers(len(order_N)))
-    inverse_KT = inverse_N.view(indices.shape).t().contiguous()
+    row_N = torch.empty_like(order_N).scatter_(0, order_N, numbers(len(order_N)))
+    row_KT = row_N.view(indices.shape).t().contiguous()
     offsets_E = torch.searchsorted(ids_N, numbers(num_experts), right=True, out_int32=True)
     counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)).long()
-    return [order_N, inverse_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
+    return [order_N, row_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
 
 
 # In bf16 torch's product (`native`) reads the offsets on an H100, a B200 and a CPU with AVX-512.
@@ -128,7 +130,7 @@ def multiply(a, b, out):
     """out = a · b"""
     narrow = a.is_cpu and a.itemsize == 2 and a.shape[0] > 1
     if narrow and (a.dtype == torch.float16 or capability(a.device) < 0):
-        # Without instructions for the dtype fp32 is ten times as fast.
+        # Where the CPU has no instructions for the dtype, fp32 is ten times as fast.
         wide = out.new_empty(out.shape, dtype=torch.float32)
         out.copy_(torch.mm(a.float(), b.float(), out=wide))
     else:
@@ -149,7 +151,7 @@ def grouped_mm(a, b, offsets, native):
 
 
 def swiglu(hidden, prob=None):
-    """silu(gate) · up · prob of hidden [.., 2F], in fp32 at least, rounded once."""
+    """silu(gate) · up · prob of hidden [.., 2W], in fp32 at least, rounded once."""
     gate, up = map(upcast, hidden.chunk(2, -1))
     act = F.silu(gate) * up
     return cast(act if prob is None else act * prob, hidden.dtype)
@@ -162,24 +164,24 @@ def again(function, *args):
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def sum_rows(rows, inverse, counts):
-    """[T, H]: Σ_k rows[inverse[k, t]] without unrouted rows, in fp32 at least. No atomics."""
+def sum_rows(rows, row_KT, counts):
+    """[T, H]: Σ_k rows[row_KT[k, t]] without unrouted rows, in fp32 at least. No atomics."""
     routed = counts.sum()
     kept = lambda row_T: upcast(rows[row_T]).masked_fill((row_T >= routed)[:, None], 0.0)
-    return cast(sum(map(kept, inverse)), rows.dtype)
+    return cast(sum(map(kept, row_KT)), rows.dtype)
 
 
 class ToRows(torch.autograd.Function):
     """probs [T, K] -> [N, 1] in expert order. Autograd's gradient would be a scatter."""
     @staticmethod
-    def forward(ctx, probs, order, inverse, counts):
-        ctx.save_for_backward(inverse, counts)
+    def forward(ctx, probs, order, row_KT, counts):
+        ctx.save_for_backward(row_KT, counts)
         return probs.flatten()[order][:, None]
 
     @staticmethod
     def backward(ctx, grad):
-        inverse, counts = ctx.saved_tensors
-        grad_KT = grad.flatten()[inverse].masked_fill(inverse >= counts.sum(), 0.0)
+        row_KT, counts = ctx.saved_tensors
+        grad_KT = grad.flatten()[row_KT].masked_fill(row_KT >= counts.sum(), 0.0)
         return grad_KT.t().contiguous(), None, None, None
 
 
@@ -188,22 +190,22 @@ class ToExperts(torch.autograd.Function):
     of x is a sum over its rows. Kept is x, not the gathered rows.
     """
     @staticmethod
-    def forward(ctx, x, weight, order, inverse, counts, offsets, native):
-        ctx.save_for_backward(x, weight, order, inverse, counts, offsets)
+    def forward(ctx, x, weight, order, row_KT, counts, offsets, native):
+        ctx.save_for_backward(x, weight, order, row_KT, counts, offsets)
         ctx.native = native
-        return grouped_mm(x[order // len(inverse)], weight.mT, offsets, native)
+        return grouped_mm(x[order // len(row_KT)], weight.mT, offsets, native)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        x, weight, order, inverse, counts, offsets = ctx.saved_tensors
-        order, counts = in_backward(order, grad), in_backward(counts, grad)
+        x, weight, order, row_KT, counts, offsets = ctx.saved_tensors
+        order, counts = copy_after(order, grad), copy_after(counts, grad)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = sum_rows(grouped_mm(grad, weight, offsets, ctx.native), inverse, counts)
+            grad_x = sum_rows(grouped_mm(grad, weight, offsets, ctx.native), row_KT, counts)
         if ctx.needs_input_grad[1]:
-            grad_weight = grouped_mm(grad.t(), x[order // len(inverse)], offsets, ctx.native)
-        # x, weight, order, inverse, counts, offsets, native
+            grad_weight = grouped_mm(grad.t(), x[order // len(row_KT)], offsets, ctx.native)
+        # x, weight, order, row_KT, counts, offsets, native
         return grad_x, grad_weight, *[None] * 5
 
 
@@ -213,43 +215,43 @@ class FromExperts(torch.autograd.Function):
     once, even if a checkpoint runs the forward twice.
     """
     @staticmethod
-    def forward(ctx, rows, weight, order, inverse, counts, offsets, native, total):
-        ctx.save_for_backward(rows, weight, order, inverse, counts, offsets)
+    def forward(ctx, rows, weight, order, row_KT, counts, offsets, native, total):
+        ctx.save_for_backward(rows, weight, order, row_KT, counts, offsets)
         ctx.native, ctx.total = native, total
-        return sum_rows(grouped_mm(rows, weight.mT, offsets, native), inverse, counts)
+        return sum_rows(grouped_mm(rows, weight.mT, offsets, native), row_KT, counts)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        rows, weight, order, inverse, counts, offsets = ctx.saved_tensors
-        order, counts = in_backward(order, grad), in_backward(counts, grad)
+        rows, weight, order, row_KT, counts, offsets = ctx.saved_tensors
+        order, counts = copy_after(order, grad), copy_after(counts, grad)
         if ctx.total is not None:
             add_counts(ctx.total, counts)
-        grad_NH = grad[order // len(inverse)]
+        grad_NH = grad[order // len(row_KT)]
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_rows = grouped_mm(grad_NH, weight, offsets, ctx.native)
         if ctx.needs_input_grad[1]:
             grad_weight = grouped_mm(grad_NH.t(), rows, offsets, ctx.native)
-        # rows, weight, order, inverse, counts, offsets, native, total
+        # rows, weight, order, row_KT, counts, offsets, native, total
         return grad_rows, grad_weight, *[None] * 6
 
 
-def experts(x, probs, fc1, fc2, order, inverse, counts, offsets, native, total=None):
-    """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2F, H]."""
-    hidden = ToExperts.apply(x, fc1, order, inverse, counts, offsets, native)       # [N, 2F]
+def experts(x, probs, fc1, fc2, order, row_KT, counts, offsets, native, total=None):
+    """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2W, H]."""
+    hidden = ToExperts.apply(x, fc1, order, row_KT, counts, offsets, native)       # [N, 2W]
     act = again(
-        lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, inverse, counts)),
-        hidden, probs)                                                              # [N, F]
-    return FromExperts.apply(act, fc2, order, inverse, counts, offsets, native, total)
+        lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, row_KT, counts)),
+        hidden, probs)                                                              # [N, W]
+    return FromExperts.apply(act, fc2, order, row_KT, counts, offsets, native, total)
 
 
 def few_experts(x, probs, indices, fc1, fc2):
-    """experts in a graph without gradients: each assignment reads its expert's weights in place, and
-    the compiler makes no tensor of them.
+    """experts in a graph without gradients: each assignment reads its expert's weights where they
+    are, and the compiler makes no tensor of them.
     """
     expert_TK = indices.clamp(max=len(fc1) - 1)
-    hidden = (upcast(fc1[expert_TK]) * upcast(x)[:, None, None]).sum(-1)            # [T, K, 2F]
+    hidden = (upcast(fc1[expert_TK]) * upcast(x)[:, None, None]).sum(-1)            # [T, K, 2W]
     act = swiglu(hidden, probs[..., None])
     rows = (upcast(fc2[expert_TK]) * act[:, :, None]).sum(-1)                       # [T, K, H]
     return cast(rows.masked_fill((indices == len(fc1))[..., None], 0.0).sum(1), x.dtype)
@@ -262,7 +264,7 @@ def refuse_second_derivative():
 
 @op(lambda a, b: a.new_empty(
     a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32)))
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a · b in fp32 at least, also under autocast and where products may be in TF32 or bf16."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     found = [(setting, setting.fp32_precision) for setting in settings]
@@ -284,12 +286,13 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
-        return product(x, router.t())
+        return product_in_fp32(x, router.t())
 
     @staticmethod
     def backward(ctx, grad):
         x, router = ctx.saved_tensors
-        return product(grad, router).to(x.dtype), product(grad.t(), x).to(router.dtype)
+        grad_x, grad_router = product_in_fp32(grad, router), product_in_fp32(grad.t(), x)
+        return grad_x.to(x.dtype), grad_router.to(router.dtype)
 
 
 class Pick(torch.autograd.Function):
@@ -305,7 +308,7 @@ class Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         indices, factors = ctx.saved_tensors
-        # No scatter: Inductor's may be read too early on a CPU (pytorch #185509).
+        # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
         column_E, grad_scores = torch.arange(ctx.shape[1], device=grad.device), 0.0
         for index_T1, grad_T1 in zip(indices.split(1, 1), grad.split(1, 1)):
             grad_scores = grad_scores + torch.where(index_T1 == column_E, grad_T1, 0.0)
@@ -350,7 +353,7 @@ class MoE(nn.Module):
         self.shared_fc2 = new(H, Fs) if Fs else None
         bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
-        # No buffer: DistributedDataParallel would overwrite it by rank 0's.
+        # The counts are no buffer: DistributedDataParallel would overwrite a buffer by rank 0's.
         self.counts = torch.empty(E, dtype=torch.int64, device="meta")
         self._place_counts()
         self.reset_parameters()
@@ -379,20 +382,20 @@ class MoE(nn.Module):
         probs, indices = self.route(x, padding_mask)
         if autocast:
             dtype = torch.get_autocast_dtype(x.device.type)
-        # F.grouped_mm also needs weights that begin at multiples of 16 bytes: not checked.
+        # That weights begin at multiples of 16 bytes, which F.grouped_mm needs too, is not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and capability(x.device) in (0, 9, 10)
-        order, inverse, counts, offsets = sort_by_expert(indices, E, not native)
+        order, row_KT, counts, offsets = sort_by_expert(indices, E, not native)
         self._place_counts()
         total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        # So many assignments, if that is known when a graph is made; more are worth a sort.
+        # More assignments are worth a sort. The number has to be known when a graph is made.
         most = E if fc1.itemsize == 2 else E // 2
         in_place = torch.compiler.is_compiling() and not torch.is_grad_enabled()
         if in_place and statically_known_true(indices.numel() <= most):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
-            y = experts(x_TH, probs, fc1, fc2, order, inverse, counts, offsets, native, total)
+            y = experts(x_TH, probs, fc1, fc2, order, row_KT, counts, offsets, native, total)
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
@@ -461,7 +464,7 @@ class MoE(nn.Module):
             with torch.inference_mode(False):                # else training could not add to them
                 empty = torch.zeros_like(counts, device=device)
             self.counts = empty if counts.is_meta else empty.copy_(counts)
-            # What the compiler takes for granted of a buffer: its shape and its address.
+            # The compiler may rely on their shape and address, as it does for a buffer.
             torch._dynamo.mark_static(self.counts)
             torch._dynamo.mark_static_address(self.counts, guard=False)
 

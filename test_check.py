@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import check
 import kernels
+import maps
 import moe
 import small
 from check import Row, check_experts, check_router
@@ -451,7 +452,7 @@ KNOBS = [
 
 
 def route(logits, bias, topk=2, pre_softmax=False, num_experts=None, dense=True, **knobs):
-    return kernels.topk_routing_with_score_function(
+    return maps.topk_routing_with_score_function(
         logits, topk, use_pre_softmax=pre_softmax, expert_bias=bias, dense_output=dense, **knobs)
 
 

@@ -43,45 +43,52 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__:                                      # copied into a package
-    from . import compat, grouped, kernels, megatron, moe, parallel, shared_experts, sharding
+    from . import base, compat, grouped, kernels, maps, moe, shared_experts
     from . import router as router_file
+    from .grouped import grouped_mm
     from .kernels import (
         activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
-        get_capacity, get_updated_expert_bias, grouped_mm, plan_permutation, quantile_expert_bias,
+        get_capacity, get_updated_expert_bias, plan_permutation, quantile_expert_bias,
         required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, z_loss_func)
-    from .megatron import (
+    from .maps import (
         activation_back, apply_router_token_dropping, group_limited_topk, pad_routing_map, permute,
         sort_chunks_by_idxs, swiglu, swiglu_back, topk_routing_with_score_function, unpermute,
         weighted_swiglu, weighted_swiglu_back)
     from .moe import (
-        MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
-        finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
-        set_aux_loss_scale, update_expert_bias)
+        MoEConfig, MoELayer, SharedExpertMLP, SharedExpertState, TopKRouter, finish_step,
+        load_balancing_metrics, record_routing, replay_routing, set_aux_loss_scale,
+        update_expert_bias)
+    from .ranks import parallel, sharding
+    from .ranks.parallel import ProcessGroups
+    from .ranks.sharding import reduce_gradients
 else:
+    import base
     import compat
     import grouped
     import kernels
-    import megatron
+    import maps
     import moe
-    import parallel
     import router as router_file
     import shared_experts
-    import sharding
+    from grouped import grouped_mm
     from kernels import (
         activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
-        get_capacity, get_updated_expert_bias, grouped_mm, plan_permutation, quantile_expert_bias,
+        get_capacity, get_updated_expert_bias, plan_permutation, quantile_expert_bias,
         required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, z_loss_func)
-    from megatron import (
+    from maps import (
         activation_back, apply_router_token_dropping, group_limited_topk, pad_routing_map, permute,
         sort_chunks_by_idxs, swiglu, swiglu_back, topk_routing_with_score_function, unpermute,
         weighted_swiglu, weighted_swiglu_back)
     from moe import (
-        MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, SharedExpertState, TopKRouter,
-        finish_step, load_balancing_metrics, record_routing, reduce_gradients, replay_routing,
-        set_aux_loss_scale, update_expert_bias)
+        MoEConfig, MoELayer, SharedExpertMLP, SharedExpertState, TopKRouter, finish_step,
+        load_balancing_metrics, record_routing, replay_routing, set_aux_loss_scale,
+        update_expert_bias)
+    from ranks import parallel, sharding
+    from ranks.parallel import ProcessGroups
+    from ranks.sharding import reduce_gradients
 
-SOURCES = (
-    compat, grouped, kernels, megatron, parallel, sharding, router_file, shared_experts, moe)
+LAYER = compat, grouped, kernels, base, router_file, shared_experts, moe
+SOURCES = *LAYER, maps, sharding, parallel
 INF = math.inf
 NAN = math.nan
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -454,7 +461,7 @@ def started_ranks(function, ranks: int, **kwargs):
             process.join()
 
 
-def spawn_gloo(function, ranks: int, seconds: float = 240, **kwargs) -> None:
+def spawn_gloo(function, ranks: int, seconds: float = 480, **kwargs) -> None:
     """function(rank, ranks, **kwargs) in `ranks` processes of one gloo group.
 
     If a rank raises, dies or takes too long, all are killed, and the error has its traceback.
@@ -1280,7 +1287,7 @@ def test_permute_gradients(drop_and_pad):
 @pytest.mark.parametrize("drop_and_pad", [False, True])
 def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backend):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    megatron._compiled.cache_clear()
+    maps._compiled.cache_clear()
     routing_map = torch.rand(6, 4) < 0.5
 
     inputs = fp32_leaf(6, 3), fp32_leaf(6, 4)
@@ -1289,7 +1296,7 @@ def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backe
         for fused in (True, False)]
     close(fused, plain, 1e-5)
     assert graphs_made() == 2
-    megatron._compiled.cache_clear()
+    maps._compiled.cache_clear()
 
 
 def test_permute_index_form_gradients():
@@ -3362,7 +3369,7 @@ def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
         try:
             with on:
                 name = type(on).__name__
-                for source in SOURCES:                       # the later ones import it
+                for source in LAYER:                         # the later ones import it
                     file = Path(source.__file__).stem
                     module = imported_as(f"{package}{file}_{name}", source, monkeypatch)
                     monkeypatch.setitem(sys.modules, f"{package}{file}", module)
@@ -3805,7 +3812,7 @@ def test_shared_steps_refuse_every_wrong_order():
     close(out, shared(x))
     assert state() == [None] * 5 + [SharedExpertState.IDLE]
 
-    moe.set_tensor_grad_fn_sequence_sr(torch.zeros(3), 7)    # without a grad_fn: nothing to do
+    shared_experts.set_tensor_grad_fn_sequence_sr(torch.zeros(3), 7)      # no grad_fn: no effect
     plain = SharedExpertMLP(exact_config(), gate=False)
     plain.wait_current_stream()
     assert plain.stream is None
@@ -4049,15 +4056,15 @@ def check_gradient_norm(groups, mesh) -> None:
         fully_shard(model[1], mesh=mesh["dp"])
     for p in model.parameters():
         p.grad = p.detach().clone()
-    norm = parallel.gradient_norm(model, groups)
+    norm = sharding.gradient_norm(model, groups)
     close(norm, want)
     assert norm.dtype == torch.float64 and norm.ndim == 0
     if groups.ep.size() > 1:
-        assert "needs the module" in error(parallel.gradient_norm, model.parameters(), groups)
-        assert "a group that groups lacks" in error(parallel.gradient_norm, model, None)
+        assert "needs the module" in error(sharding.gradient_norm, model.parameters(), groups)
+        assert "a group that groups lacks" in error(sharding.gradient_norm, model, None)
     model[1].zero_grad()
     norms = [dense.weight.norm(), dense.bias.norm()]
-    close(parallel.gradient_norm(model, groups), torch.stack(norms).norm())
+    close(sharding.gradient_norm(model, groups), torch.stack(norms).norm())
 
 
 def check_fsdp_beside_ep(rank, ranks, groups, mesh) -> None:
@@ -4073,7 +4080,7 @@ def check_fsdp_beside_ep(rank, ranks, groups, mesh) -> None:
     for (name, a), b in zip(mine.named_parameters(), whole.parameters(), strict=True):
         close(a.grad.full_tensor(), own_part(name, b.grad, groups))
     want = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
-    close(parallel.gradient_norm(mine, groups), want)
+    close(sharding.gradient_norm(mine, groups), want)
 
 
 class NoExchange(torch.utils._python_dispatch.TorchDispatchMode):
@@ -4114,7 +4121,7 @@ def check_groups_of_one(rank, ranks) -> None:
     for p in layer.parameters():
         p.grad = p.detach().clone()
     with NoExchange():
-        parallel.gradient_norm(layer, None)
+        sharding.gradient_norm(layer, None)
     with NoExchange(), pytest.raises(AssertionError, match="allreduce"):
         torch.distributed.all_reduce(torch.ones(1))
 
@@ -4209,7 +4216,7 @@ def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
     those of docs/results.md (in fp32; with a spare row). No row is made for an expert alone."""
     T, H, F, E, K = 40, 8, 4, 8, 3
     sent, made = [], []
-    all_to_all = parallel.compat.all_to_all
+    all_to_all = parallel.all_to_all
     functions = parallel.kernels.gather_rows, parallel.kernels.combine_rows
 
     def counted(rows, send, receive, group):
@@ -4235,7 +4242,7 @@ def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
         M, assignments = from_RR2.view(R, R, 2)[:, me].sum(0).tolist()
         m, n = (all_rows - to_R2[me, 0] for all_rows in (to_R2[:, 0].sum(), M))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parallel.compat, "all_to_all", counted)
+            patch.setattr(parallel, "all_to_all", counted)
             for function in functions:
                 patch.setattr(parallel.kernels, function.__name__,
                               functools.partial(watched, function))
@@ -4340,7 +4347,7 @@ def check_ordinary_ways(rank, groups, folder) -> None:
         StateDictOptions, get_model_state_dict, set_model_state_dict)
     whole, model = saved_model().state_dict(), saved_model(groups)
     state = model.state_dict()
-    assert list(state) == list(whole) == list(parallel.sharded_state_dict(model))
+    assert list(state) == list(whole) == list(sharding.sharded_state_dict(model))
     for name, parameter in model.named_parameters():
         assert type(parameter) is torch.nn.Parameter and not isinstance(parameter, DTensor)
         part = getattr(state[name], "_local_tensor", state[name])
@@ -4467,14 +4474,14 @@ def check_moments(groups, folder, names=tuple(OPTIMIZERS), sharded=lambda model:
                 path = f"{folder}/{name}{count}"
                 steps(model, optimizer, count)
                 if groups is not None:
-                    dcp.save(parallel.sharded_state_dict(model, optimizer), checkpoint_id=path)
+                    dcp.save(sharding.sharded_state_dict(model, optimizer), checkpoint_id=path)
                 again = sharded(filled(saved_model(groups), 7))
                 other = make(again.parameters())
                 if name != "adamw":
                     steps(again, other, 1)
                 rate = other.param_groups[0]["lr"]
                 hook = other.register_step_post_hook(lambda *_: pytest.fail("no step"))
-                dcp.load(parallel.sharded_state_dict(again, other), checkpoint_id=path)
+                dcp.load(sharding.sharded_state_dict(again, other), checkpoint_id=path)
                 hook.remove()
                 assert rate == other.param_groups[0]["lr"] and len(other.param_groups) == 1
                 steps(again, other, 3)
@@ -4482,10 +4489,10 @@ def check_moments(groups, folder, names=tuple(OPTIMIZERS), sharded=lambda model:
                 steps(expected, make(expected.parameters()), count + 3)
                 check_parts(again, dict(expected.named_parameters()) | dict(alone.named_buffers()))
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    names = list(parallel.sharded_state_dict(model, optimizer))
-    assert list(parallel.sharded_state_dict(torch.compile(model), optimizer)) == names
+    names = list(sharding.sharded_state_dict(model, optimizer))
+    assert list(sharding.sharded_state_dict(torch.compile(model), optimizer)) == names
     model[1] = checkpoint_wrapper(torch.compile(model[1]))
-    assert list(parallel.sharded_state_dict(model, optimizer)) == names
+    assert list(sharding.sharded_state_dict(model, optimizer)) == names
 
 
 @over_ranks(2)
@@ -4497,7 +4504,7 @@ def moments_over_ranks(rank, ranks, folder):
     check_error_table("""
         sharded(model, optimizer) => optimizer.1.experts.fc1.row_var has shape
         sharded(model[1], adamw) => optimizer has 2 parameters that model lacks
-        """, sharded=parallel.sharded_state_dict, model=model, optimizer=optimizer,
+        """, sharded=sharding.sharded_state_dict, model=model, optimizer=optimizer,
         adamw=torch.optim.AdamW(model.parameters()))
 
 
@@ -4513,7 +4520,7 @@ def test_parallel_saving_changes_no_step(name):
     saved, plain = saved_model(), saved_model()
     optimizers = [OPTIMIZERS[name](model.parameters()) for model in (saved, plain)]
     for count in (1, 2, 1):
-        parallel.sharded_state_dict(saved, optimizers[0])
+        sharding.sharded_state_dict(saved, optimizers[0])
         for model, optimizer in zip((saved, plain), optimizers):
             steps(model, optimizer, count)
             for state in optimizer.state.values():
@@ -5017,7 +5024,7 @@ def no_cpp_compiler(monkeypatch):
 @pytest.mark.parametrize("count, fields", [
     (24, dict(latent_size=256, latent_norm=True)),
     pytest.param(15, dict(), marks=slow),
-    pytest.param(15 + kernels.cpu_multiplies_in(torch.bfloat16), dict(params_dtype=torch.bfloat16),
+    pytest.param(15 + compat.cpu_multiplies_in(torch.bfloat16), dict(params_dtype=torch.bfloat16),
                  marks=slow),
     pytest.param(15, dict(latent_size=256), marks=slow)])
 def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
@@ -5375,7 +5382,7 @@ def test_compile_ops_pass_opcheck():
     for op, *args in [
             (kernels._plan_permutation, indices, 4),
             (kernels.copy_after, torch.ones(()), x),
-            (megatron._place_by_key, x),
+            (maps._place_by_key, x),
             (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
             (kernels.scatter_columns, indices, indices, 4, 7),
             (kernels._sinkhorn, x, 1e-4, None),
@@ -5415,43 +5422,43 @@ def test_compile_private_names_of_torch(monkeypatch):
     for by in (1.5, 2.5):
         same(function(torch.ones(2), by), torch.full((2,), float(math.ceil(by))))
     for dtype in (torch.bfloat16, torch.float16):
-        assert isinstance(kernels.cpu_multiplies_in(dtype), bool)
+        assert isinstance(compat.cpu_multiplies_in(dtype), bool)
         with monkeypatch.context() as without:
             without.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-            assert kernels.cpu_multiplies_in(dtype) is False
+            assert compat.cpu_multiplies_in(dtype) is False
 
     one = torch.ones(1, 1, device="cpu")
-    assert not kernels.is_any_autocast()
+    assert not compat.is_any_autocast()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert kernels.is_any_autocast() and (one @ one).dtype == torch.bfloat16
-        with kernels.op_without_autocast():
+        assert compat.is_any_autocast() and (one @ one).dtype == torch.bfloat16
+        with compat.op_without_autocast():
             assert (one @ one).dtype == torch.float32
 
     x = leaf(4, 3)
-    assert x.sin().view(12)._is_view() and not kernels.as_no_view(x.sin(), (12,))._is_view()
-    assert kernels.with_fixed_address(torch.zeros(2))._dynamo_static_input_type == "unguarded"
-    assert kernels.with_fixed_address(torch.zeros(2))._dynamo_static_indices == {0}
+    assert x.sin().view(12)._is_view() and not compat.as_no_view(x.sin(), (12,))._is_view()
+    assert compat.with_fixed_address(torch.zeros(2))._dynamo_static_input_type == "unguarded"
+    assert compat.with_fixed_address(torch.zeros(2))._dynamo_static_indices == {0}
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(2)
     assert compat.has_values(x) and not compat.has_values(fake)
     assert not compat.has_values(x.to("meta"))
-    with kernels.reads_on_host():
+    with compat.reads_on_host():
         assert torch._dynamo.config.capture_scalar_outputs
-    assert not torch._dynamo.config.capture_scalar_outputs and not kernels.makes_cuda_graphs()
+    assert not torch._dynamo.config.capture_scalar_outputs and not compat.makes_cuda_graphs()
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        assert kernels.makes_cuda_graphs()
+        assert compat.makes_cuda_graphs()
 
     ran = []
     first, second = x.sin(), x.cos()
     for name, y in (("first", first), ("second", second)):
-        y.register_hook(lambda grad, name=name: ran.append((name, kernels.in_backward())))
-    assert kernels.backward_order(second.grad_fn) > kernels.backward_order(first.grad_fn)
-    kernels.set_backward_order(first.grad_fn, kernels.backward_order(second.grad_fn) + 1)
+        y.register_hook(lambda grad, name=name: ran.append((name, compat.in_backward())))
+    assert compat.backward_order(second.grad_fn) > compat.backward_order(first.grad_fn)
+    compat.set_backward_order(first.grad_fn, compat.backward_order(second.grad_fn) + 1)
     (first * second).sum().backward()
-    assert ran == [("first", True), ("second", True)] and not kernels.in_backward()
+    assert ran == [("first", True), ("second", True)] and not compat.in_backward()
 
     class Keeper(torch.nn.Module):
-        @kernels.writes_to_module
+        @compat.writes_to_module
         def keep(self, x):
             self.kept = x
 
@@ -5480,7 +5487,7 @@ def test_compile_nothing_is_float64_without_a_float64_input(name):
         layer = MoELayer(config)
         x = leaf(5, 3, 8, dtype=config.params_dtype)
         layer(x, torch.rand(5, 3) < 0.2).sum().backward()
-        assert parallel.gradient_norm(layer, None).dtype == torch.float32
+        assert sharding.gradient_norm(layer, None).dtype == torch.float32
         update_expert_bias(layer)
         layer.router.reset_global_aux_loss_tracker()
         load_balancing_metrics(layer, reduce=True)

@@ -1,4 +1,4 @@
-"""Runs Python as on a machine with one CUDA card, on a machine without: see README.md.
+"""Runs Python as on a machine with one CUDA card, on a machine without: see card/README.md.
 
     python card/emulate.py [--capability 8,0] -m pytest test_moe.py
     python card/emulate.py [--capability 8,0] script.py

@@ -1,7 +1,6 @@
 """What each rank holds: parts of weights, state dicts of parts, sums of gradients. Open it to save,
-load or train over ranks; the forward does not need it.
+load or train over ranks. A forward uses only its sums over a group and its check for DDP.
 """
-import re
 import weakref
 from collections import defaultdict
 from typing import Iterable
@@ -10,161 +9,82 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import (
-    DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor)
+    DeviceMesh, DTensor, Replicate, Shard, distribute_tensor)
 
-if __package__:
-    from . import compat
-    from .parallel import ProcessGroups, all_sum, group_rank, group_size
-else:
+if __package__ == "ranks":                   # beside the flat files of the layer
     import compat
-    from parallel import ProcessGroups, all_sum, group_rank, group_size
+    from base import MoEModule, OneProcess, group_size, owner_of, unwrapped
+else:                                        # the layer is a package
+    from .. import compat
+    from ..base import MoEModule, OneProcess, group_size, owner_of, unwrapped
+
+
+# ---- Sums over a group ----
+
+def group_rank(group) -> int:
+    return 0 if group is None else group.rank()
+
+
+def all_sum(x: Tensor, group) -> Tensor:
+    """The sum of x over the group, without gradient, in a new tensor. With one rank, x itself."""
+    return x if group_size(group) == 1 else _all_reduced(x, group)
+
+
+def all_sums(tensors: list[Tensor], groups: list) -> list[Tensor]:
+    """all_sum of each tensor over its group, in one collective for all that have group, dtype and
+    device in common.
+    """
+    alike = defaultdict(list)
+    for i, (x, group) in enumerate(zip(tensors, groups)):
+        if group_size(group) > 1:
+            alike[group, x.dtype, x.device].append(i)
+    sums = list(tensors)
+    for (group, _, _), places in alike.items():
+        flat = all_sum(torch.cat([tensors[i].flatten() for i in places]), group)
+        for i, part in zip(places, flat.split([tensors[i].numel() for i in places])):
+            sums[i] = part.view_as(tensors[i])
+    return sums
+
+
+def _all_reduced(x, group):
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 # ---- Modules whose weights may be parts ----
 
-def gathered(parameter: Tensor | None) -> Tensor | None:
-    """The whole parameter. FSDP2 gathers it in a call of the module that it shards; if you call the
-    router of a sharded layer directly, it is gathered here, and its gradient averaged.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    average = [Partial("avg")] * parameter.device_mesh.ndim
-    return parameter.full_tensor(grad_placements=average)
+def hook_state_dicts(module: nn.Module) -> None:
+    """Its state_dict gives DTensors for what is shared out, and its load_state_dict takes them."""
+    module.register_state_dict_post_hook(_give_shards)
+    module.register_load_state_dict_pre_hook(_take_shards)
 
 
-# parameter -> its first value; the others are drawn
-_FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
-
-
-def _own_part(parameter, group, axis):
-    """(this rank's part [experts, ..], the shape of one unsharded expert, where the part begins).
-    Without an axis of experts it gets one of length 1.
-    """
-    own = parameter
-    shape = list(parameter.shape)
-    starts = [0] * parameter.ndim
-    if isinstance(parameter, DTensor):
-        own = parameter.to_local()
-        starts = list(compat.place_of_part(parameter))
-    if axis is not None:
-        starts[axis] += group_rank(group) * shape[axis]
-        shape[axis] *= group_size(group)
-    if axis == 0:
-        return own, shape[1:], starts
-    return own[None], shape, [0, *starts]
-
-
-class ParallelModule(nn.Module):
-    """A module of the layer. For each parameter it knows the group that shards it, and the group
-    that sums its gradient.
-    """
-    # parameter -> the config's field with its standard deviation
-    std_fields = {
-        "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
-
-    def __init__(self, config, pg_collection: ProcessGroups | None):
-        super().__init__()
-        self._config = config
-        self.pg_collection = pg_collection or ProcessGroups()
-        self.register_state_dict_post_hook(_give_shards)
-        self.register_load_state_dict_pre_hook(_take_shards)
-
-    @property
-    def config(self):
-        return self._config
-
-    @config.setter
-    def config(self, config):
-        raise AttributeError(
-            f"a config is set once; needs a new {type(self).__name__} of "
-            f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
-
-    def set_config(self, config) -> None:
-        """Sets it for this module and its parts, whose tensors must fit it already."""
-        for part in self.modules():
-            if isinstance(part, ParallelModule):
-                part._config = config
-
-    def parameter(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws this module's own weights anew (normal). Biases become zero, norms one.
-
-        A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
-        torch's default generator draws a seed per parameter, and seed + e seeds expert e, which is
-        drawn unsharded in fp32. A rank draws its own experts and keeps its part.
-        """
-        for name, parameter in self.named_parameters(recurse=False):
-            if name in _FILLED_WITH:
-                parameter.fill_(_FILLED_WITH[name])
-            elif name in self.std_fields and compat.has_values(parameter):
-                std = getattr(self.config, self.std_fields[name])
-                own, shape, (first, *starts) = _own_part(parameter, *self.shard(name))
-                part = tuple(slice(at, at + size) for at, size in zip(starts, own.shape[1:]))
-                seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
-                generator = torch.Generator(own.device)
-                for e, expert in enumerate(own, first):
-                    generator.manual_seed(seed + e)
-                    drawn = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32,
-                                         device=own.device)
-                    expert.copy_(drawn[part])
-
-    def shard(self, name: str) -> tuple:
-        """(group, axis) over and along which parameter `name` is sharded; axis None: replicated."""
-        return self.pg_collection.tp, None
-
-    def gradient_group(self, name: str):
-        """The group over which parameter `name`'s gradient is summed."""
-        return self.pg_collection.tp_dp_cp
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
-    ) -> dict[str, Tensor]:
-        """prefix + name -> tensor: see the function sharded_state_dict. ValueError: sharded_offsets
-        or metadata are not empty.
-        """
-        if sharded_offsets or metadata:
-            raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
-                             f"both need to be empty: layers are told apart by their prefix")
-        state = sharded_state_dict(self)
-        return {prefix + path: tensor for path, tensor in state.items()}
-
-
-def share_out(module: nn.Module, groups: ProcessGroups, over_ep: bool) -> None:
-    """Tells a module that is no ParallelModule that its tensors are this rank's experts along axis
+def share_out(module: nn.Module, groups: OneProcess, over_ep: bool) -> None:
+    """Tells a module that is no MoEModule that its tensors are this rank's experts along axis
     0 (over_ep), or whole on every rank.
     """
     vars(module)["_shared_out"] = groups, over_ep
     if over_ep:
-        module.register_state_dict_post_hook(_give_shards)
-        module.register_load_state_dict_pre_hook(_take_shards)
-
-
-def owner_of(module, path):
-    """(the module that has the parameter, its name there). A parametrization's tensors count as the
-    parameter that they make.
-    """
-    path = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
-    owner, _, name = path.rpartition(".")
-    return module.get_submodule(owner), name
+        hook_state_dicts(module)
 
 
 def _place(module, path, tensor, prefix=""):
-    """(group, axis, gradient group) of the tensor here, by ParallelModule or share_out; else None.
+    """(group, axis, gradient group) of the tensor, as its MoEModule or share_out says. The axis is
+    None if every rank has the whole tensor.
 
     The tensors of a parametrization (torch.nn.utils.parametrize) are sharded like the parameter
     that they make: each needs as many axes, and its size on the sharded one. (With one expert a
     rank, an adapter for all experts therefore looks like one of the rank's own.)
     """
     owner, name = owner_of(module, path)
-    if not isinstance(owner, ParallelModule):
-        groups, over_ep = vars(owner).get("_shared_out", (ProcessGroups(), False))
+    if not isinstance(owner, MoEModule):
+        groups, over_ep = vars(owner).get("_shared_out", (OneProcess(), False))
         if over_ep:
             return groups.ep, 0, groups.expt_dp
         return None, None, groups.tp_dp_cp
-    group, axis = owner.shard(name)
+    over, axis, summed_over = owner.shard(name)
+    group = getattr(owner.pg_collection, over)
     if "parametrizations." in path and axis is not None and group_size(group) > 1:
         whole = getattr(owner.parametrizations[name], "original", None)
         if whole is None:
@@ -174,7 +94,7 @@ def _place(module, path, tensor, prefix=""):
                 f"{prefix}{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is "
                 f"sharded along axis {axis}: needs as many axes and that size there, else the "
                 f"ranks' copies would drift apart")
-    return group, axis, owner.gradient_group(name)
+    return group, axis, getattr(owner.pg_collection, summed_over)
 
 
 # ---- State dicts ----
@@ -199,7 +119,7 @@ def sharded_state_dict(
     """
     state = {}
     for path, tensor in model.state_dict().items():
-        state[_unwrapped(path)] = tensor
+        state[unwrapped(path)] = tensor
     if optimizer is None:
         return state
     _make_optimizer_state(optimizer)
@@ -208,16 +128,12 @@ def sharded_state_dict(
         others.discard(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                name = f"optimizer.{_unwrapped(path)}.{key}"
+                name = f"optimizer.{unwrapped(path)}.{key}"
                 state[name] = _moment(model, path, parameter, name, value)
     if others:
         raise ValueError(f"optimizer has {len(others)} parameters that model lacks; needs the "
                          f"model that holds all of them")
     return state
-
-
-def _unwrapped(path):
-    return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", path)
 
 
 def _moment(module, path, parameter, name, value):
@@ -300,7 +216,7 @@ def _own_shards(module, prefix):
 
 
 def _give_shards(module, state, prefix, _):
-    """After state_dict() of every ParallelModule: what is sharded becomes DTensors."""
+    """After state_dict() of every MoEModule: what is sharded becomes DTensors."""
     for path, _, group, axis in _own_shards(module, prefix):
         if prefix + path in state:
             state[prefix + path] = as_shard(prefix + path, state[prefix + path], group, axis)
@@ -342,7 +258,7 @@ def _whole_shape(part, group, axis):
 
 @torch.no_grad()
 def _take_shards(module, state, prefix, metadata, *_):
-    """Before load_state_dict() of a ParallelModule: a rank's part of DTensors and whole tensors."""
+    """Before load_state_dict() of a MoEModule: a rank's part of DTensors and whole tensors."""
     for path, own, group, axis in _own_shards(module, prefix):
         given = state.get(prefix + path)
         if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):
@@ -397,7 +313,7 @@ def compare_replicas(model: nn.Module, biases: dict[str, Tensor]) -> None:
         if groups is not None and group_size(groups.tp_dp_cp) > 1:
             group, axis, _ = _place(model, path, tensor)
             part = group_rank(group) if axis is not None else 0
-            held[groups.tp_dp_cp].append((_unwrapped(path), tensor, part))
+            held[groups.tp_dp_cp].append((unwrapped(path), tensor, part))
     for group, tensors in held.items():
         ranks = dist.get_process_group_ranks(group)
         own = torch.stack([_fingerprint(tensor, part) for _, tensor, part in tensors])
@@ -452,7 +368,7 @@ def refuse_ddp_of_parts() -> None:
     """RuntimeError in a forward under a DistributedDataParallel that averages different parts:
     parameters that the layer shares out over ranks, and DDP does not ignore.
     """
-    ddp = compat.active_ddp()
+    ddp = active_ddp()
     if ddp is None or ddp in _CHECKED:
         return
     averaging = {*dist.get_process_group_ranks(ddp.process_group)}
@@ -476,8 +392,8 @@ def reduce_gradients(module: nn.Module) -> None:
 
     The ranks are tp_dp_cp for router and latent weights, dp_cp for the shared expert (its gate:
     tp_dp_cp with sequence_parallel), expt_dp for experts. A missing gradient counts as zero. A
-    parametrization's parameters (LoRA) go with the one that they make. ValueError: that is sharded
-    along an axis that they lack.
+    parametrization's parameters (LoRA) go with the one that they make. ValueError: that one is
+    sharded along an axis that they lack.
     """
     for path, parameter in module.named_parameters():
         _, _, group = _place(module, path, parameter)
@@ -500,7 +416,7 @@ def _shards_of_module(module, groups):
 
 @torch.no_grad()
 def gradient_norm(
-    module_or_parameters: nn.Module | Iterable[Tensor], groups: ProcessGroups | None,
+    module_or_parameters: nn.Module | Iterable[Tensor], groups: OneProcess | None,
 ) -> Tensor:
     """The L2 norm of the gradients as one process would get it, 0-d, in fp32 at least: each expert,
     each shard over tp or of a DTensor (FSDP2), and what ranks hold alike count once.
@@ -509,7 +425,7 @@ def gradient_norm(
     gradients were reduced. Collective. A missing gradient counts as zero. ValueError: parameters
     instead of the module, with more than one rank in ep or tp.
     """
-    groups = groups or ProcessGroups()
+    groups = groups or OneProcess()
     if isinstance(module_or_parameters, nn.Module):
         shards = _shards_of_module(module_or_parameters, groups)
     else:
@@ -538,3 +454,11 @@ def gradient_norm(
             square = all_sum(square, group)
         sums.append(square)
     return torch.stack(sums).sum().sqrt()
+
+
+# ---- Private names of torch ----
+# Those of the layer are in compat.py. Only code for several ranks needs this one.
+
+def active_ddp():
+    """The DistributedDataParallel whose forward is running, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()

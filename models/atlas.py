@@ -1,12 +1,12 @@
 """Published routers as formulas, with the numbers that their models publish.
 
-    python atlas.py                                # the table of docs/routers.md
-    python atlas.py TYPE [config.json]             # one router: of the named model, or of a config
-    python atlas.py TYPE TYPE .. [config.json ..]  # in what several differ
+    python models/atlas.py                           # the table of docs/routers.md
+    python models/atlas.py TYPE [config.json]        # one router: of a known model or a config
+    python models/atlas.py TYPE .. [config.json ..]  # in what several differ
 
-Nothing here is written for a family. The text is made of the knobs of its row in families.py, and
-of a config from published.py or from a file. So a formula says what config_from_hf builds. It is
-Python, but for its functions:
+Nothing here is written for a family. A router's text is made of the knobs of its row in
+families.py, and of a config from published.py or from a file. So a formula says what
+config_from_hf builds. A formula is Python, with three functions:
 
     best_groups(rank, G, k, n)   rank, with -inf outside of the k best of G groups of experts; a
                                  group is as good as the sum of its n best
@@ -21,12 +21,14 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-if __package__:
-    from . import families, moe, published
+if not __package__:                          # a script: the layer's files are a folder up
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __package__ and __package__ != "models":  # the layer is a package
+    from .. import moe
+    from . import families, published
 else:
-    import families
     import moe
-    import published
+    from models import families, published
 
 
 # Three columns: when, the column of the table, the formula. "when" is a field of MoEConfig or one
@@ -59,7 +61,7 @@ FORMULAS = """
     shared             | shared  | y = y + shared_expert(x), {shared} wide
     gated_shared       | shared  | y = y + sigmoid(x @ g) * shared_expert(x), {gated_shared} wide
     shared_limit       | shared  | in the shared expert: {shared_limit}
-    after              | special | behind the layer: y = {after}
+    after              | special | after the layer: y = {after}
     always             | -       | product in {product}, scores in {scores}, probs in {probs_in}
 """
 FORMULAS = [re.split(r" *\| *", line.strip()) for line in FORMULAS.strip().splitlines()]

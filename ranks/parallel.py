@@ -2,10 +2,9 @@
 all-to-all over ep in two halves, the tensor-parallel pair. In one process nothing here
 communicates, and you can leave it closed.
 """
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,20 +12,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 
-if __package__:
-    from . import compat, kernels
-else:
+if __package__ == "ranks":                   # beside the flat files of the layer
     import compat
     import kernels
+    from base import Local, OneProcess, group_size
+else:                                        # the layer is a package
+    from .. import compat, kernels
+    from ..base import Local, OneProcess, group_size
+from . import sharding
+from .sharding import all_sum, all_sums, group_rank
 
 
 # ---- Process groups ----
 
-_Group = dist.ProcessGroup | None             # None is a group of one rank
+# None is a group of one rank here. (To torch.distributed None is the group of all ranks.)
+_Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
-class ProcessGroups:
+class ProcessGroups(OneProcess):
     """torch.distributed groups. None is a group of one rank, over which nothing communicates.
 
     tp        ranks that shard the shared expert; other weights are whole on each. Each routes its
@@ -59,6 +63,38 @@ class ProcessGroups:
                 "expert biases of the ranks would drift apart (ProcessGroups.from_mesh makes all "
                 "groups)")
 
+    def size(self, name):
+        return group_size(getattr(self, name))
+
+    def rank(self, name):
+        return group_rank(getattr(self, name))
+
+    def sum(self, x, name):
+        return all_sum(x, getattr(self, name))
+
+    def sums(self, tensors, groups):
+        return all_sums(tensors, groups)
+
+    def dispatch(self, x, probs, indices, plan, config):
+        if self.size("ep") == 1:
+            return Local(x, probs, plan)
+        sharding.refuse_ddp_of_parts()
+        capacity_factor = config.capacity_factor if config.pad_to_capacity else None
+        return ExpertParallel(
+            x, probs, indices, plan.counts, group=self.ep, capacity_factor=capacity_factor)
+
+    def enter_tp(self, x, sequence_parallel):
+        return enter_tp(x, self.tp, sequence_parallel)
+
+    def leave_tp(self, x, sequence_parallel):
+        return leave_tp(x, self.tp, sequence_parallel)
+
+    def adopt(self, module):
+        sharding.hook_state_dicts(module)
+
+    def compare_replicas(self, model, biases):
+        sharding.compare_replicas(model, biases)
+
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
         """The groups of a mesh with any of the dims "dp", "cp", "tp", "ep". Collective over all
@@ -72,7 +108,7 @@ class ProcessGroups:
             dims = tuple(name for name in names if name in wanted.split())
             if not dims:
                 return None
-            return compat.as_one_dim(mesh[dims]).get_group()
+            return as_one_dim(mesh[dims]).get_group()
 
         return cls(
             tp=group_over("tp"), ep=group_over("ep"), tp_cp=group_over("tp cp"),
@@ -80,47 +116,15 @@ class ProcessGroups:
             expt_dp=group_over("dp cp tp"))
 
 
-def group_size(group) -> int:
-    return 1 if group is None else group.size()
-
-
-def group_rank(group) -> int:
-    return 0 if group is None else group.rank()
-
-
-def all_sum(x: Tensor, group) -> Tensor:
-    """The sum of x over the group, without gradient, in a new tensor. With one rank, x itself."""
-    return x if group_size(group) == 1 else _all_reduced(x, group)
-
-
-def all_sums(tensors: list[Tensor], groups: list) -> list[Tensor]:
-    """all_sum of each tensor over its group, in one collective for all that have group, dtype and
-    device in common.
-    """
-    alike = defaultdict(list)
-    for i, (x, group) in enumerate(zip(tensors, groups)):
-        if group_size(group) > 1:
-            alike[group, x.dtype, x.device].append(i)
-    sums = list(tensors)
-    for (group, _, _), places in alike.items():
-        flat = all_sum(torch.cat([tensors[i].flatten() for i in places]), group)
-        for i, part in zip(places, flat.split([tensors[i].numel() for i in places])):
-            sums[i] = part.view_as(tensors[i])
-    return sums
-
-
-def _all_reduced(x, group):
-    total = x.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
 # ---- Over ep: an all-to-all in two halves, with other work between them ----
 # The first half issues the exchange, the second waits for it; in the backward the second half
 # issues the opposite exchange, and the first waits. So what runs between the halves runs beside
-# the exchange in both directions, in eager mode and in a graph. The first half has a second output,
-# the shadow: an expanded scalar in the shape of the rows sent, without memory. As its gradient the
-# second half returns the gradient in flight, which autograd hands to the first half.
+# the exchange in both directions, in eager mode and in a graph.
+#
+# In the backward the second half has to hand the gradient in flight to the first. Autograd hands
+# over only what is the gradient of a tensor, in that tensor's shape. So the first half has a second
+# output, the shadow: one number, expanded to the shape of the rows sent, which takes no memory. The
+# gradient in flight is returned as the shadow's.
 
 class Splits(NamedTuple):
     """Of an all-to-all: `send[r]` rows to rank r, `receive[r]` from it."""
@@ -134,17 +138,14 @@ class Splits(NamedTuple):
 
 def exchange(rows: Tensor, splits: Splits) -> Tensor:
     """Issues an all-to-all of rows, without a gradient; the result is valid after `wait`."""
-    return compat.all_to_all(rows.contiguous(), *splits)
-
-
-wait = compat.wait_for
+    return all_to_all(rows.contiguous(), *splits)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
-        # In the shape of the gradient that it carries: autograd compares the two.
+        # It has the shape of the gradient that it carries, since autograd compares the two.
         shadow = rows.new_zeros(()).expand_as(rows)
         return exchange(rows, splits), shadow
 
@@ -182,46 +183,7 @@ class AllToAll:
         return _Finish.apply(self.buffer, self.shadow, self.splits)
 
 
-# ---- Dispatch: rows to their experts, and their outputs back ----
-
-class Dispatch(Protocol):
-    """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
-    with the experts between the first and the second. Their width is H, or ℓ with latent experts.
-    The experts multiply by the probs, so the way back is a plain sum.
-    """
-
-    def wait_for_rows(self) -> tuple[Tensor, Tensor, kernels.Plan]:
-        """(rows [M, H], probs [M, K], plan): the arguments of Experts.forward.
-
-        The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts holds numbers of
-        this rank's experts, from 0, and E / ep for what is unrouted. If rows have one expert each,
-        there is one column.
-        """
-
-    def send_back(self, output: Tensor):
-        """output [M, H] of the experts, in the order of the rows -> a handle. It may start the send
-        without waiting; the shared expert then runs.
-        """
-
-    def wait_and_combine(self, handle) -> Tensor:
-        """[T, H]: for each token of this rank the sum of its experts' outputs."""
-
-
-class Local(NamedTuple):
-    """A Dispatch where nothing crosses ranks: kernels.expert_mlp gathers and combines the rows."""
-    tokens: Tensor
-    probs: Tensor
-    plan: kernels.Plan
-
-    def wait_for_rows(self):
-        return self.tokens, self.probs, self.plan
-
-    def send_back(self, output):
-        return output
-
-    def wait_and_combine(self, handle):
-        return handle
-
+# ---- Dispatch over ep: rows to their experts, and their outputs back ----
 
 def _cut(x, rows):
     return x[:rows]
@@ -270,7 +232,8 @@ class ExpertParallel:
             sent_R2 = torch.stack((plan.counts, counts_E.view(ranks, local).sum(1)), 1)
             each = [1] * ranks
             counts_in_flight = exchange(sent_R2, Splits(each, each, group))
-            # One unrouted row more, so that _first_rows always cuts off some: one graph suffices.
+            # Where no row is cut off, _first_rows would need another graph. With one unrouted row
+            # more there is always one.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
         # The experts travel beside the probs, as numbers from 1, exact below 2²⁴; 0: no token.
@@ -310,8 +273,8 @@ class ExpertParallel:
 
 # ---- Over tp: into the sharded product and out of it ----
 
-# _gather and _sum return views: in a graph of torch 2.11 a collective's own output loses its
-# gradient.
+# In a graph of torch 2.11 the output of a collective loses its gradient, but a view of it does not.
+# So _gather and _sum return views.
 
 def _gather(group, sequence_parallel, x):
     if not sequence_parallel:
@@ -351,5 +314,21 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     return kernels.Adjoint.apply(x, sum_and_gather)
 
 
-# names that people import from here
-__getattr__ = compat.names_of(__package__, "sharding")
+# ---- Private names of torch ----
+# Those of the layer are in compat.py. Only code for several ranks needs what is here.
+
+def as_one_dim(mesh):
+    """A DeviceMesh of one dim over all ranks of this one. Collective."""
+    return mesh._flatten()
+
+
+def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
+    """The rows in flight. The public functions wait at once, or break a graph."""
+    return torch.ops._c10d_functional.all_to_all_single(
+        rows, output_split_sizes=receive, input_split_sizes=send, group_name=group.group_name)
+
+
+def wait(buffer: Tensor) -> Tensor:
+    """What is in flight, once it arrived."""
+    return torch.ops._c10d_functional.wait_tensor(buffer)
+

@@ -1,6 +1,6 @@
 """From a loop to the layer in five steps. Each is a class that computes the same, with one change.
 
-    python steps.py [--shape T H F E K] [--dtype bf16] [--device cpu]
+    python examples/steps.py [--shape T H F E K] [--dtype bf16] [--device cpu]
 
 prints what each step keeps for the backward and how long it takes. Why each change helps:
 docs/compile.md. T tokens, H hidden size, E experts, K experts per token, N = T·K rows, F FFN size
@@ -10,6 +10,7 @@ import argparse
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch._inductor.metrics
@@ -18,10 +19,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-if __package__:
-    from . import small
-else:
-    import small
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import small                                                                  # noqa: E402
 
 
 # ---- The steps ----

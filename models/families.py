@@ -4,8 +4,8 @@
     from_hf(layer, tensors, "qwen3_moe", prefix="model.layers.3.mlp.")
     tensors = to_hf(layer, "qwen3_moe", prefix="model.layers.3.mlp.")
 
-A config is a dict or an object with attributes, tensors a plain mapping; no other library is
-needed. There are two ways into a live model of the Hugging Face library:
+A config is a dict or an object with attributes, tensors a plain mapping. Beside torch this file
+needs einops. There are two ways into a live model of the Hugging Face library:
 
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # router and experts
     model.set_experts_implementation(register_experts())                       # the experts alone
@@ -30,10 +30,14 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-if __package__:
-    from . import moe
-else:
+if __package__ == "models":                  # beside the flat files of the layer
     import moe
+    from base import Local, OneProcess
+    from ranks.sharding import share_out, sharded_state_dict          # noqa: F401
+else:                                        # the layer is a package
+    from .. import moe
+    from ..base import Local, OneProcess
+    from ..ranks.sharding import share_out, sharded_state_dict        # noqa: F401
 
 # einops keeps a list of the types of tensors that it has met. If it met one in a graph, the graph's
 # second call would find the list changed, and compile once more. So it meets them here.
@@ -585,7 +589,7 @@ def from_hf(
         gate = next(iter(places))
         places[gate] = places[gate]._replace(view=inner.router.weight.detach())
     _fill(places, source)
-    if inner.config.batch_first is None and moe.group_size(inner.pg_collection.tp) == 1:
+    if inner.config.batch_first is None and inner.pg_collection.size("tp") == 1:
         inner.set_config(dataclasses.replace(inner.config, batch_first=True))
     return layer
 
@@ -715,8 +719,8 @@ def _tensors(module):
 def _places(layer, layout):
     """name behind the prefix -> Place, for parameters that the layer has."""
     tensors = _tensors(layer)
-    groups = layer.pg_collection
-    cut_over = {"experts": ("e", groups.ep), "shared_experts": ("s", groups.tp)}
+    ranks = layer.pg_collection
+    cut_over = {"experts": ("e", "ep"), "shared_experts": ("s", "tp")}
     places = {}
     for name, slot in layout.items():
         if slot.parameter not in tensors:
@@ -726,12 +730,12 @@ def _places(layer, layout):
         sizes = dict(zip(axes, view.shape))
 
         # Sizes over all ranks, and this rank's part.
-        axis, group = cut_over.get(slot.parameter.split(".")[0], ("", None))
+        axis, group = cut_over.get(slot.parameter.split(".")[0], ("", "tp"))
         cut = {}
-        if axis in axes and moe.group_size(group) > 1:
+        if axis in axes and ranks.size(group) > 1:
             length = sizes[axis]
-            sizes[axis] = group.size() * length
-            cut[axis] = group.rank() * length, length
+            sizes[axis] = ranks.size(group) * length
+            cut[axis] = ranks.rank(group) * length, length
 
         if slot.part:
             view = view.select(axes.index("p"), int(slot.part))
@@ -919,11 +923,10 @@ def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
     indices = top_k_index.clamp(max=E)
     plan = moe.kernels.plan_permutation(indices, E)
     x_TH = hidden_states.to(fc1.dtype)
-    if router is None:
-        dispatched = moe.Local(x_TH, top_k_weights, plan)
-    else:
-        dispatched = moe.make_dispatch(
-            x_TH, top_k_weights, indices, plan, router.config, router.pg_collection.ep)
+    dispatched = Local(x_TH, top_k_weights, plan)
+    if router is not None:
+        dispatched = router.pg_collection.dispatch(
+            x_TH, top_k_weights, indices, plan, router.config)
     rows, probs, local_plan = dispatched.wait_for_rows()
     output = moe.kernels.expert_mlp(
         rows, probs, local_plan, fc1=fc1, fc2=fc2, indices=indices if local_plan is plan else None,
@@ -1072,7 +1075,7 @@ NOT_OF_THE_ROUTER = """
 
 
 def replace_blocks(
-    model: nn.Module, *, pg_collection: moe.ProcessGroups | None = None, padding_mask: bool = True,
+    model: nn.Module, *, pg_collection: OneProcess | None = None, padding_mask: bool = True,
     **changes,
 ) -> list[str]:
     """Makes the MoE blocks of a live Hugging Face model route as TopKRouter and compute their
@@ -1118,8 +1121,8 @@ def replace_blocks(
                          f"replaced already: {_listed(done, ', ') or 'none'}")
     if any(tensor.is_meta for tensor in _tensors(model).values()):
         raise ValueError("model has tensors on the meta device; needs weights: load it first")
-    groups = pg_collection or moe.ProcessGroups()
-    if moe.group_size(groups.tp) > 1:
+    groups = pg_collection or OneProcess()
+    if groups.size("tp") > 1:
         raise ValueError(f"pg_collection has {groups.tp.size()} ranks in tp; needs one: "
                          f"each rank gives a block its own whole sequences")
     routers = {name: _router_for(model, name, row, changes, groups) for name in names}
@@ -1140,7 +1143,7 @@ def replace_blocks(
         has_blocks = any(name.startswith(path) for name in names)
         if has_blocks and hasattr(module, "get_input_embeddings"):
             batch.follow(module)
-    if moe.group_size(groups.ep) > 1:
+    if groups.size("ep") > 1:
         model.save_pretrained = functools.partial(_save_pretrained, model)
     return names
 
@@ -1157,7 +1160,7 @@ def restore_blocks(model: nn.Module) -> list[str]:
         raise ValueError("model has no block that replace_blocks has replaced")
     for name, gate in gates.items():
         router = gate.moe_router
-        if moe.group_size(router.pg_collection.ep) > 1:
+        if router.pg_collection.size("ep") > 1:
             raise RuntimeError(f"the experts beside {name} are spread over ranks; needs a model of "
                                f"one process: load sharded_state_dict(model) there")
         if not _has_forward(gate, *GATE_FORWARDS):
@@ -1188,9 +1191,6 @@ def _save_pretrained(model, *args, state_dict=None, **kwargs):
             "a rank has a part of the experts, and the library writes no DTensors: give "
             "save_pretrained a state_dict= of whole tensors, as docs/models.md does")
     return type(model).save_pretrained(model, *args, state_dict=state_dict, **kwargs)
-
-
-sharded_state_dict = moe.sharded_state_dict
 
 
 # -- a guest: the router of a library's gate --
@@ -1227,7 +1227,7 @@ class Guest(moe.TopKRouter):
     bias = _of_the_library("bias")
     expert_bias = _of_the_library("expert_bias")
 
-    def __init__(self, config: moe.MoEConfig, places: dict, pg_collection: moe.ProcessGroups):
+    def __init__(self, config: moe.MoEConfig, places: dict, pg_collection: OneProcess):
         vars(self)["places"] = places
         super().__init__(config, pg_collection)
         self.batch = Batch()
@@ -1281,7 +1281,7 @@ class Guest(moe.TopKRouter):
 
     def _for_the_library(self, indices_TK):
         """Its experts do not know index E: what is unrouted goes to expert 0, with prob 0."""
-        if moe.group_size(self.pg_collection.ep) > 1:
+        if self.pg_collection.size("ep") > 1:
             raise RuntimeError(f"another implementation computes the experts, of which each rank "
                                f"has a part; needs model.set_experts_implementation({OURS!r})")
         return indices_TK % self.config.num_experts
@@ -1378,7 +1378,7 @@ def _router_for(model, name, row, changes, groups):
         **{**published, "ffn_hidden_size": 1, "batch_first": True, **fields, **changes})
 
     shape = [config.num_experts, config.hidden_size]
-    ranks = moe.group_size(groups.ep)
+    ranks = groups.size("ep")
     if list(weight.shape) != shape:
         raise ValueError(f"{name}.{path} is {list(weight.shape)}; needs {shape}")
     if config.num_experts % ranks:
@@ -1430,13 +1430,13 @@ def _put_router(model, name, row, router):
     groups = router.pg_collection
     if groups.tp_dp_cp is None:
         return
-    over_ep = set(experts.modules()) if moe.group_size(groups.ep) > 1 else set()
+    over_ep = set(experts.modules()) if groups.size("ep") > 1 else set()
     for module in over_ep:
         for own, whole in module.named_parameters(recurse=False):
             part = whole.detach().chunk(groups.ep.size())[groups.ep.rank()].clone()
             setattr(module, own, nn.Parameter(part, requires_grad=whole.requires_grad))
     for module in block.modules():
-        moe.share_out(module, groups, over_ep=module in over_ep)
+        share_out(module, groups, over_ep=module in over_ep)
 
 
 def _layer_of(name):
@@ -1576,7 +1576,7 @@ class Batch:
         needed = texts is not None and (by_sequence or texts.mask is not None)
         if router.training and not torch.compiler.is_compiling():
             router.had_batch |= needed
-            if router.had_batch and texts is None and moe.kernels.in_backward():
+            if router.had_batch and texts is None and moe.compat.in_backward():
                 raise RuntimeError(
                     "a checkpoint that is not the library's recomputes this block, without its "
                     "padding mask and its sequences: use model.activation_checkpointing_enable(), "
@@ -1609,59 +1609,59 @@ class Batch:
 # ---- The library's Trainer ----
 
 @functools.cache
-def _callback_class():
+def _callback_class(cls):
+    """cls, also derived from the library's TrainerCallback. It gets that base here, so that this
+    file can be imported without the library.
+    """
     from transformers import TrainerCallback
-
-    class MoECallback(TrainerCallback):
-        """Does in the library's Trainer what a training loop does around MoELayers:
-
-            Trainer(model, args, train_dataset=data, callbacks=[MoECallback()])
-
-        Before a step it sets the scale of the balance losses from gradient_accumulation_steps and
-        the fp16 loss scaler; after the optimizer's step it calls finish_step. To the training logs
-        and state.log_history it adds load_balancing_metrics, each as the mean over the layers whose
-        router has run: over all ranks if the routers know the group of all, else this rank's.
-
-        The last accumulation of an epoch may be shorter: its balance losses are weaker. The Trainer
-        calls the reporters of report_to before given callbacks. For them to see the metrics, leave
-        the callback out of `callbacks` and put it first:
-
-            trainer.callback_handler.callbacks.insert(0, MoECallback())
-        """
-
-        def on_step_begin(self, args, state, control, optimizer=None, **others):
-            scale = 1.0 / args.gradient_accumulation_steps
-            scaler = getattr(optimizer, "scaler", None)
-            if scaler is not None:
-                scale = scale * scaler.get_scale()
-            moe.set_aux_loss_scale(scale)
-
-        def on_optimizer_step(self, args, state, control, model=None, **others):
-            moe.finish_step(model)
-
-        def on_log(self, args, state, control, model=None, logs=None, **others):
-            if "loss" not in logs:                           # an evaluation's, or the last summary
-                return
-            routers = [module for module in model.modules() if isinstance(module, moe.Router)]
-            known = all(router.pg_collection.tp_dp_cp is not None for router in routers)
-            metrics = moe.load_balancing_metrics(model, reduce=known)
-            del metrics["tokens_per_expert"]
-            means = {name: value.nanmean().item() for name, value in metrics.items()}
-            logs.update(means)
-            state.log_history[-1].update(means)
-
-        def on_train_end(self, args, state, control, **others):
-            moe.set_aux_loss_scale(1.0)
-
-    MoECallback.__qualname__ = "MoECallback"
-    return MoECallback
+    if issubclass(cls, TrainerCallback):
+        return cls
+    return type(cls.__name__, (cls, TrainerCallback), {})
 
 
-def __getattr__(name):
-    """MoECallback is made at its first use, since its base is a class of the library."""
-    if name == "MoECallback":
-        return _callback_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class MoECallback:
+    """Does in the library's Trainer what a training loop does around MoELayers:
+
+        Trainer(model, args, train_dataset=data, callbacks=[MoECallback()])
+
+    Before a step it sets the scale of the balance losses from gradient_accumulation_steps and
+    the fp16 loss scaler; after the optimizer's step it calls finish_step. To the training logs
+    and state.log_history it adds load_balancing_metrics, each as the mean over the layers whose
+    router has run: over all ranks if the routers know the group of all, else this rank's.
+
+    The last accumulation of an epoch may be shorter: its balance losses are weaker. The Trainer
+    calls the reporters of report_to before given callbacks. For them to see the metrics, leave
+    the callback out of `callbacks` and put it first:
+
+        trainer.callback_handler.callbacks.insert(0, MoECallback())
+    """
+
+    def __new__(cls):
+        return object.__new__(_callback_class(cls))
+
+    def on_step_begin(self, args, state, control, optimizer=None, **others):
+        scale = 1.0 / args.gradient_accumulation_steps
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None:
+            scale = scale * scaler.get_scale()
+        moe.set_aux_loss_scale(scale)
+
+    def on_optimizer_step(self, args, state, control, model=None, **others):
+        moe.finish_step(model)
+
+    def on_log(self, args, state, control, model=None, logs=None, **others):
+        if "loss" not in logs:                           # an evaluation's, or the last summary
+            return
+        routers = [module for module in model.modules() if isinstance(module, moe.Router)]
+        known = all(router.pg_collection.tp_dp_cp is not None for router in routers)
+        metrics = moe.load_balancing_metrics(model, reduce=known)
+        del metrics["tokens_per_expert"]
+        means = {name: value.nanmean().item() for name, value in metrics.items()}
+        logs.update(means)
+        state.log_history[-1].update(means)
+
+    def on_train_end(self, args, state, control, **others):
+        moe.set_aux_loss_scale(1.0)
 
 
 # ---- Words of the table: knobs ----

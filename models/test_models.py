@@ -1,8 +1,8 @@
 """Tests of families.py: published models against their formulas, live ones against the library.
 
-    python -m pytest test_families.py                 in half a minute
-    python -m pytest test_families.py -k test_live_   one section: its word begins its tests' names
-    SLOW=1 python -m pytest test_families.py          also what is slow by nature
+    python -m pytest models/test_models.py                  in half a minute
+    python -m pytest models/test_models.py -k test_live_    one section, by its tests' first word
+    SLOW=1 python -m pytest models/test_models.py           also what is slow by nature
 
 The words of the sections: families, live. Some tests need transformers; two also need accelerate or
 peft. Without them they are skipped.
@@ -32,20 +32,20 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-import atlas
-import families
 import moe
-import parallel
-import published
 import router as router_file
 from kernels import expert_mlp, plan_permutation, topk_routing
+from models import atlas, families, published
 from moe import (
-    MoEConfig, MoELayer, ProcessGroups, TopKRouter, finish_step, load_balancing_metrics,
-    record_routing, reduce_gradients, replay_routing, update_expert_bias)
+    MoEConfig, MoELayer, TopKRouter, finish_step, load_balancing_metrics, record_routing,
+    replay_routing, update_expert_bias)
+from ranks.parallel import ProcessGroups
+from ranks.sharding import reduce_gradients
+from ranks import sharding
 from test_moe import (
     about, best, close, compiled, error, filled, fresh_start, full, grads, mesh_of, over_ranks,
     own_part, same, saved_bytes, score_loop, slow)
-from test_scripts import HERE, check_examples, example, run
+from tests.test_scripts import HERE, check_examples, example, run
 
 
 def check_errors(table, kind: type = ValueError) -> None:
@@ -676,7 +676,7 @@ def test_families_know_every_type_of_the_library():
 
 
 def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:
-    """(stdout, stderr, exit status) of `python atlas.py` with these arguments."""
+    """(stdout, stderr, exit status) of `python models/atlas.py` with these arguments."""
     monkeypatch.setattr(sys, "argv", ["atlas.py", *map(str, arguments)])
     status = 0
     try:
@@ -687,10 +687,10 @@ def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:
 
 
 def test_atlas_in_the_docs(capsys, monkeypatch):
-    """docs/routers.md has what `python atlas.py` prints: of one router, of three side by side, and
-    the table, a line per family, refused or not."""
+    """docs/routers.md has what `python models/atlas.py` prints: of one router, of three side by
+    side, and the table, a line per family, refused or not."""
     page = (HERE / "docs/routers.md").read_text()
-    blocks = re.findall(r"^```\n\$ python atlas.py(.*)\n((?:.*\n)*?)```$", page, re.M)
+    blocks = re.findall(r"^```\n\$ python models/atlas.py(.*)\n((?:.*\n)*?)```$", page, re.M)
     assert len(blocks) == 2
     for arguments, want in blocks:
         assert printed(capsys, monkeypatch, *arguments.split()) == (want, "", 0)
@@ -930,7 +930,7 @@ def test_atlas_says_what_is_behind_the_layer():
         name, given, behind = line.split(maxsplit=2)
         given = {} if given == "-" else eval(f"dict({given})")
         text = atlas.router(name, fam_fields(name, **given))
-        assert re.findall("behind the layer: y = (.*?)(?: +\\[|\n)", text) == (
+        assert re.findall("after the layer: y = (.*?)(?: +\\[|\n)", text) == (
             [] if behind == "-" else [behind])
         assert families.config_from_hf(fam_fields(name, **given)) == fam_config(name, torch.float32)
         with torch.device("meta"):
@@ -1777,7 +1777,7 @@ def shard(layer: MoELayer, group: OneOf, **groups) -> MoELayer:
     def cut(x, dim):
         return torch.nn.Parameter(x.detach().chunk(group.size(), dim)[group.rank()].clone())
     part = copy.deepcopy(layer)
-    part.pg_collection = types.SimpleNamespace(**{"ep": None, "tp": None, **groups})
+    part.pg_collection = ProcessGroups(tp_dp_cp=group, **groups)
     if "ep" in groups:
         for name, parameter in list(part.experts.named_parameters()):
             setattr(part.experts, name, cut(parameter, 0))
@@ -2236,7 +2236,7 @@ def test_live_callback_over_ranks_that_routers_do_not_know(rank, ranks):
     sys.modules["transformers"] = types.SimpleNamespace(TrainerCallback=object)
     families._callback_class.cache_clear()
     callback = families.MoECallback()
-    groups = moe.ProcessGroups.from_mesh(mesh_of(dp=ranks)["dp"])
+    groups = ProcessGroups.from_mesh(mesh_of(dp=ranks)["dp"])
     config = MoEConfig(8, 4, 6, topk=2, load_balancing_type="aux_loss", aux_loss_coeff=0.1)
     for known in (None, groups):
         layer = MoELayer(config, known)
@@ -2278,8 +2278,6 @@ def test_live_callback_makes_microbatches_one_batch(monkeypatch):
     callback.on_step_begin(args, None, None, optimizer=types.SimpleNamespace(scaler=scaler))
     assert router_file._LOSS_SCALE[router_file._CPU] == 128
     callback.on_train_end(args, None, None)
-    assert "no attribute 'MoECallbacks'" in str(pytest.raises(
-        AttributeError, getattr, families, "MoECallbacks").value)
     families._callback_class.cache_clear()
 
 
@@ -2358,7 +2356,7 @@ def experts_over_ranks(rank, ranks, folder):
         for parameter in model.parameters():
             parameter.zero_()
     optimizer = torch.optim.SGD(model.parameters())
-    dcp.load(parallel.sharded_state_dict(model, optimizer), checkpoint_id="shards")
+    dcp.load(sharding.sharded_state_dict(model, optimizer), checkpoint_id="shards")
     same([parameter.detach() for parameter in model.parameters()], want)
     given = copy.deepcopy(model.state_dict())
     for state in (given, {name: full(tensor) for name, tensor in given.items()}):
@@ -2464,8 +2462,8 @@ def experts_over_dp_and_ep(rank, ranks, folder):
         alone = filled(same_model(case), 0)
         families.replace_blocks(alone, **balance)
         for i, (source, target) in enumerate([(model, other), (other, alone)]):
-            dcp.save(parallel.sharded_state_dict(source), checkpoint_id=f"{folder}/{case}{i}")
-            dcp.load(parallel.sharded_state_dict(target), checkpoint_id=f"{folder}/{case}{i}")
+            dcp.save(sharding.sharded_state_dict(source), checkpoint_id=f"{folder}/{case}{i}")
+            dcp.load(sharding.sharded_state_dict(target), checkpoint_id=f"{folder}/{case}{i}")
         same(alone.state_dict(), whole.state_dict())
 
 
@@ -3290,6 +3288,7 @@ def trainer_of(model, folder, *callbacks, **options):
         lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, **options)
     trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[*callbacks])
     trainer.callback_handler.callbacks.insert(0, families.MoECallback())     # as the README says
+    assert isinstance(trainer.callback_handler.callbacks[0], transformers.TrainerCallback)
     return trainer
 
 
@@ -3581,15 +3580,19 @@ def test_live_from_a_package(tmp_path):
     pytest.importorskip("transformers", reason="runs models of transformers")
     package = tmp_path / "package"
     package.mkdir()
-    (package / "__init__.py").touch()
-    files = [*HERE.glob("*.py")]
-    names = "|".join(file.stem for file in files)
+    files = [*HERE.glob("*.py"), *HERE.glob("*/*.py")]
+    folders = {str(file.relative_to(HERE).parent) for file in files} - {"."}
+    names = "|".join([*folders, *(file.stem for file in files)])
     for file in files:
         text = file.read_text()
-        for old, new in ((rf"import ({names})( as \w+)?$", r"from . import \1\2"),
-                         (rf"from ({names}) import", r"from .\1 import")):
+        up = "." * len(file.relative_to(HERE).parts)
+        for old, new in ((rf"import ({names})( as \w+)?$", rf"from {up} import \1\2"),
+                         (rf"from ((?:{names})(?:\.\w+)?) import", rf"from {up}\1 import")):
             text = re.sub(f"^{old}", new, text, flags=re.M)
-        (package / file.name).write_text(text)
-    done = run("-m", "pytest", "-q", "package/test_families.py", "-k",
+        target = package / file.relative_to(HERE)
+        target.parent.mkdir(exist_ok=True)
+        (target.parent / "__init__.py").touch()              # for pytest
+        target.write_text(text)
+    done = run("-m", "pytest", "-q", "package/models/test_models.py", "-k",
                "test_live_models_of_the_library or test_live_blocks or lora", cwd=tmp_path)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout

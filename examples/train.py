@@ -1,12 +1,12 @@
 """A byte-level language model with Mixture-of-Experts feed-forwards, trained on the source of the
 Python standard library.
 
-    python train.py                                # minutes on two CPU cores; a GPU if there is one
-    python train.py --out out2 --baseline dense    # then a dense model, as many active parameters
-    python train.py --out out3 --data my_texts/    # a file or a folder of your own
-    python train.py --resume --steps 2000          # goes on from the last checkpoint in out/
-    python train.py --out out4 --baseline none quantile dense --layers 2 --experts 16 --steps 250
-    torchrun --nproc-per-node 2 train.py --ep 2    # the experts spread over two processes
+    python examples/train.py                               # minutes on two CPU cores, or on a GPU
+    python examples/train.py --resume --steps 2000         # goes on from its last checkpoint
+    torchrun --nproc-per-node 2 examples/train.py --ep 2   # the experts spread over two processes
+    python examples/train.py --out out2 --baseline dense   # then a dense model of the same cost
+    python examples/train.py --out out3 --data my_texts/   # a file or a folder of your own
+    python examples/train.py --out out4 --baseline none quantile --layers 2 --experts 16 --steps 250
 
 In this order: settings, data, model, step, checkpoint, loop; then what stands around the loop:
 log, processes, Ctrl-C and the command line.
@@ -44,10 +44,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import kernels
-from moe import (
-    MoEConfig, MoELayer, ProcessGroups, SharedExpertMLP, finish_step, gradient_norm,
-    load_balancing_metrics, reduce_gradients, sharded_state_dict)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import compat                                                                 # noqa: E402
+from moe import (                                                             # noqa: E402
+    MoEConfig, MoELayer, SharedExpertMLP, finish_step, load_balancing_metrics)
+from ranks.parallel import ProcessGroups                                      # noqa: E402
+from ranks.sharding import gradient_norm, reduce_gradients, sharded_state_dict     # noqa: E402
 
 V = 256
 LAST = 4                                       # bytes that the embedding of a position looks at
@@ -140,7 +142,7 @@ def parse_args(argv=None):
         args.device = devices[0]
     if args.dtype == "auto":
         # Without bf16 instructions a bf16 product is many times slower than an fp32 one.
-        fast = args.device != "cpu" or kernels.cpu_multiplies_in(torch.bfloat16)
+        fast = args.device != "cpu" or compat.cpu_multiplies_in(torch.bfloat16)
         args.dtype = "bfloat16" if fast and args.device != "mps" else "float32"
     args.ffn = args.ffn or math.ceil(4 * args.hidden / args.topk / 8) * 8
     args.data = Path(args.data or LIBRARY)

@@ -87,10 +87,10 @@ def apply_router_token_dropping(
 ) -> tuple[Tensor, Tensor]:
     """(probs, routing_map), both [T, E], with every expert cut to its capacity C.
 
-    C = get_capacity(T·router_topk, E, capacity_factor). drop_policy "probs" keeps an expert's C
-    most probable tokens, equal ones in order; "position" its first C. With `pad_to_capacity` every
-    column has exactly min(C, T) ones: the fillers are the lowest-numbered tokens not routed to that
-    expert, at prob 0.
+    C = kernels.get_capacity(T·router_topk, E, capacity_factor). drop_policy "probs" keeps an
+    expert's C most probable tokens, equal ones in order; "position" its first C. With
+    `pad_to_capacity` every column has exactly min(C, T) ones: the fillers are the lowest-numbered
+    tokens not routed to that expert, at prob 0.
 
     >>> probs = torch.tensor([[0.2, 0.0], [0.9, 0.0], [0.0, 0.5]])
     >>> apply_router_token_dropping(probs, probs > 0, router_topk=1, capacity_factor=0.5)[0]
@@ -145,7 +145,7 @@ def permute(
       rows of every expert are zeros with sorted index T.
     fused: runs this function through torch.compile.
 
-    On CUDA the backward adds with atomics, unlike gather_rows.
+    On CUDA the backward adds with atomics, unlike kernels.gather_rows.
 
     >>> routing_map = torch.tensor([[0, 1], [1, 1]])
     >>> rows, _, token = permute(torch.tensor([[1.], [2.]]), routing_map)
@@ -196,7 +196,7 @@ def unpermute(
 
     With probs [T, E], which needs routing_map [T, E], each row is first multiplied by its prob.
     Rows with sorted index T are ignored. The sum is in fp32 at least, on CUDA with atomics (unlike
-    combine_rows); the result has permuted_tokens.dtype. fused, drop_and_pad: see permute.
+    kernels.combine_rows); the result has permuted_tokens.dtype. fused, drop_and_pad: see permute.
 
     >>> unpermute(torch.tensor([[2.], [1.], [2.]]), torch.tensor([1, 0, 1]), restore_shape=(2, 1))
     tensor([[1.],
@@ -308,7 +308,7 @@ def activation_back(
     g: Tensor, y: Tensor, kind: "str | Callable[..., Tensor]" = "swiglu",
     weights: Tensor | None = None, **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The gradient of `activation`, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
+    """The gradient of kernels.activation, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
     grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). A derivative of the
     results is a RuntimeError; in compiled code they are constants.
     """

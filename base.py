@@ -1,0 +1,222 @@
+"""What all modules of the layer have: a config, weights, and the ranks that they run on. Open it to
+see what the layer asks of its ranks, and how weights are drawn.
+
+Here there is one process. Several ranks are in ranks/parallel.py, whose ProcessGroups answers the
+same questions; the layer does not know which of the two it has.
+"""
+import re
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if __package__:
+    from . import compat
+else:
+    import compat
+if TYPE_CHECKING:
+    from .kernels import Plan
+
+
+# ---- Dispatch: rows to their experts, and their outputs back ----
+
+class Dispatch(Protocol):
+    """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
+    with the experts between the first and the second. Their width is H, or ℓ with latent experts.
+    The experts multiply by the probs, so the way back is a plain sum.
+    """
+
+    def wait_for_rows(self) -> "tuple[Tensor, Tensor, Plan]":
+        """(rows [M, H], probs [M, K], plan): the arguments of Experts.forward.
+
+        The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts holds numbers of
+        this rank's experts, from 0, and E / ep for what is unrouted. If rows have one expert each,
+        there is one column.
+        """
+
+    def send_back(self, output: Tensor):
+        """output [M, H] of the experts, in the order of the rows -> a handle. It may start the send
+        without waiting; the shared expert then runs.
+        """
+
+    def wait_and_combine(self, handle) -> Tensor:
+        """[T, H]: for each token of this rank the sum of its experts' outputs."""
+
+
+class Local(NamedTuple):
+    """A Dispatch where nothing crosses ranks: kernels.expert_mlp gathers and combines the rows."""
+    tokens: Tensor
+    probs: Tensor
+    plan: "Plan"
+
+    def wait_for_rows(self):
+        return self.tokens, self.probs, self.plan
+
+    def send_back(self, output):
+        return output
+
+    def wait_and_combine(self, handle):
+        return handle
+
+
+# ---- Ranks: what the layer asks of them, with the answers of one process ----
+
+# The names of groups: see ranks.parallel.ProcessGroups.
+GROUPS = "tp", "ep", "tp_cp", "dp_cp", "tp_dp_cp", "expt_dp"
+
+
+class OneProcess:
+    """The ranks of a layer that runs in one process: every group has one rank, and is None."""
+    tp = ep = tp_cp = dp_cp = tp_dp_cp = expt_dp = None
+
+    def size(self, name: str) -> int:
+        """How many ranks the group of this name has."""
+        return 1
+
+    def rank(self, name: str) -> int:
+        """This rank's number in the group."""
+        return 0
+
+    def sum(self, x: Tensor, name: str) -> Tensor:
+        """The sum of x over the group, without gradient. With one rank, x itself."""
+        return x
+
+    def sums(self, tensors: list[Tensor], groups: list) -> list[Tensor]:
+        """The sum of each tensor over its group, in as few collectives as there can be."""
+        return tensors
+
+    def dispatch(self, x: Tensor, probs: Tensor, indices: Tensor, plan: "Plan", config) -> Dispatch:
+        """For the arguments see MoELayer.dispatch."""
+        return Local(x, probs, plan)
+
+    def enter_tp(self, x: Tensor, sequence_parallel: bool) -> Tensor:
+        """The tokens of all tp ranks: with sequence_parallel gathered from parts, else x."""
+        return x
+
+    def leave_tp(self, x: Tensor, sequence_parallel: bool) -> Tensor:
+        """The opposite: the sum of x; with sequence_parallel this rank's part of it."""
+        return x
+
+    def adopt(self, module: "MoEModule") -> None:
+        """Called by each new module, before it has tensors. Over several ranks the module's state
+        dicts get their hooks here; in one process there are none.
+        """
+
+    def compare_replicas(self, model: nn.Module, biases: dict[str, Tensor]) -> None:
+        """RuntimeError, on every rank, if ranks hold different bits of a MoE parameter, or of one
+        of these expert biases (name -> [E]), that they should hold alike. In one process there is
+        nothing to compare.
+        """
+
+
+def group_size(group) -> int:
+    """The number of ranks of a process group. None is a group of one rank."""
+    return 1 if group is None else group.size()
+
+
+# ---- Modules ----
+
+# parameter -> its first value; the others are drawn
+_FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
+
+
+class MoEModule(nn.Module):
+    """A module of the layer. It says of its parameters which of them ranks share out."""
+    # parameter -> the config's field with its standard deviation
+    std_fields = {
+        "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
+    # parameter -> (the name of the group that shares it out, along which axis, the name of the
+    # group that sums its gradient). Parameters with the axis None, and those that are not here, are
+    # whole on every rank.
+    sharded = {}
+
+    def __init__(self, config, pg_collection: OneProcess | None = None):
+        super().__init__()
+        self._config = config
+        self.pg_collection = pg_collection or OneProcess()
+        self.pg_collection.adopt(self)
+
+    @property
+    def config(self):
+        return self._config
+
+    @config.setter
+    def config(self, config):
+        raise AttributeError(
+            f"a config is set once; needs a new {type(self).__name__} of "
+            f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
+
+    def set_config(self, config) -> None:
+        """Sets it for this module and its parts, whose tensors must fit it already."""
+        for part in self.modules():
+            if isinstance(part, MoEModule):
+                part._config = config
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+
+    def shard(self, name: str) -> tuple[str, int | None, str]:
+        """The entry of `sharded` for this parameter; its axis is None if it is whole."""
+        return self.sharded.get(name, ("tp", None, "tp_dp_cp"))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws this module's own weights anew (normal). Biases become zero, norms one.
+
+        A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
+        torch's default generator draws a seed per parameter, and seed + e seeds expert e, which is
+        drawn unsharded in fp32. A rank draws its own experts and keeps its part.
+        """
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in _FILLED_WITH:
+                parameter.fill_(_FILLED_WITH[name])
+            elif name in self.std_fields and compat.has_values(parameter):
+                std = getattr(self.config, self.std_fields[name])
+                own, shape, (first, *starts) = self._own_part(name, parameter)
+                part = tuple(slice(at, at + size) for at, size in zip(starts, own.shape[1:]))
+                seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+                generator = torch.Generator(own.device)
+                for e, expert in enumerate(own, first):
+                    generator.manual_seed(seed + e)
+                    drawn = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32,
+                                         device=own.device)
+                    expert.copy_(drawn[part])
+
+    def _own_part(self, name, parameter):
+        """(this rank's part [experts, ..], the shape of one whole expert, where the part begins).
+        A parameter without an axis of experts gets one of length 1.
+        """
+        own, starts = compat.own_part(parameter)
+        shape = list(parameter.shape)
+        group, axis, _ = self.shard(name)
+        if axis is not None:
+            starts[axis] += self.pg_collection.rank(group) * shape[axis]
+            shape[axis] *= self.pg_collection.size(group)
+        if axis == 0:
+            return own, shape[1:], starts
+        return own[None], shape, [0, *starts]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None,
+    ) -> dict[str, Tensor]:
+        """prefix + name -> tensor: see ranks.sharding.sharded_state_dict. ValueError:
+        sharded_offsets or metadata are not empty.
+        """
+        if sharded_offsets or metadata:
+            raise ValueError(f"sharded_offsets is {sharded_offsets!r} and metadata {metadata!r}; "
+                             f"both need to be empty: layers are told apart by their prefix")
+        return {prefix + unwrapped(path): tensor for path, tensor in self.state_dict().items()}
+
+
+def unwrapped(path: str) -> str:
+    """The path without what torch.compile and checkpoint_wrapper put into it."""
+    return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", path)
+
+
+def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """(the module that has the parameter, its name there). A parametrization's tensors count as the
+    parameter that they make.
+    """
+    path = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
+    owner, _, name = path.rpartition(".")
+    return module.get_submodule(owner), name
