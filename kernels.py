@@ -1209,7 +1209,7 @@ def expert_mlp(
     if not torch.compiler.is_compiling():
         known["P"] = parts_of(function)
     check_shapes(
-        known, inverse=(plan.inverse, "T K"),
+        known, inverse=(plan.inverse, "T K"), indices=(indices, "T K"),
         tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)

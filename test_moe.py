@@ -1764,6 +1764,7 @@ def test_experts_errors():
         mlp(x[:, :7]) => F, H = 7]
         mlp(x[:5]) => tokens has shape [5, 8]; needs [T = 6
         mlp(probs=x[:, :1]) => probs has shape [6, 1]; needs [T = 6, K = 2]
+        mlp(indices=plan.inverse[:5]) => indices has shape [5, 2]; needs [T = 6, K = 2]
         mlp(plan=plan._replace(counts=x[0, :5])) => fc1 has shape [4, 2, 4, 8]; needs [E = 5
         mlp(fc1_bias=zeros(4, 4, 2)) => fc1_bias has shape [4, 4, 2]
         mlp(fc2_bias=zeros(4, 1)) => fc2_bias has shape [4, 1]

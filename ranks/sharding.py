@@ -8,8 +8,7 @@ from typing import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import (
-    DeviceMesh, DTensor, Replicate, Shard, distribute_tensor)
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 
 if __package__ == "ranks":                   # beside the flat files of the layer
     import compat
@@ -117,9 +116,7 @@ def sharded_state_dict(
     >>> list(sharded_state_dict(model, optimizer))
     ['weight', 'bias', 'optimizer.weight.momentum_buffer', 'optimizer.bias.momentum_buffer']
     """
-    state = {}
-    for path, tensor in model.state_dict().items():
-        state[unwrapped(path)] = tensor
+    state = {unwrapped(path): tensor for path, tensor in model.state_dict().items()}
     if optimizer is None:
         return state
     _make_optimizer_state(optimizer)
@@ -335,10 +332,7 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 def _fingerprint(tensor, part):
     """[2] int64: a checksum of this rank's bits, and a number for the part that they are."""
-    starts = ()
-    if isinstance(tensor, DTensor):
-        starts = compat.place_of_part(tensor)
-        tensor = tensor.to_local()
+    tensor, starts = compat.own_part(tensor)
     bits = tensor.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[tensor.itemsize])
     checksum = torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(2 ** 20):            # a few MB at a time
