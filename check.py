@@ -28,7 +28,7 @@ differs from run to run         The same call twice gave other bits.
 not the top logits of N tokens  The choice is right by the scores, some of which are equal, as where
                                 a sigmoid is 1 in fp32. By the logits it would be another.
 kept for the backward           What autograd saves, over the bytes of x [T, H] and of fc1's output
-                                [T·K, 2F]: with 1.00 it saves little else.
+                                [T·K, 2F]: 1.00 means that it saves hardly anything else.
 a token without the others      Whether 9 of 512 tokens have the same bits when they are alone.
                                 If not, a sum is taken in an order that depends on T.
 N graphs for four T             By torch.compile. 2 are enough: for the first T, and for all others.
@@ -77,7 +77,9 @@ SCORE_FUNCTIONS = {
 
 
 def probs_of(logits, indices, o):
-    """[T, K]: the probs of the chosen experts, whatever chose them. o: options of check_router."""
+    """The probs [T, K] of the experts in `indices`, however they were chosen. o: the options of
+    check_router.
+    """
     normalise = o.norm_topk_prob
     if normalise is None and o.score_function == "softmax" and not o.pre_softmax:
         p = logits.gather(1, indices).softmax(-1)
@@ -196,7 +198,7 @@ def shape_cases(shapes):
 
 
 def change_inputs(c, changes):
-    """changes: name of an input -> what makes the new tensor from the old one."""
+    """Replaces inputs of a case. changes: name -> what makes the new tensor from the old one."""
     with torch.no_grad():
         for name, change in changes.items():
             setattr(c, name, change(getattr(c, name)))
@@ -265,8 +267,8 @@ class Results(NamedTuple):
 
 
 def row_errors(got, right):
-    """‖got - right‖ of each row, over the root mean square of ‖right‖ of all; inf for NaN
-    and for another shape.
+    """The error of each row: ‖got - right‖ over the root mean square of all rows' ‖right‖. It is
+    inf for NaN and for another shape.
     """
     if got.shape != right.shape:
         return torch.tensor([math.inf])
@@ -281,7 +283,9 @@ def same(a, b):
 
 
 def compare(name, titles, results, dtype, show) -> Row:
-    """The worst row of all runs counts. The loop's error is taken as half an eps at least."""
+    """Prints and returns the row of a case: each result's error over the plain loop's. The worst
+    token of all runs counts. The loop's error may be 0, so it is taken as half an eps at least.
+    """
     ratios, off, note = {}, [], results.note
     for title, right in results.right.items():
         floor = max([torch.finfo(dtype).eps / 2, *row_errors(results.plain[title], right).tolist()])
@@ -309,7 +313,7 @@ def one_line(exception):
 
 
 def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
-    """A row for each case, or for the one with the name `case`; and the line on what they cover."""
+    """(rows, the line on what they cover): a row for each case, or for the one named `case`."""
     if case not in (None, *cases):
         raise ValueError(f"case is {case!r}; known: {', '.join(cases)}")
     print(f"{'':<34}" + "".join(f"{title:>11}" for title in titles))
@@ -332,8 +336,8 @@ def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
 
 
 def gradients(y, leaves, grad) -> dict:
-    """Of those leaves (title -> tensor) that need one. Zeros where y does not depend on the leaf,
-    and for y of another shape.
+    """title -> gradient, for those leaves (title -> tensor) that need one. It is zeros where y does
+    not depend on the leaf or has another shape than its gradient.
     """
     leaves = {title: z for title, z in leaves.items() if z.requires_grad}
     grads = [None] * len(leaves)
@@ -344,17 +348,19 @@ def gradients(y, leaves, grad) -> dict:
 
 
 def changed_inputs(pairs) -> list[str]:
-    """pairs: name -> (tensor or None, what it was before)."""
+    """The names whose tensors hold other values than before. pairs: name -> (tensor or None, its
+    values before).
+    """
     return [name for name, (z, before) in pairs.items()
             if z is not None and not same(z, before.to(z))]
 
 
 def step(function, c) -> dict:
-    """y, and the gradients that the case needs."""
+    """Calls the function. Returns y and the gradients that the case needs."""
     leaves = {f"grad {name}": getattr(c, name).requires_grad_(name in c.needs) for name in NEED}
     with torch.set_grad_enabled(bool(c.needs)):
         y = function(c.x, c.probs, c.indices, c.fc1, c.fc2)
-        if function is not expert_loop:      # another forward must not touch what this one keeps
+        if function is not expert_loop:      # a second forward must not touch what the first keeps
             function(c.x.detach().flip(0), c.probs, c.indices, c.fc1, c.fc2)
     return {"y": y, **gradients(y, leaves, c.grad_y)}
 
@@ -402,7 +408,9 @@ def check_experts(
 
 
 def print_properties(function, dtype, device):
-    """What is no matter of right and wrong."""
+    """Prints what is neither right nor wrong: the bytes kept for the backward, whether a token has
+    the same bits alone, how many graphs are made; on a card also syncs and launches.
+    """
     c = expert_case(dtype, device, T=512, E=16, K=4, H=64, W=64)
     x, probs, fc1, fc2 = [getattr(c, name).requires_grad_() for name in c.needs]
     first = lambda T: (x[:T], probs[:T], c.indices[:T], fc1, fc2)
@@ -439,7 +447,9 @@ def print_properties(function, dtype, device):
 
 
 def check_options(o):
-    """ValueError: options of check_router that do not fit. Sets the default of group_score_topk."""
+    """Refuses options of check_router that do not fit together, by a ValueError. Sets the default
+    of group_score_topk.
+    """
     E, K, groups, best = o.num_experts, o.topk, o.num_groups, o.group_topk
     if o.score_function not in SCORE_FUNCTIONS:
         known = ", ".join(SCORE_FUNCTIONS)
@@ -466,7 +476,11 @@ def check_router(
     group_topk: int | None = None, group_score_topk: int | None = None, with_bias: bool = False,
     num_experts: int = 16, device: str = "cpu", case: str | None = None,
 ) -> list[Row]:
-    """As check_experts. The options are those of a MoE config; with_bias: also with a bias."""
+    """Prints a table and returns its rows, as check_experts does.
+
+    The options are the fields of a MoE config with these names. with_bias adds cases with an expert
+    bias. ValueError: options that do not fit together, a case that is unknown.
+    """
     o = SimpleNamespace(**locals())
     check_options(o)
 

@@ -1225,8 +1225,8 @@ def expert_mlp(
         fc1_bias = fc1_bias.flatten(1)
 
     # How many assignments at most are quicker without a plan was measured: "Decoding" in
-    # docs/results.md. Transposed weights are read more slowly, and wide ones take longer to read.
-    most = len(fc1) // (4 if fc1.stride(2) > 1 else 2 if fc1.itemsize > 2 else 1)
+    # docs/results.md. Transposed weights are read more slowly.
+    most = len(fc1) // 2 if fc1.stride(2) > 1 else 2 * len(fc1)
     without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if without_grad and always_holds(probs.numel() <= most):
         if indices is None:

@@ -390,9 +390,8 @@ class MoE(nn.Module):
         total = self.counts if self.training else None
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         # More assignments are worth a sort. The number has to be known when a graph is made.
-        most = E if fc1.itemsize == 2 else E // 2
         in_place = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if in_place and statically_known_true(indices.numel() <= most):
+        if in_place and statically_known_true(indices.numel() <= 2 * E):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
             y = experts(x_TH, probs, fc1, fc2, order, row_KT, counts, offsets, native, total)

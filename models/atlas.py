@@ -2,7 +2,7 @@
 
     python models/atlas.py                           # the table of docs/routers.md
     python models/atlas.py TYPE [config.json]        # one router: of a known model or a config
-    python models/atlas.py TYPE .. [config.json ..]  # in what several differ
+    python models/atlas.py TYPE .. [config.json ..]  # how several differ
 
 Nothing here is written for a family. A router's text is made of the knobs of its row in
 families.py, and of a config from published.py or from a file. So a formula says what
@@ -31,8 +31,8 @@ else:
     from models import families, published
 
 
-# Three columns: when, the column of the table, the formula. "when" is a field of MoEConfig or one
-# of _facts; with "not" it is the opposite. {..} is the value of one.
+# Three columns: a condition, the column in the table of docs/routers.md, the formula. A condition
+# is a key of _facts, or its opposite after "not". {name} is replaced by the fact of that name.
 FORMULAS = """
     always             | -       | x: {hidden_size} wide
     not router_bias    | -       | logits = x @ W.T
@@ -67,7 +67,7 @@ FORMULAS = """
 FORMULAS = [re.split(r" *\| *", line.strip()) for line in FORMULAS.strip().splitlines()]
 COLUMNS = ("scores", "choice", "probs", "experts", "shared", "special")
 
-# What stands for a number in the table.
+# Field of MoEConfig -> the letter that stands for its number in the table's formulas.
 LETTERS = {"hidden_size": "H", "num_experts": "E", "topk": "K", "ffn_hidden_size": "F",
            "shared_expert_intermediate_size": "S"}
 
@@ -124,7 +124,7 @@ class Line(NamedTuple):
     """A line of a router.
 
     column: of the table. template: the formula, with {..} for its values. values: of these.
-    origin: the fields of the published config that it is from.
+    origin: in brackets, the fields of the published config that decide it.
     """
     column: str
     template: str
@@ -136,6 +136,7 @@ class Line(NamedTuple):
 
 
 def lines_of(reading: families.Reading) -> list[Line]:
+    """The lines of FORMULAS that hold for a router, with its values."""
     facts = _facts(reading)
     lines = []
     for when, column, template in FORMULAS:
@@ -159,8 +160,8 @@ NAMES = families.with_outer_names({name: name for name in families.FAMILIES})
 
 
 def published_config(model_type: str) -> tuple[str, dict]:
-    """(the model and where its numbers are from, its config). If no config was found each field has
-    its own name for a value.
+    """(the model and where its numbers are from, its config). If no config was found, the value of
+    each field is its own name.
     """
     families.family(model_type)                              # refuses an unknown one
     name = NAMES[model_type]
@@ -173,8 +174,8 @@ def published_config(model_type: str) -> tuple[str, dict]:
 
 
 def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
-    """(layers, what they are) of each kind of layer, the most frequent last. ("", what all are) if
-    they do not differ.
+    """(the layers, their reading) of each kind of layer, the most frequent kind last. If all layers
+    are alike, one pair with "" for the layers.
 
     ValueError: an unknown type, or a router that cannot be expressed.
     """
@@ -193,7 +194,7 @@ def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
 
 
 def _config_text(reading):
-    """The MoEConfig as Python, or why there is none."""
+    """The MoEConfig as Python, or the reason why there is none."""
     problems = list(dict.fromkeys(reading.of_the_block))
     missing = any(isinstance(value, families.Missing) for value in reading.fields.values())
     if not problems and not missing:
@@ -215,8 +216,8 @@ def router(model_type: str, hf_config=None) -> str:
 
     hf_config: config.json as a dict, or the library's object; None: of the named model. The experts
       may be quantised.
-    The formulas are those of most layers, if layers differ. ValueError: an unknown type, or a
-    router that cannot be expressed.
+    If layers differ, the formulas are those of the most frequent kind. What the other kinds have
+    instead follows. ValueError: an unknown type, or a router that cannot be expressed.
     """
     if model_type in families.REFUSED:
         if hf_config is not None:
@@ -252,9 +253,11 @@ def _with_origins(reading):
 
 
 def compare(models: list[tuple[str, str, dict]]) -> str:
-    """A row for each line of the formulas in which routers differ, then the lines that all have.
+    """A table with a row for each line of the formulas in which the routers differ, then the lines
+    that all of them have.
 
-    models: (type, name, config), two or more. If the layers of one differ, most of them count.
+    models: (type, name, config), two or more. If the layers of one differ, its most frequent kind
+    counts.
     """
     types, names, configs = zip(*models)
     readings = [readings_of(config)[-1][1] for config in configs]
@@ -281,7 +284,9 @@ def compare(models: list[tuple[str, str, dict]]) -> str:
 
 
 def _side_by_side(rows):
-    """Lines of the table. If one would be longer than 120, the models are numbered instead."""
+    """The lines of the table. If one were longer than 120 columns, the models are numbered and each
+    row becomes a paragraph.
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     text = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     if max(map(len, text)) <= 120:
@@ -298,7 +303,9 @@ def _side_by_side(rows):
 
 
 def _cell(line):
-    """What stands in the place of each _, or whether the line is there."""
+    """The values in the places of the row's _; "yes" for a line without values, "-" for a router
+    without the line.
+    """
     if line is None:
         return "-"
     return ", ".join(str(value) for value in line.values.values() if value != "") or "yes"
@@ -337,8 +344,8 @@ def table() -> str:
 
 
 def main() -> None:
-    """Prints the table, one router, or in what several differ. Exit status 2, and one line, for a
-    type that is unknown, and for a config that cannot be read or expressed.
+    """Prints the table, one router, or how several differ. A type that is unknown, or a config that
+    cannot be read or expressed, gets one line on stderr and the exit status 2.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

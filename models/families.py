@@ -85,7 +85,7 @@ class Reading(NamedTuple):
     problems: what the router cannot express. of_the_block: what the rest of the layer cannot.
     after: what the library makes of the output y; None: nothing.
     by_layer: the layers differ, and layer_idx was not given.
-    limits: "limit" and "shared_limit", if the layer clamps behind the activation.
+    limits: "limit" and "shared_limit", if the layer clamps after the activation.
     unread: fields that speak of routers, gates, experts or limits, and that nothing reads.
     dense, sparse: the layers without and with experts; both empty if the config has no number of
       layers.
@@ -111,7 +111,10 @@ class Reading(NamedTuple):
 
 
 def read_config(hf_config, layer_idx: int | None = None) -> Reading:
-    """The arguments are config_from_hf's. Only an unknown type is refused."""
+    """What the row of its type makes of a published config. The arguments are config_from_hf's.
+
+    ValueError: an unknown type, or a model without experts. All other problems are in the Reading.
+    """
     model_type, reads = type_of(hf_config, layer_idx)
     refuse_dense(model_type, reads[0])
     row = family(model_type)
@@ -169,7 +172,7 @@ class Family(NamedTuple):
     knobs: field of MoEConfig -> a constant, or a function of the config's Reader. A field that is
       left out has its default.
     layouts: the first is the published one, the last is the one held in memory. Each maps a tensor
-      name behind the prefix to its Slot. A name with {e} stands for one tensor per expert.
+      name after the prefix to its Slot. A name with {e} stands for one tensor per expert.
     needs: field of the published config -> the values with which the layer computes the same model.
       A value without a tuple stands for itself or None. The field may be absent.
     precision: four dtypes, of the gate's weight as the library loads it, of the gate's product, of
@@ -177,7 +180,7 @@ class Family(NamedTuple):
       gate's weight, and "fp32" is fp32 in bf16 and fp16 models. Read in the code of transformers
       5.24.
     dense: field of has_experts -> its value where the config lacks it.
-    others: a pattern for names behind the prefix that are not the layer's: they are left alone.
+    others: a pattern for names after the prefix that are not the layer's: they are left alone.
     after: what becomes of the output y in the library: an expression, or a knob that gives one. A
       live model keeps it; the layer does not have it.
     block_scales: the library's block multiplies by scaling_factor, its gate does not.
@@ -203,7 +206,9 @@ _ABSENT = object()
 
 
 class Missing(str):
-    """In place of a value: the name of a field that a config lacks, or what it has of no use."""
+    """Stands for a value: the name of a field that the config lacks, or "field = value" where the
+    value cannot be used.
+    """
 
     def __repr__(self):
         return str(self)
@@ -247,8 +252,8 @@ class Reader:
         return default if value is _ABSENT else value
 
     def get(self, name: str, default=None):
-        """The same. A list has one value per layer: layer_idx chooses one; without it all must be
-        equal.
+        """The same for this layer. A list has one value per layer: layer_idx chooses one; without
+        it all must be equal.
         """
         value = self.whole(name, default)
         return self.of_layer(name, value) if isinstance(value, (list, tuple)) else value
@@ -337,7 +342,7 @@ def family(model_type):
 
 
 def refuse_dense(model_type, read):
-    """ValueError: the config is of a model without experts."""
+    """Refuses the config of a model without experts, by a ValueError."""
     for name in ("enable_moe_block", *NUMBERS_OF_EXPERTS):
         value = read.whole(name)
         if value is not None and value == 0:                 # False too
@@ -355,7 +360,9 @@ def _dtype_of(reads):
 
 
 def _gate_dtype(precision: str, dtype: torch.dtype) -> torch.dtype:
-    """Of the gate's weight, when the library loads a model in this dtype. precision: Family's."""
+    """The dtype of the gate's weight when the library loads a model in this dtype. precision: that
+    of the Family.
+    """
     if precision.startswith("fp32"):
         return torch.promote_types(dtype, torch.float32)
     return dtype
@@ -364,9 +371,9 @@ def _gate_dtype(precision: str, dtype: torch.dtype) -> torch.dtype:
 def _router_dtypes(
     precision: str, dtype: torch.dtype, gate_dtype: torch.dtype | None = None,
 ) -> dict:
-    """Fields of MoEConfig: a router of this precision in a model of this dtype.
+    """The fields of MoEConfig that give a router this precision in a model of this dtype.
 
-    gate_dtype: the router weight's; None: as the library loads it.
+    gate_dtype: of the router's weight; None: as the library loads it.
     """
     wide = torch.promote_types(dtype, torch.float32)
     dtypes = {"model": dtype, "fp32": wide, "gate": gate_dtype or _gate_dtype(precision, dtype)}
@@ -378,7 +385,7 @@ def _router_dtypes(
 
 
 def _usual_needs(values, row):
-    """The needs of every family, except for fields that its knobs read."""
+    """The needs that every family has, beside its own. Fields that its knobs read need nothing."""
     has_bias = values.get("enable_expert_bias", False)
     score_function = values.get("score_function", "softmax")
     needs = {
@@ -426,8 +433,8 @@ FACTORS = ("routed_scaling_factor", "route_scale", "router_scaling_factor",
            "moe_router_scaling_factor", "moe_routed_scaling_factor")
 
 
-# Which layers have experts. The first of these that a config has says so alone: a list or a pattern
-# with a value for each layer, or the numbers of the layers with experts.
+# Fields that say which layers have experts: by a list or a pattern with a value for each layer, or
+# by the numbers of the layers with experts. The first that a config has decides alone.
 EACH_LAYER = ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "is_moe_layer",
               "moe_layer_freq")
 SPARSE = "sparse", "moe", "hash_moe", "E", True
@@ -442,7 +449,7 @@ def every(step, layer):
     return (layer + 1) % step == 0
 
 
-# In a config without one of those, a layer has experts if all of these say so.
+# In a config with none of those, a layer has experts if all of these conditions hold.
 WHERE = {
     "first_k_dense_replace": from_layer,
     "first_last_k_dense_replace": from_layer,
@@ -505,7 +512,7 @@ def _check_layer_idx(read, row, sparse):
             f"layer_idx is {read.layer_idx}, a layer without experts; needs {which}")
 
 
-# What a field that speaks of routers, gates, experts or limits has in its name; not attention's.
+# A field whose name matches this speaks of routers, gates, experts or limits, not of attention.
 SPEAKS = re.compile("(?!index_|attn_|attention_|mla_|kda_|output_)"
                     ".*(rout|gat(e|ing)|expert|moe|top_?k|limit|scor)")
 # Fields with such a name that change nothing here.
@@ -523,7 +530,7 @@ KNOWN = {*EACH_LAYER, *NUMBERS, *WHERE, *" ".join(IGNORED.values()).split()}
 
 
 def _unread(config, names):
-    """The fields that speak of routers, gates, experts or limits, without these names."""
+    """The fields that speak of routers, gates, experts or limits and are not among `names`."""
     if not isinstance(config, Mapping):
         config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     fields = dict(config)
@@ -537,7 +544,7 @@ def _unread(config, names):
 
 
 def meaning(values):
-    """All fields of a MoEConfig. Values that compute the same are equal."""
+    """All fields of a MoEConfig, where values that compute the same are written alike."""
     defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
     values = defaults | values
     if values["norm_topk_prob"] is None:
@@ -631,7 +638,7 @@ AXES = {
 }
 GATED_OR_NOT = {True: "gated", False: "not gated"}
 
-# These fields must be as the row says, unless it reads them from a config.
+# The fields of MoEConfig that must be as the row says, unless the row reads them from a config.
 COMPARED = """
     activation glu_alpha glu_linear_offset activation_clamp_value add_bias_linear apply_probs_on
     score_function norm_topk_prob num_groups group_topk scaling_factor router_bias
@@ -641,7 +648,9 @@ COMPARED = """
 
 
 def _checked(layer, model_type):
-    """(the layer without torch.compile's wrapper, its row). ValueError: it is no such block."""
+    """(the layer without torch.compile's wrapper, the row of its family). ValueError: the layer is
+    no block of this family.
+    """
     inner = getattr(layer, "_orig_mod", layer)
     if not isinstance(inner, moe.MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer "
@@ -667,7 +676,7 @@ def _checked(layer, model_type):
 
 
 class Source:
-    """The tensors of one block in a mapping: those with the prefix."""
+    """The tensors of one block: those of a mapping whose names begin with the prefix."""
 
     def __init__(self, tensors: Mapping, prefix: str):
         self.tensors = tensors
@@ -676,7 +685,7 @@ class Source:
                       for name in tensors.keys() if name.startswith(prefix)]
 
     def load(self, name: str) -> Tensor:
-        """The tensor, which is not kept."""
+        """Loads the tensor, and does not keep it."""
         if hasattr(self.tensors, "get_tensor"):
             return self.tensors.get_tensor(self.prefix + name)
         return self.tensors[self.prefix + name]
@@ -717,7 +726,7 @@ def _tensors(module):
 
 
 def _places(layer, layout):
-    """name behind the prefix -> Place, for parameters that the layer has."""
+    """name after the prefix -> Place, for parameters that the layer has."""
     tensors = _tensors(layer)
     ranks = layer.pg_collection
     cut_over = {"experts": ("e", "ep"), "shared_experts": ("s", "tp")}
@@ -759,9 +768,9 @@ def _places(layer, layout):
 
 
 def _nearest(layer, layouts, source):
-    """The layout with most of the names, and of two with the same names the one with most of the
-    shapes. (They hold the experts' weights transposed: at 2F = H or F = H one of these has the same
-    shape in both.)
+    """The layout that has most of the names. Of two layouts with the same names, one holds the
+    experts' weights transposed: it is the one that has most of the shapes. (At 2F = H or F = H one
+    of the two weights has the same shape in both.)
     """
     alike = len(layouts) > 1 and layouts[0].keys() == layouts[1].keys()
 
@@ -793,7 +802,7 @@ def _prefixes(names, layouts):
 
 
 def _matched(layer, model_type, source):
-    """name behind the prefix -> Place on this rank, in the source's layout. ValueError: a tensor is
+    """name after the prefix -> Place on this rank, in the source's layout. ValueError: a tensor is
     missing, does not fit, or is unexpected.
     """
     row = TYPES[model_type]
@@ -914,7 +923,8 @@ def register_experts(name: str = OURS) -> str:
 
 
 def _library_experts(experts, hidden_states, top_k_index, top_k_weights):
-    """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H] in hidden_states.dtype.
+    """The experts' forward for the library: hidden_states [T, H], top_k_index and top_k_weights
+    [T, K] -> [T, H] in hidden_states.dtype.
     Products are in the weights' dtype.
     """
     router = vars(experts).get("moe_router")                 # of replace_blocks
@@ -971,7 +981,7 @@ def _flags_of(experts):
 
 
 class Gate(NamedTuple):
-    """What a class of the library computes between its two products.
+    """What an experts class of the library computes between its two products.
 
     activation: a name of kernels.ACTIVATIONS, or "act_fn" for the module's.
     constants: constant of the activation -> attribute of the module.
@@ -1037,7 +1047,7 @@ def _options_of(experts):
             refuse(f"the overridden _apply_gate ({method})")
         gate = GATES[owner]
         if owner == "Step3p7Experts" and experts.limit != math.inf:
-            refuse(f"limit = {experts.limit}, which clamps behind the activation,")
+            refuse(f"limit = {experts.limit}, which clamps after the activation,")
 
     kind = gate.activation
     if kind == "act_fn":
@@ -1236,7 +1246,7 @@ class Guest(moe.TopKRouter):
         self.experts_before = None
 
     def make_tensors(self) -> None:
-        """What the config asks for and the library has no place for."""
+        """Makes what the config asks for and the library's gate has no place for."""
         E = self.config.num_experts
         if self.config.router_bias and "bias" not in self.places:
             self.added_bias = nn.Parameter(torch.zeros(E, dtype=self.weight.dtype))
@@ -1280,7 +1290,9 @@ class Guest(moe.TopKRouter):
         return logits.flatten(0, -2), probs_TK, indices_TK
 
     def _for_the_library(self, indices_TK):
-        """Its experts do not know index E: what is unrouted goes to expert 0, with prob 0."""
+        """Indices for the library's experts, which do not know index E: an unrouted assignment goes
+        to expert 0 with prob 0.
+        """
         if self.pg_collection.size("ep") > 1:
             raise RuntimeError(f"another implementation computes the experts, of which each rank "
                                f"has a part; needs model.set_experts_implementation({OURS!r})")
@@ -1298,7 +1310,7 @@ def _llama4_route(gate, hidden_states):
 
 
 def _llama4_block(block, hidden_states):
-    """The forward of a Llama 4 block, whose own computes every expert for every token."""
+    """The forward of a Llama 4 block. The library's computes every expert for every token."""
     x_TH = hidden_states.flatten(0, -2)
     probs_T1, logits_TE, indices_T1 = block.router(hidden_states)
     y_TH = _library_experts(
@@ -1338,7 +1350,9 @@ def _apply_to_block(block, router, fn, recurse=True):
 
 
 def _slot(module):
-    """Where a forward lies: accelerate's hooks stand before it."""
+    """The attribute that holds a module's forward. accelerate's hooks take the name `forward`, and
+    keep the forward under another.
+    """
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
@@ -1347,7 +1361,9 @@ def _has_forward(module, *functions):
 
 
 def _put_forward(module, function):
-    """A partial survives deepcopy and pickle."""
+    """Puts a forward in the place of the module's. It is a partial, which survives deepcopy and
+    pickle.
+    """
     setattr(module, _slot(module), functools.partial(function, module))
 
 
@@ -1361,7 +1377,7 @@ def _gate_of(block, row):
 
 
 def _router_for(model, name, row, changes, groups):
-    """The Guest for the block with this name. Nothing of the model changes."""
+    """A Guest for the block with this name. The model is not changed yet."""
     block = model.get_submodule(name)
     fields = {"params_dtype": model.dtype}
     path = next(iter(row.layouts[-1]))
@@ -1403,7 +1419,9 @@ def _router_for(model, name, row, changes, groups):
 
 
 def _dtypes_of_gate(precision, changes, dtype, gate_dtype):
-    """Fields of MoEConfig: what the library's gate has in a model of this dtype, or the changes."""
+    """The dtypes of a router, as fields of MoEConfig: those of `changes`, else those that the
+    library's gate has in a model of this dtype.
+    """
     fields = {"probs_dtype": None}
     if "router_dtype" not in changes:
         fields |= _router_dtypes(precision, dtype, gate_dtype)
@@ -1512,8 +1530,9 @@ class Published:
 # -- what a block does not see of the model's forward --
 
 class Texts(NamedTuple):
-    """Of a forward: tokens [B, S] or embeddings [B, S, H]; the attention_mask [B, M], 0 = padding,
-    whose last S columns are the tokens'; the bounds cu_seqlens [n + 1] of packed texts.
+    """What a forward is given of its texts: tokens [B, S] or embeddings [B, S, H]; the
+    attention_mask [B, M], 0 = padding, whose last S columns are the tokens'; the bounds cu_seqlens
+    [n + 1] of packed texts.
     """
     tokens: Tensor | None = None
     mask: Tensor | None = None
@@ -1768,7 +1787,7 @@ def noaux(scaling: float, norm: bool = True, groups: int = 1, kept: int = 1) -> 
 
 
 def averaged(read: Reader) -> str | None:
-    """Behind Cohere's sum of routed and shared output: its half, unless the config says "sum"."""
+    """After Cohere's sum of routed and shared output: its half, unless the config says "sum"."""
     if read("num_shared_experts", default=0):
         strategy = read(
             "shared_expert_combination_strategy", default="average", among={"sum": None})
@@ -1776,7 +1795,7 @@ def averaged(read: Reader) -> str | None:
 
 
 def multiplied(name: str) -> Callable:
-    """Behind a block: the factor of this field."""
+    """After a block: the factor of this field."""
     def knob(read):
         factor = read(name, default=1.0)
         return None if factor in (1, None) else f"y * {factor}"
@@ -1784,7 +1803,7 @@ def multiplied(name: str) -> Callable:
 
 
 def beside(read: Reader) -> str | None:
-    """Behind Granite's block: the dense FFN that its layer adds, and the factor of both."""
+    """After Granite's block: the dense FFN that its layer adds, and the factor of both."""
     factor = multiplied("residual_multiplier")(read)
     size = read("shared_intermediate_size", default=0)
     if not size:
@@ -1994,7 +2013,7 @@ def deepseek(router: dict, shared_experts: dict | None = None) -> Family:
     return Family(sizes() | router | shared_experts, layouts(CORRECTED + SHARED))
 
 
-# Of two knobs of one field the later holds.
+# If a row gives two knobs for one field, the later one counts.
 FAMILIES = {
     "mixtral": Family(sizes("intermediate_size"), layouts(GATE, w132(EACH))),
     "granitemoe": Family(
@@ -2168,7 +2187,7 @@ FAMILIES = {
         noaux(2.827) | SWIGLU | CLAMPED, {"shared_expert_intermediate_size": unclamped}),
 }
 
-# Routers that are not fp32 throughout: the precision of weight, product, scores and probs.
+# Routers that do not compute everything in fp32: precision of the weight, product, scores, probs.
 PRECISIONS = dict(columns("""
     mixtral                     model  gate  fp32   fp32
     minimax_m2                  model  gate  fp32   fp32
@@ -2224,7 +2243,7 @@ SAME = dict(columns("""
     qwen3_omni_moe_talker_text  qwen2_moe
 """, 2))
 FAMILIES |= {name: FAMILIES[other] for name, other in SAME.items()}
-# How many layers are dense where a config has no first_k_dense_replace.
+# How many of the first layers are dense if the config has no first_k_dense_replace.
 FIRST_DENSE = {
     1: """
         glm4_moe glm4v_moe_text glm4_moe_lite kimi_linear kimi_k3 mistral_large4_text sarvam_moe
@@ -2246,13 +2265,13 @@ INEXPRESSIBLE = dict(columns("""
     phimoe                     its SparseMixer router masks the first expert, with its own gradient
     doge                       it finds experts by the sum of two keys; an expert is two vectors
     ernie4_5_vl_moe_text       it has two routers, for text and images, with experts of two sizes
-    gemma4_text                its router reads another input than its experts, behind a norm
+    gemma4_text                its router reads another input than its experts, after a norm
     diffusion_gemma_text       its router is that of gemma4_text, with an input of its own
     inkling_text               its router weighs the shared experts too, in one sum with the others
     jetmoe                     it adds a bias to the block's output, and routes its attention too
     kolibri1                   it adds its expert bias to the logits, the layer adds it to scores
     longcat_flash              some of its experts are the identity, without weights
-    muse_spark_text            it has a norm behind each expert, in front of the probs
+    muse_spark_text            it has a norm after each expert, before the probs
     zaya                       its router is an MLP that reads the router of the layer before, too
     qwen3_omni_moe             its thinker and its talker have different blocks; take one of them
     openai_privacy_filter      it is a classifier of tokens, no language model
@@ -2263,7 +2282,7 @@ INEXPRESSIBLE = dict(columns("""
 """, 2))
 
 
-# More names: of outer configs, and in published files.
+# Further names of types: those of outer configs, and those in published files.
 OUTER = {
     "step3p7": "step3p5", "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "inkling_mm_model": "inkling_text", "hunyuan": "hunyuan_v1_moe",
@@ -2271,7 +2290,7 @@ OUTER = {
 
 
 def with_outer_names(rows: dict) -> dict:
-    """The rows, also under the names of outer configs: gemma4 as gemma4_text."""
+    """The rows, also under the names of configs that hold them: gemma4_text also as gemma4."""
     outer = {name.removesuffix("_text"): row for name, row in rows.items()}
     return outer | {name: rows[inner] for name, inner in OUTER.items() if inner in rows} | rows
 

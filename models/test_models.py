@@ -39,12 +39,12 @@ from models import atlas, families, published
 from moe import (
     MoEConfig, MoELayer, TopKRouter, finish_step, load_balancing_metrics, record_routing,
     replay_routing, update_expert_bias)
+from ranks import sharding
 from ranks.parallel import ProcessGroups
 from ranks.sharding import reduce_gradients
-from ranks import sharding
+from ranks.test_ranks import filled, full, mesh_of, over_ranks, own_part
 from test_moe import (
-    about, best, close, compiled, error, filled, fresh_start, full, grads, mesh_of, over_ranks,
-    own_part, same, saved_bytes, score_loop, slow)
+    about, best, close, compiled, error, fresh_start, grads, same, saved_bytes, score_loop, slow)
 from tests.test_scripts import HERE, check_examples, example, run
 
 
@@ -101,7 +101,7 @@ def oai_glu(limit: float):
 
 @dataclasses.dataclass
 class Published:
-    """block: the library's config and block, or "". tensors: a line has a name behind the prefix
+    """block: the library's config and block, or "". tensors: a line has a name after the prefix
     and its axes, the router's first; {e} stands for every expert. score: "chosen" is a softmax
     over the chosen logits alone. fused: tensors -> gate above up [E, 2F, H] and down [E, H, F],
     where experts have no matrices of their own. held: part of a published name -> of the
@@ -923,20 +923,20 @@ minimax           -                                       -
 """
 
 
-def test_atlas_says_what_is_behind_the_layer():
+def test_atlas_says_what_comes_after_the_layer():
     """And in the library's decoder layer: a field that it multiplies by is an attribute, a norm is
     a module."""
     for line in BEHIND.strip().splitlines():
-        name, given, behind = line.split(maxsplit=2)
+        name, given, after = line.split(maxsplit=2)
         given = {} if given == "-" else eval(f"dict({given})")
         text = atlas.router(name, fam_fields(name, **given))
         assert re.findall("after the layer: y = (.*?)(?: +\\[|\n)", text) == (
-            [] if behind == "-" else [behind])
+            [] if after == "-" else [after])
         assert families.config_from_hf(fam_fields(name, **given)) == fam_config(name, torch.float32)
         with torch.device("meta"):
             layers = [module for module in whole_model(name, **given).modules()
                       if type(module).__name__.endswith("DecoderLayer")]
-        attribute = behind.split("(")[0]
+        attribute = after.split("(")[0]
         factor = next((value for field, value in given.items() if "shared" not in field), None)
         assert factor is None or factor in vars(layers[-1]).values()
         assert not attribute.endswith("norm") or any(
@@ -1061,7 +1061,7 @@ def test_atlas_of_a_named_model_is_the_librarys_of_its_config(name):
         fields["ffn_config"] = fields["ffn_config"] | {"ffn_hidden_size": F5}
     config = library_config(name, **fields, **attention)
     for text in (atlas.router(name), atlas.router(name, config)):
-        check_formulas(name, config, text, layer_idx=5)      # behind the hash layers
+        check_formulas(name, config, text, layer_idx=5)      # after the hash layers
 
 
 def match_published_loop(case: str, through) -> None:
@@ -2657,7 +2657,7 @@ def test_live_register_experts_needs_the_library(monkeypatch):
 
 
 def experts_classes() -> dict:
-    """Class behind the experts interface of the library -> its file. Imports nothing."""
+    """Class that uses the experts interface of the library -> its file. Imports nothing."""
     found = importlib.util.find_spec("transformers")
     if found is None:
         return {}

@@ -1,0 +1,525 @@
+"""Tests of what a card owes: with the CPU in its place, then on a card. The latter are named
+test_card_ and run on a real one with DEVICE=cuda, and so on the emulated one (card/README.md).
+
+    python -m pytest tests/test_card.py
+    DEVICE=cuda python -m pytest tests/test_card.py -k test_card_
+"""
+import copy
+import functools
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import grouped
+import shared_experts
+import test_small
+from grouped import grouped_mm
+from kernels import combine_rows, expert_mlp, gather_rows, plan_permutation
+from moe import MoEConfig, MoELayer
+from ranks.test_ranks import RANK_DEVICE, over_ranks, overlapped_layer
+from test_moe import (
+    CONFIGS, DEVICE, EMULATED, INF, NAN, QUANTILE, RouterLoop, WAYS, about, about_the_cpu, agree,
+    close, compiled, counts_of, exact_config, fp32_leaf, fresh_start, grads, graphs_made,
+    layer_loop, loads, on_a_card, on_a_card_without_products, on_device, outcome, random_indices,
+    random_layer, same, saved_bytes, small_config, small_layer, with_native_products)
+from tests.test_graphs import check_keeps_little
+
+# ---- The CPU in place of a card ----
+
+@about_the_cpu("it stands in for a card")
+@pytest.mark.parametrize("options", [
+    dict(),
+    dict(add_bias_linear=True, apply_probs_on="input", topk=1, pre_softmax=True),
+    dict(add_bias_linear=True, activation="relu2"),
+    dict(add_bias_linear=True, activation_fp8_input_store=True)])
+def test_experts_formulas_for_cuda_equal_the_ops(monkeypatch, options):
+    """The branch that runs torch's own grouped product, on the CPU, where it runs eagerly."""
+    layer = random_layer(small_config(init_std=0.5, **options))
+    args = fp32_leaf(20, 8), torch.arange(20) % 4 == 0                # rows past the last offset
+    want = outcome(layer, args)
+    with_native_products(monkeypatch)
+    close(outcome(layer, args), want, 1e-5)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says it is on a CUDA device."""
+    device = torch.device("cuda", 0)
+
+
+@about_the_cpu("it stands in for a card")
+def test_experts_native_product_where_it_fits(monkeypatch):
+    """torch's grouped product: in bf16, on two generations of cards, never on ROCm, on a CPU that
+    multiplies in bf16, with fewer than 1,024 experts, in multiples of 16 bytes. What reads the
+    device runs inside a graph."""
+    card = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+    def native(weights):
+        return grouped._native(rows.as_subclass(OnCuda), weights.as_subclass(OnCuda))
+    rows = torch.empty(10, 16).bfloat16()
+    weights = torch.empty(4, 16, 24).bfloat16()
+    pair = torch.empty(4 * 16 * 24 + 8).bfloat16()
+    many = torch.empty(1024, 8, 8).bfloat16()
+    offsets = torch.tensor([2, 5, 5, 9], dtype=torch.int32)
+    for slow in (True, False):                               # on a CPU
+        monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: slow)
+        assert grouped.where_read(offsets, 10, rows, weights).native is not slow
+    for operand in (weights, weights.transpose(1, 2), pair[8:].view(4, 16, 24), many[1:]):
+        assert native(operand), (operand.shape, operand.stride())
+    for operand in (
+            many,
+            weights.float(),
+            rows[:, :12].contiguous(),
+            weights[:, :, :12].contiguous(),
+            weights.repeat(1, 1, 2)[:, :, ::2],                             # strided
+            torch.empty(4, 16, 20).bfloat16()[:, :, :16],                   # 20 apart
+            weights[:1].expand(4, 16, 24),
+            pair[1:1 - 8].view(4, 16, 24)):                                 # its pointer
+        assert not native(operand), (operand.shape, operand.stride(), operand.dtype)
+    for card in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)):
+        assert native(weights) is (card[0] in (9, 10)), card
+        assert grouped._cuda_generation(torch.device("cuda")) == card[0]
+    card = (9, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not native(weights)
+    function = compiled(lambda x: x + grouped._has_native_product(x.device))
+    same(function(torch.zeros(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("reads, options", [
+    (6, dict()), (7, dict(add_bias_linear=True)), (6, dict(latent_size=7))])
+def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
+    """On a card without torch's own product: one copy for all products of forward and backward.
+    The card is the CPU; its offsets may not be read but in the copy."""
+    copies = []
+    read = []
+    alone = grouped._alone
+    _read_in_batches = grouped._read_in_batches
+
+    def in_batches(*args):
+        offsets, index = _read_in_batches(*args)
+        copies.append(offsets)
+        return offsets, index
+    layer = small_layer(init_std=0.5, **options)
+    x = fp32_leaf(20, 8)
+    want = outcome(layer, x)
+    on_a_card_without_products(monkeypatch)
+    monkeypatch.setattr(grouped, "_read_in_batches", in_batches)
+    monkeypatch.setattr(grouped, "_alone", lambda offsets, *args: (
+        read.append(offsets.data_ptr()) or alone(offsets, *args)))
+    monkeypatch.setattr(F, "grouped_mm", None)
+    close(outcome(layer, x), want, 1e-5)
+    assert read == [copies[0].data_ptr()] * reads and len(copies) == 1
+    offsets = torch.tensor([3, 9, 20], dtype=torch.int32)
+    grads(grouped_mm(x, fp32_leaf(3, 8, 4), offsets), [x])
+    assert len(copies) == 2
+
+
+@about_the_cpu("it stands in for a card")
+def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
+    """Torch's product may leave them uninitialised (pytorch #172439). The card is a stand-in."""
+    a, b = torch.randn(9, 6), torch.randn(9, 4)
+    offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
+    read = grouped.Read(offsets)
+    want = grouped.weight_grad(a, b, read)
+    assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
+
+    def garbage(rows_t, rows, offs):
+        grad = grouped._rows_times_rows(rows_t.t(), None, rows, None, offs, None)
+        grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
+        return grad
+    monkeypatch.setattr(F, "grouped_mm", garbage)
+    read = grouped.Read(offsets, native=True)
+    monkeypatch.setattr(grouped, "_cuda_generation", lambda device: 10)
+    same(grouped.weight_grad(a, b, read), want)
+
+
+def test_experts_batches_hold_each_expert_and_row_once():
+    """Many loads: few slots, few batches, no copy of weights where all experts are of one size."""
+    for T, E, K in [(2048, 256, 8), (300, 64, 8), (64, 256, 8), (50, 13, 2), (5, 7, 1), (0, 2, 1)]:
+        for load, indices in loads(T, E, K).items():
+            counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
+            offsets = counts.cumsum(0).int()
+            alone, parts = grouped._plan_batches(tuple(offsets.tolist()))
+            batches = sum(parts, [])
+            on_host, index = grouped._read_in_batches(offsets, T * K)
+            assert on_host.tolist() == offsets.tolist()
+            ids, row = index[:E].tolist(), index[E:].tolist()
+            assert index.dtype == torch.int32 and len(row) == T * K + 3 * T * K // 10
+            with about(T, E, K, load):
+                batched = [e for experts, _ in batches for e in experts]
+                assert sorted(alone + batched) == counts.nonzero().flatten().tolist()
+                assert ids[:len(batched)] == batched
+                slot = 0
+                for experts, size in batches:
+                    assert experts == sorted(experts)
+                    for e in experts:
+                        own = list(range(int(offsets[e] - counts[e]), int(offsets[e])))
+                        assert row[slot:slot + size] == own + [T * K] * (size - len(own))
+                        slot += size
+                assert set(row[slot:]) <= {T * K}
+                assert slot <= 1.3 * counts.sum()
+                quarter = max(slot / 4, 4 * len(batched))
+                for part in parts:                       # without its last expert
+                    widths = [len(experts) * size for experts, size in part]
+                    assert sum(widths) - part[-1][1] < quarter
+                assert len(parts) <= 4
+                for experts, _ in batches:               # a third, unless no weights are copied
+                    apart = experts[-1] - experts[0] >= len(experts)
+                    assert not apart or len(experts) <= math.ceil(len(batched) / 3)
+                    assert not (apart and load == "even" and T * K >= E)
+                if load == "even" and T * K >= E:
+                    assert len(batches) <= 4
+                assert len(alone) + len(batches) <= (16 if load != "random" else 14), batches
+
+
+def test_experts_batches_keep_few_bytes(monkeypatch):
+    """Beside the input, fc1's output and the activation: five bytes and a little for each row."""
+    on_a_card_without_products(monkeypatch)
+    T, H, F_, E, K = 64, 48, 40, 32, 4
+    plan = plan_permutation(random_indices(T, E, K), E)
+    x, probs = torch.randn(T, H), torch.rand(T, K)
+    fc1, fc2 = fp32_leaf(E, 2, F_, H), torch.randn(E, H, F_)
+    kept = saved_bytes(lambda: expert_mlp(x * 1, probs, plan, fc1, fc2), exclude=[
+        fc1, fc2, probs, plan.order, plan.inverse, plan.offsets])
+    N = T * K
+    rows = (N + 1) * 2 * F_ + N * F_
+    assert kept == 4 * (T * H + rows) + 4 * (E + N + 3 * N // 10) + 4 * E
+
+
+@pytest.mark.parametrize("way", [None, "aot_eager"])
+def test_shared_overlap_has_a_side_stream_wherever_it_is(way):
+    """However the weights came to a card: drawn there, unpickled, copied, moved, or assigned by
+    load_state_dict, which does not tell the module."""
+    import pickle
+    on_cpu = exact_config(shared_expert_overlap=True)
+    with torch.device("cpu"):
+        state = MoELayer(on_cpu).state_dict()
+        assigned, moved = MoELayer(on_cpu), MoELayer(on_cpu)
+    drawn = MoELayer(on_cpu)
+    drawn.load_state_dict(state)
+    assigned.load_state_dict({name: x.to(DEVICE) for name, x in state.items()}, assign=True)
+    moved.load_state_dict(state)
+    layers = [drawn, assigned, moved.to(DEVICE), copy.deepcopy(drawn),
+              pickle.loads(pickle.dumps(drawn))]
+    x = torch.randn(4, 1, 6, dtype=torch.float64)
+    for layer in layers:
+        shared_experts._SIDE_STREAMS.clear()                 # as in a fresh process
+        torch._dynamo.reset()
+        y = compiled(layer, way)(x)
+        assert [device.type for device in shared_experts._SIDE_STREAMS] == (
+            [] if DEVICE == "cpu" else [DEVICE])
+        same(y, drawn(x)) if way is None else close(y, drawn(x))
+    assert layer.to("meta").shared_experts.stream is None
+
+
+@on_a_card
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_trainer_counts_follow_the_weight_to_a_card(way):
+    """fully_shard brings parameters and buffers there, and tells the module nothing."""
+    with torch.device("cpu"):
+        layer = small_layer(**QUANTILE)
+    for part in layer.modules():
+        for name, tensor in [*part.named_parameters(recurse=False),
+                             *part.named_buffers(recurse=False)]:
+            moved = tensor.detach().to(DEVICE)
+            setattr(part, name, torch.nn.Parameter(moved) if tensor.requires_grad else moved)
+    function = WAYS[way](layer)
+    for n in (1, 2):
+        function(fp32_leaf(7, 8)).sum().backward()
+        assert all(tensor.device.type == DEVICE for tensor in counts_of(layer))
+        assert layer.router.local_tokens_per_expert.sum() == 14 * n
+
+
+# ---- On a card ----
+
+def is_native(dtype) -> bool:
+    """Whether torch's grouped product reads the offsets on this card."""
+    return dtype == torch.bfloat16 and grouped._cuda_generation(torch.device(DEVICE)) in (9, 10)
+
+
+def syncs_of(step) -> int:
+    """How often a step makes the host wait for the card."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def launches_of(step) -> int:
+    """Launches of ops in a step on the emulated card. The generated kernels are not in it."""
+    import card_device
+    before = card_device.launches()
+    step()
+    return card_device.launches() - before
+
+
+def check_near(got, want, tol: float) -> None:
+    """Tensors of a card and of the oracle: the norm of the difference is small beside theirs."""
+    for a, b in zip(got, want, strict=True):
+        difference = (a.detach().cpu().double() - b).norm()
+        assert difference <= tol * (b.norm() + 1e-3), (difference, b.norm(), list(b.shape))
+
+
+def card_config(**fields) -> MoEConfig:
+    """Widths that torch's grouped product takes in bf16."""
+    return MoEConfig(**{**dict(
+        hidden_size=32, ffn_hidden_size=24, num_experts=8, topk=3, init_std=0.3,
+        shared_expert_intermediate_size=16, shared_expert_gate=True, shared_expert_overlap=True,
+        batch_first=False), **fields})
+
+
+def exact_loop(layer: MoELayer, x: Tensor, mask: Tensor) -> list[Tensor]:
+    """Oracle of a step on a card: output, gradients of x and of the parameters, on the CPU in fp64,
+    from the same rounded values."""
+    layer = copy.deepcopy(layer).cpu().double()
+    x = x.detach().cpu().double().requires_grad_()
+    probs, indices, loss = RouterLoop(layer.router)(x, mask.cpu())
+    y = layer_loop(layer, x, probs, indices)
+    total = (y * y.detach()).sum() + loss
+    return [y, *torch.autograd.grad(
+        total, [x, *layer.parameters()], materialize_grads=True, allow_unused=True)]
+
+CARD_VARIANTS = {
+    **{name: {**fields, "latent_size": fields.get("latent_size") and 16}
+       for name, fields in CONFIGS.items()},
+    "bias and groups": dict(CONFIGS["bias and groups"], activation="geglu", glu_linear_offset=0.5),
+    "fp8": dict(activation_fp8_input_store=True),
+}
+
+# In fp8 rounding is coarse. In bf16 it takes values over the bound of a clamp, where the gradient
+# jumps.
+COARSE = {
+    ("fp8", torch.bfloat16): 0.1, ("fp8", torch.float32): 0.1, ("gpt_oss", torch.bfloat16): 0.2}
+
+
+@on_a_card
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("name", CARD_VARIANTS)
+def test_card_layer_matches_loop(name, dtype, tol):
+    """Eager and compiled, one graph for two T, with padding: the fp64 loop, the same bits again,
+    and a sync a step at most."""
+    layer = random_layer(card_config(**CARD_VARIANTS[name], params_dtype=dtype)).to(DEVICE)
+    native = is_native(dtype)
+    for function in (layer, compiled(layer, "inductor", dynamic=True)):
+        for S in (10, 19):
+            x = torch.randn(S, 2, 32).to(DEVICE, dtype).requires_grad_()
+            mask = (torch.rand(S, 2) < 0.2).to(DEVICE)
+            want = exact_loop(layer, x, mask)
+            upstream = want[0].to(DEVICE, dtype)
+
+            def step():
+                x.grad = None
+                layer.zero_grad()
+                layer.router.reset_global_aux_loss_tracker()
+                y = function(x, mask)
+                y.backward(upstream)
+                return [y, *[p.grad for p in (x, *layer.parameters())]]
+            with about(name, type(function), S):
+                got = step()
+                check_near(got, want, COARSE.get((name, dtype), tol))
+                same(step(), got)
+                assert syncs_of(step) == (0 if native else 1)
+    assert graphs_made() == 1
+
+
+@on_a_card
+def test_card_under_autocast():
+    """An fp32 layer: the experts in bf16, the router as without autocast."""
+    layer = random_layer(card_config(**CARD_VARIANTS["losses"])).to(DEVICE)
+    x = torch.randn(10, 2, 32).to(DEVICE).requires_grad_()
+    mask = torch.zeros(10, 2, dtype=torch.bool)
+    want = exact_loop(layer, x, mask)
+    logits = layer.router.gating(x)
+    for function in (layer, compiled(layer, "inductor")):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            same(layer.router.gating(x), logits)
+            y = function(x, mask.to(DEVICE))
+        assert y.dtype == torch.float32
+        got = torch.autograd.grad(y, [x, *layer.parameters()], want[0].to(y))
+        check_near([y, *got], want, 3e-2)
+
+
+@on_a_card
+def test_card_keeps_as_little():
+    check_keeps_little(None, "inductor")
+
+
+@on_a_card
+@pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (256, 8)])
+def test_card_batches_launch_little(E, K):
+    """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled
+    and eager equal the CPU, and themselves to the bit. One sync a step."""
+    T, H, F_ = 128, 16, 8
+    weights = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
+    x, probs = torch.randn(T, H), torch.rand(T, K)
+
+    def ours(x, probs, indices, fc1, fc2):
+        return expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2)
+
+    def run(function, leaves, indices):
+        out = function(*leaves[:2], indices, *leaves[2:])
+        return [out, *grads(out, leaves)]
+    on_cpu, on_the_card = [
+        [t.detach().to(device).requires_grad_() for t in (x, probs, *weights)]
+        for device in ("cpu", DEVICE)]
+    function = compiled(ours, "inductor")
+    for load, indices in loads(T, E, K).items():
+        with about(load):
+            want = run(ours, on_cpu, indices)
+            for way in (ours, function):
+                step = functools.partial(run, way, on_the_card, indices.to(DEVICE))
+                got = step()
+                close([t.cpu() for t in got], want, 1e-4)
+                same(step(), got)
+                assert syncs_of(step) == 1
+            if EMULATED:                                # 20 are for the rest of a layer
+                most = 200 if load in ("even", "random") else 300
+                assert launches_of(step) <= most - 20, launches_of(step)
+
+
+@on_a_card
+def test_card_peak_of_a_step():
+    """In bf16, compiled: 80 MiB on an H100, less in batches. Eager mode, which casts all rows to
+    fp32 at once, needs 218."""
+    T, H, F_, E, K = 2048, 512, 256, 64, 8
+    new = functools.partial(torch.zeros, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    x, fc1, fc2 = new(T, H), new(E, 2, F_, H), new(E, H, F_)
+    probs = torch.rand(T, K, device=DEVICE, requires_grad=True)
+    indices = torch.rand(T, E, device=DEVICE).topk(K).indices
+
+    @functools.partial(compiled, backend="inductor")
+    def experts(x, probs, indices, fc1, fc2):
+        return expert_mlp(x, probs, plan_permutation(indices, E), fc1, fc2)
+    for _ in range(2):                                   # the first step makes cuBLAS its memory
+        x.grad = fc1.grad = fc2.grad = probs.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        experts(x, probs, indices, fc1, fc2).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before <= 84.5 * 2 ** 20
+
+
+@on_a_card
+@over_ranks(2)
+def test_card_over_ranks(rank, ranks):
+    """Experts over two ranks beside the shared expert, uneven T and T = 0, eager and compiled. (On
+    a real card the ranks are on CPUs.)"""
+    fp32 = dict(params_dtype=torch.float32, router_dtype=torch.float32)
+    layer = overlapped_layer(fp32, ep=ranks).to(RANK_DEVICE)
+    function = compiled(layer, "inductor")
+    for T in ([20, 31], [40, 18], [25, 0]):
+        x = torch.randn(T[rank], 6).to(RANK_DEVICE).requires_grad_()
+        agree(function, layer, x, tol=1e-5)
+
+
+@on_a_card
+@pytest.mark.skipif(EMULATED, reason="the emulated card has no time")
+def test_card_overlap_is_side_by_side():
+    """Overlap on and off give the same bits, but for the input's gradient: its three parts are
+    added in another order. The kernels of the two streams run side by side."""
+    from torch.profiler import ProfilerActivity, profile
+    one, two = [MoELayer(MoEConfig(
+        1024, 512, 16, topk=4, shared_expert_intermediate_size=2048, shared_expert_gate=True,
+        shared_expert_overlap=overlap, params_dtype=torch.bfloat16)).cuda()
+        for overlap in (False, True)]
+    two.load_state_dict(one.state_dict())
+    for _ in range(100):
+        x = torch.randn(4096, 1, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y, grad_x, *others = outcome(two, x)
+        want_y, want_grad_x, *want_others = outcome(one, x)
+        same([y, *others], [want_y, *want_others])
+        close(grad_x, want_grad_x, 2e-2)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        two(x).sum().backward()
+        torch.cuda.synchronize()
+    events = [event for event in trace.events() if event.device_type.name == "CUDA"]
+    spans = [(e.time_range.start, e.time_range.end, e.device_resource_id) for e in events]
+    pairs = [(a, b) for a, b in itertools.product(spans, spans) if a[2] != b[2]]
+    assert any(a[0] < b[1] and b[0] < a[1] for a, b in pairs)
+
+big_card = torch.cuda.is_available() and torch.cuda.mem_get_info()[1] >= 60 << 30
+
+
+@pytest.mark.skipif(not big_card, reason="no CUDA device of 60 GiB")
+def test_card_permutes_rows_beyond_two_to_the_31_elements():
+    T, K, H = 1 << 16, 8, 8192                               # 2^32 elements
+    values = torch.arange(T, device="cuda").remainder(251).bfloat16()
+    tokens = values[:, None].expand(T, H).contiguous()
+    plan = plan_permutation(torch.arange(K, device="cuda").repeat(T, 1), K)
+    for how in (lambda function: function, lambda function: compiled(function, "inductor")):
+        rows = how(gather_rows)(tokens, plan)
+        same(rows[-3:, -1].cpu(), tokens[-3:, -1].cpu())
+        same(how(combine_rows)(rows, plan)[-3:, -1].cpu(), (tokens[-3:, -1] * K).cpu())
+
+
+# ---- small.py on a card ----
+
+@on_a_card
+@pytest.mark.parametrize("compile", [False, True])
+def test_card_small_counts_follow_the_weights(compile):
+    """fully_shard moves parameters and buffers to the card, and tells the module nothing."""
+    with torch.device("cpu"):
+        layer = test_small.layer_of("all")
+    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+        moved = tensor.detach().to(DEVICE)
+        setattr(layer, name, torch.nn.Parameter(moved) if tensor.requires_grad else moved)
+    function = compiled(layer) if compile else layer
+    for n in (1, 2):
+        x = torch.randn(7, test_small.H, device=DEVICE, requires_grad=True)
+        test_small.step(layer, x, function=function)
+        assert layer.counts.device.type == DEVICE and layer.counts.sum() == n * 7 * test_small.K
+
+
+@on_a_card
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("case", ["plain", "all"])
+def test_card_small(case, dtype, tol):
+    """As on the CPU, with padding: eager and compiled, the same bits again, and a sync a step at
+    most, none where the product is the card's."""
+    layer = test_small.layer_of(case, dtype, sizes=(32, 16, 8, 2))
+    there = copy.deepcopy(layer).to(DEVICE)
+    native = is_native(dtype)
+    for function in (there, compiled(there, "inductor", dynamic=True)):
+        for T in (10, 19):
+            x = torch.randn(T, 2, 32, dtype=dtype, requires_grad=True)
+            mask = torch.rand(T, 2) < 0.2
+            want = test_small.step(layer, x, mask)
+            on_card = x.detach().to(DEVICE).requires_grad_(), mask.to(DEVICE)
+
+            def run():
+                return test_small.step(there, *on_card, function=function)
+            with about(case, T, type(function)):
+                got = run()
+                same(run(), got)
+                for value, right in zip(got, want, strict=True):
+                    error = (value.cpu() - right).float().norm() / right.float().norm()
+                    assert error < tol, error
+                assert syncs_of(run) == (0 if native else 1)
+    assert graphs_made() == 1
+
+
+@on_a_card
+@pytest.mark.skipif(not EMULATED, reason="counts launches: on the emulated card alone")
+def test_card_small_launches():
+    """Where the product is the card's, as many for 8 experts as for 64. Elsewhere one for each
+    expert and product."""
+    launches = []
+    for experts in (8, 64):
+        layer = test_small.layer_of("plain", torch.bfloat16, sizes=(64, 32, experts, 4))
+        layer.to(DEVICE)
+        function = compiled(layer, "inductor")
+        x = torch.randn(256, 64, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
+        test_small.step(layer, x, function=function)
+        launches.append(launches_of(lambda: function(x).sum().backward()))
+    assert launches[0] <= 80
+    assert launches[1] - launches[0] == (0 if is_native(torch.bfloat16) else 6 * (64 - 8))

@@ -1,0 +1,687 @@
+"""Tests of what the compiler makes of the layer: how many graphs, which kernels and bytes, the same
+bits again, export, and of the ops that the graphs hold.
+
+    python -m pytest tests/test_graphs.py
+    python -m pytest tests/test_graphs.py -k test_graph_      one section, by its tests' first word
+
+The words: graph, compile, experts.
+"""
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
+from torch._inductor.utils import run_and_get_code
+
+import compat
+import grouped
+import kernels
+import maps
+import router as router_file
+from grouped import grouped_mm
+from kernels import (
+    activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
+    get_updated_expert_bias, plan_permutation, quantile_expert_bias, required_bias_histogram,
+    sinkhorn, switch_load_balancing_loss_func, z_loss_func)
+from maps import (
+    apply_router_token_dropping, pad_routing_map, permute, sort_chunks_by_idxs, swiglu_back,
+    topk_routing_with_score_function, unpermute, weighted_swiglu)
+from moe import (
+    MoEConfig, MoELayer, SharedExpertMLP, SharedExpertState, TopKRouter, load_balancing_metrics,
+    record_routing, replay_routing, update_expert_bias)
+from ranks import parallel, sharding
+from test_maps import there_and_back
+from test_moe import (
+    ACTIVATIONS, CONFIGS, DEVICE, EAGER_WAYS, LAYER, LOSSES, WAYS, Watch, about, about_the_cpu,
+    agree, checkpointed, close, compiled, exact_config, exact_layer, fp32_leaf, fresh_start, grads,
+    graphs_made, leaf, of_module, on_device, ops_of, outcome, random_indices, random_layer, run_as,
+    same, saved_bytes, slow, slow_but, small_config, small_layer, twin, with_native_products)
+from tests.test_settings import imported_as
+
+SOURCES = *LAYER, maps, sharding, parallel
+
+
+# ---- One graph for every configuration ----
+
+def graphs_over_T(layer, sizes, mask: bool = False, given: bool = False, **how) -> int:
+    """How many graphs the compiled layer needs for inputs of these T. Each result is that of eager
+    mode."""
+    function = compiled(layer, **how)
+    for T in sizes:
+        calls = []
+        for _ in range(2):
+            padding = torch.rand(T, 2) < 0.2 if mask else None
+            choice = random_indices(2 * T, 4, layer.config.topk, repeats=0.3) if given else None
+            calls.append((leaf(T, 2, 6), padding, choice))
+        with about(f"T = {T}"):
+            agree(function, layer, *calls)
+    return graphs_made()
+
+
+@pytest.mark.parametrize("name, first, dynamic", slow_but([("losses", 7, None)], [
+    ("losses", 4, True), ("losses", 1000, True),
+    *itertools.product(CONFIGS, [7], [None, True])]))
+def test_graph_with_overlap(name, first, dynamic):
+    """What eager mode gives. Two graphs, the second for every T, with a mask; or a dynamic one from
+    the first call, with a replayed choice. The first T may be E, or the number of the losses, or of
+    the histogram's bins."""
+    layer = exact_layer(shared_expert_overlap=True, **CONFIGS[name])
+    given = dynamic and name != "sinkhorn"
+    graphs = graphs_over_T(layer, (first, 9, 40), mask=not dynamic, given=given, dynamic=dynamic)
+    assert graphs == (1 if dynamic else 2)
+    assert layer.shared_experts._overlap_state is SharedExpertState.IDLE
+
+
+@slow
+@pytest.mark.parametrize("overlap, shared, sizes, graphs", [
+    (True, 8, (20, 37, 64), 2),
+    (False, 8, (20, 37, 64), 2),
+    (False, 8, (5,), 1),
+    (False, None, (5,), 1)])
+def test_graph_through_inductor(overlap, shared, sizes, graphs):
+    """T from 18 on has one graph: below, torch's own decomposition of a product guards on T. At
+    T = 5, Inductor's code for CPUs read the target of a scatter before it was written (pytorch
+    #185509): the gradient of the chosen scores was lost beside that of a balance loss. This depends
+    on what Inductor fuses, so test_compile_without_host_sync checks that no graph has a scatter."""
+    layer = exact_layer(
+        shared_expert_overlap=overlap, shared_expert_intermediate_size=shared,
+        load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1)
+    assert graphs_over_T(layer, sizes, mask=len(sizes) > 1, backend="inductor") == graphs
+
+
+@pytest.mark.parametrize("way", slow_but(
+    ["reentrant", "non-reentrant", "nested non in re", "compiled around non-reentrant"],
+    [*WAYS][1:]))
+def test_graph_with_overlap_and_checkpoints(way):
+    """Two layers, with either checkpoint around the compiled ones and inside the graph: outputs,
+    gradients and counts of eager mode, and without a compiler its bits."""
+    layers = torch.nn.Sequential(*[
+        exact_layer(
+            shared_expert_overlap=overlap, shared_expert_gate=True,
+            score_function="sigmoid", enable_expert_bias=True)
+        for overlap in (True, False)])
+    tol = 0 if way in EAGER_WAYS else 1e-9
+    agree(run_as(way, layers), layers, leaf(5, 2, 6), leaf(5, 2, 6), tol=tol)
+    assert layers[0].shared_experts._overlap_state is SharedExpertState.IDLE
+
+
+def test_graph_of_packed_sequences_through_inductor():
+    """One dynamic graph for any T and any number of sequences."""
+    router = TopKRouter(small_config(load_balancing_type="seq_aux_loss", aux_loss_coeff=0.2))
+    function = compiled(router.route, "inductor", dynamic=True)
+    for T, pack in ((40, [0, 3, 40]), (41, [0, 9, 9, 40, 41]), (2, [0, 2]), (90, range(91))):
+        args = fp32_leaf(T, 8), None, None, torch.tensor([*pack])
+        got, want = [[y, *grads(y, [args[0], router.weight])] for y in (
+            function(*args)[0], router.route(*args)[0])]
+        close(got, want, 1e-5)
+    assert graphs_made() == 1
+
+
+# ---- Kernels, bytes, repeatability ----
+
+@pytest.fixture
+def no_cpp_compiler(monkeypatch):
+    """Inductor generates its kernels, but none is compiled or run. Counts and sizes are right; the
+    numbers are zeros."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+
+    def zeros(shape, stride, dtype):
+        return torch.empty_strided(shape, stride, dtype=dtype).zero_()
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", zeros)
+    def no_kernel(*args):                                    # which could leave any number of a row
+        for x in args:
+            if isinstance(x, Tensor) and x.dtype == torch.int64:
+                x.zero_()
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: no_kernel)
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+        yield
+    PyCodeCache.cache_clear()
+
+
+def check_keeps_little(*backends: str | None, fp8: bool = False) -> None:
+    """A bf16 layer keeps tokens and fc1's output for the backward, 5 % more, ids, probs and logits,
+    in eager mode the activation's output too; not the gathered rows."""
+    T, H, F_, E, K = 256, 64, 32, 8, 4
+    layer = MoELayer(MoEConfig(
+        H, F_, E, topk=K, params_dtype=torch.bfloat16, activation_fp8_input_store=fp8)).to(DEVICE)
+    x = torch.randn(T, H).to(DEVICE, torch.bfloat16).requires_grad_()
+    most = 1.05 * (2 * T * H + (1 if fp8 else 2) * T * K * 2 * F_) + T * K * (3 * 8 + 8) + T * E * 4
+    if DEVICE != "cpu":
+        most += 4 * (E + T * K * 13 // 10)                   # the index of batches
+    for backend in backends:
+        function = compiled(layer, backend)
+        kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
+        eager = backend is None
+        assert kept <= most + eager * 2 * T * K * F_, (backend, kept)
+
+
+@about_the_cpu("it stands in for a card")
+def test_experts_formulas_for_cuda_keep_as_little(monkeypatch, no_cpp_compiler):
+    with_native_products(monkeypatch)
+    check_keeps_little("inductor")
+
+
+@about_the_cpu("for a card only the biases differ")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [
+    {}, dict(activation="relu2"), dict(latent_size=8), dict(latent_size=4),
+    dict(shared_expert_intermediate_size=12, add_bias_linear=True)])
+def test_experts_flops_are_counted(options, dtype):
+    """By torch.utils.flop_counter: forward and backward, as many as dense products on the N rows
+    of the assignments, and the router's. In bf16 the products may be torch's, which has no formula,
+    and the gradient of fc1's bias a product with eight columns of ones."""
+    from torch.utils.flop_counter import FlopCounterMode
+    T, H, F_, E, K = 10, 16, 8, 4, 2
+    layer = MoELayer(MoEConfig(H, F_, E, topk=K, params_dtype=dtype, **options))
+    x = fp32_leaf(T, H).to(dtype)
+    with FlopCounterMode(display=False) as forward:
+        y = layer(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    parts, width = layer.config.parts, options.get("latent_size", H)
+    Fs = options.get("shared_expert_intermediate_size", 0)
+    want = 2 * T * H * E + 2 * T * K * (parts + 1) * F_ * width + 2 * T * 3 * Fs * H
+    if width != H:
+        want += 2 * 2 * T * H * width
+    if options.get("add_bias_linear"):
+        want += 2 * T * E * H                            # probs [T, E] · fc2_bias
+    assert forward.get_total_flops() == want
+    sums = 0
+    if options.get("add_bias_linear") and grouped._native(layer.experts.fc2):
+        sums = 2 * T * K * layer.config.parts * F_ * 8
+    assert backward.get_total_flops() == 2 * want + sums
+
+
+@about_the_cpu("kernels of its compiler")
+@pytest.mark.parametrize("count, fields", [
+    (24, dict(latent_size=256, latent_norm=True)),
+    pytest.param(15, dict(), marks=slow),
+    pytest.param(15 + compat.cpu_multiplies_in(torch.bfloat16), dict(params_dtype=torch.bfloat16),
+                 marks=slow),
+    pytest.param(15, dict(latent_size=256), marks=slow)])
+def test_compile_kernels_and_bytes(count, fields, no_cpp_compiler):
+    """Kernels that Inductor generates for forward and backward, one more where the product is
+    torch's own; the rest are products, top-k and the ops of kernels.py. Kept for the backward:
+    T·H + 2·T·ℓ + N·2F elements, in eager mode another N·F, indices and probs, and at most 1% more.
+    The norm of the latent experts keeps another T·ℓ, and more in eager mode."""
+    T, H, F_, K = 512, 512, 256, 8
+    layer = MoELayer(MoEConfig(H, F_, 16, topk=K, **fields))
+    function = compiled(layer, "inductor")
+    x = leaf(T, H, dtype=layer.config.params_dtype)
+    metrics.reset()
+    function(x).sum().backward()
+    assert metrics.generated_kernel_count == count
+    norm = fields.get("latent_norm", False)
+    latent = (2 + norm) * T * fields.get("latent_size", 0)
+    least = x.element_size() * (T * H + latent + T * K * 2 * F_)
+    small = T * K * (8 + 8 + 4) + T * 4 * 16
+    for call in (function,) if norm else (layer, function):
+        kept = saved_bytes(lambda: call(x), exclude=layer.parameters())
+        activated = x.element_size() * T * K * F_ * (call is layer)
+        assert least + activated <= kept <= 1.01 * least + activated + small
+
+
+def test_compile_no_tokens_in_bf16():
+    """Where the product is torch's own, as on an H100: for an empty [0, H], Inductor computes
+    strides of the transpose that the product refuses."""
+    layer = MoELayer(MoEConfig(32, 16, 8, topk=2, params_dtype=torch.bfloat16))
+    function = compiled(layer, "inductor")
+    for T in (0, 5):
+        x = leaf(T, 32, dtype=torch.bfloat16)
+        close(outcome(function, x), outcome(layer, x), 5e-2)
+
+
+def test_compile_fp8_store_halves_what_bf16_keeps():
+    check_keeps_little(None, "inductor", fp8=True)
+    plain = MoELayer(MoEConfig(64, 32, 16, topk=8, params_dtype=torch.bfloat16))
+    layer = twin(plain, activation_fp8_input_store=True)
+    x = leaf(256, 64, dtype=torch.bfloat16)
+    same(layer(x), plain(x))
+    close(outcome(layer, x)[1], outcome(plain, x)[1], 0.05)
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=slow)])
+def test_compile_bitwise_repeatable(backend):
+    layer = MoELayer(MoEConfig(64, 32, 16, topk=4, add_bias_linear=True, **LOSSES))
+    function = compiled(layer, backend)
+    x = fp32_leaf(257, 64)
+    first = outcome(function, x)
+    for _ in range(20):
+        same(outcome(function, x), first)
+
+
+@slow
+def test_compile_no_recompile_over_T():
+    """One dynamic graph from T = 2 to beyond 32767 assignments, where a sort's own lowering guards.
+    T = 0 and T = 1 may each have a graph of their own."""
+    layer = MoELayer(MoEConfig(
+        8, 4, 16, topk=8, load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1,
+        router_bias=True, add_bias_linear=True))
+    function = compiled(layer, "inductor", dynamic=True)
+    for most, *sizes in [
+            (1, 64), (1, 2, 3, 17, 100, 1000, 4095, 4096, 4097, 5000, 8192), (3, 0, 1, 0, 1, 65)]:
+        for T in sizes:
+            function(fp32_leaf(T, 8)).sum().backward()
+        assert graphs_made() <= most
+
+
+@about_the_cpu("names of ops in a profile")
+@pytest.mark.parametrize("fields, backend", [
+    ({}, "aot_eager"),
+    *(pytest.param(fields, "aot_eager", marks=slow) for fields in (ACTIVATIONS[5], ACTIVATIONS[9])),
+    *(pytest.param(fields, "inductor", marks=slow) for fields in (
+        dict(latent_size=4, shared_expert_intermediate_size=8, capacity_factor=0.5),
+        dict(params_dtype=torch.bfloat16, activation_fp8_input_store=True)))])
+def test_compile_few_tokens_read_weights_where_they_are(fields, backend):
+    """Few assignments without gradients: no plan, and no grouped product, which would multiply row
+    by row. Beyond, and with a dynamic T, the plan is one graph for all."""
+    layer = random_layer(exact_config(num_experts=16, add_bias_linear=True, **fields)).eval()
+    dtype = layer.config.params_dtype
+    tol = 1e-9 if dtype == torch.float64 else 0.02
+    function = compiled(layer, backend, dynamic=False)
+
+    def ops(T):
+        x = torch.randn(T, 1, 6, dtype=dtype)
+        function(x)                                                  # compiles
+        with torch.profiler.profile() as profile:
+            function(x)
+        return {event.key.partition("::")[2] for event in profile.key_averages()}
+
+    with torch.no_grad():
+        for T in (1, 2, 4):
+            torch._dynamo.reset()                                    # which bounds recompilations
+            given = torch.tensor([[4, 1], [16, 2], [16, 16], [0, 15]])[:T]         # 16: unrouted
+            padding = (torch.arange(T) % 2 == 1)[:, None]
+            for x in torch.randn(3, T, 1, 6, dtype=dtype):
+                for rest in ((), (padding, given)):
+                    close(function(x, *rest), layer(x, *rest), tol)
+        used = {"plan_permutation", "rows_times_weights"}
+        if dtype == torch.float64:                                # bf16: torch's own, on some CPUs
+            assert used <= ops(T=17)
+        assert not used & ops(T=16) and "product_in" in ops(T=16)         # the router's
+
+        torch._dynamo.reset()
+        function = compiled(layer, backend, dynamic=True)
+        counters.clear()
+        for T in (2, 4, 17, 30):
+            x = torch.randn(T, 1, 6, dtype=dtype)
+            close(function(x), layer(x), tol)
+        assert graphs_made() == 1
+
+
+@about_the_cpu("the code generated for it")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compile_few_tokens_make_no_tensor_of_weights(transposed):
+    """Of the weights that are read nothing is as large as those of one expert."""
+    E, T, K, H, F_ = 64, 4, 4, 32, 16
+    fc1, fc2 = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
+    if transposed:                                   # parts interleaved, as gpt_oss has them
+        fc1 = fc1.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+        fc2 = fc2.mT.contiguous().mT
+    x, probs = torch.randn(T, H), torch.rand(T, K)
+    indices = random_indices(T, E, K)
+
+    def mlp(x, probs, indices):
+        return kernels.expert_mlp(
+            x, probs, kernels.plan_permutation(indices, E), fc1, fc2, indices=indices)
+
+    with torch.no_grad():
+        y, (code,) = run_and_get_code(compiled(mlp, "inductor", dynamic=False), x, probs, indices)
+        close(y, mlp(x, probs, indices), 1e-5)
+    sizes = [math.prod(map(int, re.findall(r"\d+", shape)))
+             for shape in re.findall(r"empty_strided_cpu\(\((.*?)\),", code)]
+    assert 0 < max(sizes) <= T * K * 2 * F_ and "plan_permutation" not in code
+
+VARIANTS = {name: small_config(shared_expert_intermediate_size=8, **fields) for name, fields in {
+    **{kind: dict(activation=kind) for kind in kernels.ACTIVATIONS},
+    **CONFIGS,
+    "fp8": dict(activation_fp8_input_store=True),
+    "bf16": dict(params_dtype=torch.bfloat16, router_dtype=torch.bfloat16, router_bias=True),
+    "random": dict(CONFIGS["losses"], force_load_balancing=True, input_jitter_eps=0.1,
+                   capacity_factor=2.0),
+    "chosen": dict(CONFIGS["bias and groups"], load_balancing_type="aux_loss", aux_loss_coeff=0.1,
+                   add_bias_linear=True, router_bias=True),
+}.items()}
+
+
+@pytest.mark.parametrize("name", slow_but(["random", "chosen"], VARIANTS))
+def test_compile_without_host_sync(name):
+    """The joint graph holds no .item(), no nonzero, no unbacked size: ready for CUDA graphs and
+    export. It has no scatter: see test_graph_through_inductor."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+    targets = []
+
+    def record(graph_module, _):
+        for node in graph_module.graph.nodes:
+            targets.append(str(node.target))
+            shape = getattr(node.meta.get("val"), "shape", ())
+            assert not any(str(size).startswith("u") for size in shape)
+        return graph_module
+
+    def backend(graph, inputs):
+        return aot_module_simplified(graph, inputs, fw_compiler=record, bw_compiler=record)
+    config = VARIANTS[name]
+    x = leaf(6, 2, 8, dtype=config.params_dtype)
+    layer = MoELayer(config)
+    compiled(layer, backend)(x).sum().backward()
+    if "seq_aux_loss" in config.balancing:
+        pack = x.view(12, 8), None, None, torch.tensor([0, 5, 5, 12])
+        compiled(layer, backend)(*pack).sum().backward()
+        assert any("searchsorted" in target for target in targets)
+    assert any("plan_permutation" in target for target in targets)
+    for op in ("_local_scalar_dense", "nonzero", "aten.item", "aten.scatter"):
+        assert not [target for target in targets if op in target]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compile_needs_no_numbers(name):
+    """On the meta device a layer gives shapes and dtypes, also under the autocast of another."""
+    config = VARIANTS[name]
+    with torch.device("meta"):
+        layer = MoELayer(config)
+    x = torch.empty(6, 2, 8, dtype=config.params_dtype, device="meta", requires_grad=True)
+    for autocast in (False, True):
+        with torch.autocast("cpu", enabled=autocast):
+            y = layer(x)
+        found = y, *grads(y, [x, *layer.parameters()])
+        for given, tensor in zip([x, x, *layer.parameters()], found, strict=True):
+            assert tensor.is_meta and [tensor.shape, tensor.dtype] == [given.shape, given.dtype]
+
+
+def all_kernels(tokens, logits, y, w):
+    """A number that depends on every function of kernels.py."""
+    T, E = logits.shape
+    bias = logits.detach()[0]
+    probs, routing_map = topk_routing_with_score_function(
+        logits, 2, num_groups=2, group_topk=1, expert_bias=bias)
+    probs, routing_map = apply_router_token_dropping(
+        probs, routing_map, 2, capacity_factor=1.0, pad_to_capacity=True)
+    rows, row_probs, index = permute(
+        tokens, pad_routing_map(routing_map, 2), probs, num_out_tokens=T * 4)
+    out = unpermute(
+        rows * row_probs[:, None], index, tokens.shape, probs=probs, routing_map=routing_map)
+
+    indices = topk_routing_with_score_function(logits, 2, dense_output=True)[1]
+    plan = plan_permutation(indices, E)
+    gathered = gather_rows(tokens, plan)
+    out = out + combine_rows(grouped_mm(gathered, w, plan.offsets), plan, probs[:, :2])
+    out = out + combine_rows(gathered, plan) @ w[0].t()
+    chunks = sort_chunks_by_idxs(gathered, plan.counts, torch.arange(E - 1, -1, -1))[0]
+
+    map_TE, scores = compute_routing_scores_for_aux_loss(logits, 2, "sigmoid")
+    counts = map_TE.sum(0)
+    loss = z_loss_func(logits, 0.1) + switch_load_balancing_loss_func(
+        scores, counts, T, topk=2, num_experts=E, moe_aux_loss_coeff=0.1)
+    bias = get_updated_expert_bias(counts.float(), bias, 0.1)
+    histogram = required_bias_histogram(scores, bias, 2, num_bins=50)
+    bias = bias + quantile_expert_bias(histogram, bias, 2)
+    loss = loss + sinkhorn(logits).sum() + bias.sum()
+    out = out.sum() + weighted_swiglu(y, row_probs[:T, None]).sum()
+    return out + chunks[:T].sum() + loss
+
+
+def second_derivatives():
+    """(name, function of one tensor, its argument): what is public and has a gradient."""
+    plan = plan_permutation(random_indices(6, 4, 2), 4)
+    routing_map = torch.rand(6, 4) < 0.5
+    fc1, fc2 = leaf(4, 2, 5, 8), leaf(4, 8, 5)
+    for kind in kernels.ACTIVATIONS:
+        yield kind, lambda y, kind=kind: activation(y, kind), leaf(6, 8)
+    yield "swiglu_back", lambda y: swiglu_back(y[:, :4], y), leaf(6, 8)
+    yield "expert_mlp", lambda x: expert_mlp(x, torch.rand(6, 2), plan, fc1, fc2), leaf(6, 8)
+    yield "grouped_mm", lambda x: grouped_mm(x.square(), fc2, plan.offsets), leaf(12, 8)
+    yield "gather_rows", lambda x: gather_rows(x, plan), leaf(6, 8)
+    yield "combine_rows", lambda x: combine_rows(x, plan, torch.rand(6, 2)), leaf(12, 8)
+    yield "route", lambda x: topk_routing_with_score_function(x, 2)[0], leaf(6, 4)
+    yield "z_loss", lambda x: z_loss_func(x, 0.1), leaf(6, 4)
+    yield "permute", lambda x: permute(x, routing_map)[0], leaf(6, 8)
+    yield "unpermute", lambda x: unpermute(x, torch.arange(6) // 2, (3, 8)), leaf(6, 8)
+    yield "chunks", lambda x: sort_chunks_by_idxs(x, plan.counts[:1], plan.counts[:1] * 0)[0], leaf(
+        int(plan.counts[0]), 8)
+    yield "gate", lambda x: kernels.router_gating_linear(
+        x, fc2[0].t(), bias=None, router_dtype=torch.float64), leaf(6, 8)
+    yield "shared", SharedExpertMLP(exact_config(), gate=True), leaf(6, 6)
+    yield "router", TopKRouter(exact_config()).gating, leaf(6, 6)
+    yield "layer", exact_layer(), leaf(6, 6)
+
+
+@about_the_cpu("its products are ops of grouped.py")
+def test_compile_selective_checkpoints_repeat_no_product():
+    """A trainer's checkpoint that keeps products makes only elementwise code again."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    layer = small_layer()
+    products = [getattr(torch.ops.moe_grouped, name).default
+                for name in ("rows_times_weights", "rows_times_rows")]
+    kept = [*products, torch.ops.moe_kernels.product_in.default, torch.ops.aten.topk.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.ops = []
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.ops += [op] if op in products else []
+            return op(*args, **kwargs or {})
+
+    x = fp32_leaf(7, 8)
+    with Count() as plain:
+        agree(layer, layer, x, tol=0)
+    with Count() as again:
+        agree(of_module(layer, lambda layer, x: checkpoint(
+            layer, x, use_reentrant=False, context_fn=contexts)), layer, x, tol=0)
+    assert len(plain.ops) == len(again.ops) == 2 * 6
+
+
+def test_compile_second_derivatives_are_right_or_refused():
+    """Where a backward is written by hand, autograd would take what is kept for constants. So these
+    are right, or an error of this project, and never a number that is wrong."""
+    refused = []
+    for name, function, x in second_derivatives():
+        def slope(x):
+            return torch.autograd.grad(function(x).sin().sum(), x, create_graph=True)[0]
+        with about(name):
+            try:
+                got, = torch.autograd.grad(slope(x).square().sum(), x)
+            except RuntimeError as failed:
+                assert "this project has only first derivatives" in str(failed)
+                refused.append(name)
+                continue
+            v = torch.randn_like(x)                          # along v, by differences
+            up, down = [torch.autograd.grad(function(y).sin().sum(), y)[0].square().sum()
+                        for y in (x + 1e-5 * v, x - 1e-5 * v)]
+            close((got * v).sum(), (up - down) / 2e-5, 1e-5)
+    assert refused == [
+        "swiglu_back", "expert_mlp", "grouped_mm", "gather_rows", "combine_rows", "route", "z_loss",
+        "gate", "router", "layer"]
+    function = compiled(exact_layer())
+    x = leaf(6, 6)
+    with pytest.raises(RuntimeError, match="double backward|create_graph"):
+        slope, = torch.autograd.grad(function(x).sin().sum(), x, create_graph=True)
+        slope.sum().backward()
+
+
+@slow
+def test_compile_every_kernel():
+    """Every function of kernels.py is in one dynamic graph, forward and backward, for T >= 2."""
+    function = compiled(all_kernels)
+    for T in (9, 2, 31, 4096):
+        torch.manual_seed(T)
+        shapes = (T, 6), (T, 4), (T, 8), (4, 6, 6)
+        args = [fp32_leaf(*shape) for shape in shapes]
+        for tensor in args[:3]:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        agree(function, all_kernels, tuple(args), tol=1e-4)
+    assert graphs_made() == 1
+
+
+@pytest.mark.parametrize("name", slow_but(
+    ["dropping"], [*CONFIGS, "losses and a capacity"]))
+def test_compile_export_with_dynamic_T(name):
+    """Export takes the length of an axis for symbolic where it is `x.shape[0]`, and for a constant
+    where it is `len(x)`."""
+    fields = CONFIGS.get(name, dict(LOSSES, capacity_factor=0.8))
+    layer = small_layer(**{"shared_expert_intermediate_size": 8, **fields})
+    K = layer.config.topk
+    for training, masked, given, flat in itertools.product([False, True], repeat=4):
+        def inputs(n):
+            axes = [n] if flat else [n, 3]
+            x = torch.randn(*axes, 8)
+            mask = torch.rand(axes) < 0.2 if masked else None
+            choice = random_indices(math.prod(axes), 6, K).view(*axes, K) if given else None
+            return x, mask, choice
+
+        layer.train(training)
+        first = {0: torch.export.Dim("length", min=1, max=65536)}
+        shapes = first, first if masked else None, first if given else None
+        with about(f"training {training}, masked {masked}, given {given}, flat {flat}"):
+            program = torch.export.export(layer, inputs(12), dynamic_shapes=shapes)
+            for n in (1, 5, 300):
+                args = inputs(n)
+                same(program.module()(*args), layer(*args))
+
+
+def test_compile_ops_pass_opcheck():
+    indices = random_indices(9, 4, 2)
+    plan = plan_permutation(indices, 4)
+    token = plan.order // 2
+    offsets = plan.offsets
+    x, w, b = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 6)
+    h = torch.randn(18, 6)
+    many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
+    of_many = torch.randn(16, 8, 6)
+    _, index = grouped._read_in_batches(many, 18)
+    for op, *args in [
+            (kernels._plan_permutation, indices, 4),
+            (kernels.copy_after, torch.ones(()), x),
+            (maps._place_by_key, x),
+            (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
+            (kernels.scatter_columns, indices, indices, 4, 7),
+            (kernels._sinkhorn, x, 1e-4, None),
+            (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
+            (grouped._rows_times_weights, h, None, w, None, offsets, None),
+            (grouped._rows_times_rows, x, token, h, None, offsets, None),
+            (grouped._rows_times_rows, h, None, x, token, offsets, None),
+            (grouped._read_in_batches, offsets, 18),
+            (grouped._read_in_batches, many, 18),
+            (grouped._rows_times_weights, x, token, of_many, None, many, index),
+            (grouped._rows_times_rows, x, token, h, None, many, index),
+            (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
+            (kernels._rounded_scores, x.bfloat16(), "sqrtsoftplus"),
+            (kernels.rounded, x, torch.bfloat16),
+            (kernels.count_experts, indices, 4),
+            (kernels._sum_tokens, x),
+            (kernels._sum_weighted, x, torch.rand(8), None),
+            (kernels.sequence_counts, torch.rand(18, 4) < 0.5, token % 3, 3),
+            (grouped._block_sums, h, offsets, None),
+            (router_file._write, torch.zeros(4), torch.ones(4), x, True),
+            (router_file._running_mean, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
+        torch.library.opcheck(op, args)
+
+
+def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
+    on_host = [op._name for op in ops_of(*SOURCES)
+               if torch.Tag.cudagraph_unsafe in op._opoverload.tags]
+    assert sorted(on_host) == [
+        "block_sums", "read_in_batches", "rows_times_rows", "rows_times_weights", "write"]
+
+
+def test_compile_private_names_of_torch(monkeypatch):
+    """What the section of this name in compat.py relies on, each by its effect or its absence."""
+    assert kernels.as_number(2.5) == 2.5
+    function = torch.compile(
+        lambda x, by: x * math.ceil(kernels.as_number(by)), backend="eager", fullgraph=True,
+        dynamic=True)
+    for by in (1.5, 2.5):
+        same(function(torch.ones(2), by), torch.full((2,), float(math.ceil(by))))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert isinstance(compat.cpu_multiplies_in(dtype), bool)
+        with monkeypatch.context() as without:
+            without.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+            assert compat.cpu_multiplies_in(dtype) is False
+
+    one = torch.ones(1, 1, device="cpu")
+    assert not compat.is_any_autocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compat.is_any_autocast() and (one @ one).dtype == torch.bfloat16
+        with compat.op_without_autocast():
+            assert (one @ one).dtype == torch.float32
+
+    x = leaf(4, 3)
+    assert x.sin().view(12)._is_view() and not compat.as_no_view(x.sin(), (12,))._is_view()
+    assert compat.with_fixed_address(torch.zeros(2))._dynamo_static_input_type == "unguarded"
+    assert compat.with_fixed_address(torch.zeros(2))._dynamo_static_indices == {0}
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2)
+    assert compat.has_values(x) and not compat.has_values(fake)
+    assert not compat.has_values(x.to("meta"))
+    with compat.reads_on_host():
+        assert torch._dynamo.config.capture_scalar_outputs
+    assert not torch._dynamo.config.capture_scalar_outputs and not compat.makes_cuda_graphs()
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert compat.makes_cuda_graphs()
+
+    ran = []
+    first, second = x.sin(), x.cos()
+    for name, y in (("first", first), ("second", second)):
+        y.register_hook(lambda grad, name=name: ran.append((name, compat.in_backward())))
+    assert compat.backward_order(second.grad_fn) > compat.backward_order(first.grad_fn)
+    compat.set_backward_order(first.grad_fn, compat.backward_order(second.grad_fn) + 1)
+    (first * second).sum().backward()
+    assert ran == [("first", True), ("second", True)] and not compat.in_backward()
+
+    class Keeper(torch.nn.Module):
+        @compat.writes_to_module
+        def keep(self, x):
+            self.kept = x
+
+        def forward(self, x):
+            self.keep(x.sin())
+            return x.cos()
+    keeper = Keeper()
+    torch.compile(checkpointed(keeper, False), backend="eager", fullgraph=True)(x)
+    same(keeper.kept, x.sin())
+
+
+def no_float64(name, args, out) -> None:
+    """A device without float64, as Apple's and Intel's: refused in every op."""
+    for x in torch.utils._pytree.tree_leaves((args, out)):
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            raise TypeError(f"{name}: this device has no float64")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compile_nothing_is_float64_without_a_float64_input(name):
+    """pytorch #122602, torch-xpu-ops #1742: forward, backward, both bias updates and metrics."""
+    config = dataclasses.replace(VARIANTS[name], shared_expert_overlap=True)
+    with Watch(no_float64, into=SOURCES):
+        with pytest.raises(TypeError, match="no float64"):
+            kernels.copy_after(torch.ones(2).double(), torch.ones(2))
+        layer = MoELayer(config)
+        x = leaf(5, 3, 8, dtype=config.params_dtype)
+        layer(x, torch.rand(5, 3) < 0.2).sum().backward()
+        assert sharding.gradient_norm(layer, None).dtype == torch.float32
+        update_expert_bias(layer)
+        layer.router.reset_global_aux_loss_tracker()
+        load_balancing_metrics(layer, reduce=True)
+        with record_routing(layer) as record:
+            layer.eval()(x)
+        with replay_routing(layer, record.indices):
+            layer(x)
+        there_and_back(x[0], torch.ones(3, 2).bool(), torch.rand(3, 2), 5)
+
+
+def test_compile_kernels_under_a_name_with_a_hyphen(monkeypatch):
+    """Op names are made of the module's name, whatever it is."""
+    module = imported_as("my-kernels", kernels, monkeypatch)
+    assert module.plan_permutation(torch.tensor([[1], [0]]), 2).order.tolist() == [1, 0]
+    op = torch.ops.moe_my_kernels.plan_permutation.default
+    assert op.name() == "moe_my_kernels::plan_permutation"

@@ -1,0 +1,234 @@
+"""Tests of torch's settings for a whole process: autocast, the precision of products, the default
+dtype and device. What has to be in fp32 is, whatever they say.
+
+    python -m pytest tests/test_settings.py
+"""
+import contextlib
+import copy
+import importlib
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import compat
+import kernels
+import router as router_file
+from kernels import sinkhorn
+from moe import MoEConfig, MoELayer, set_aux_loss_scale
+from test_moe import (
+    DEVICE, LAYER, WAYS, Watch, close, compiled, error, exact_layer, fp32_leaf, fresh_start, grads,
+    leaf, on_device, outcome, random_layer, same, slow_but, small_config, small_layer, twin)
+
+def imported_as(name: str, module, monkeypatch):
+    """The module from its file once more, under another name."""
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, again)
+    spec.loader.exec_module(again)
+    return again
+
+
+def test_experts_backward_ignores_autocast():
+    layer = MoELayer(MoEConfig(6, 5, 4, topk=2, init_std=0.5, add_bias_linear=True))
+    x = fp32_leaf(9, 6)
+    leaves = [x, *layer.parameters()]
+    want = grads(layer(x), leaves)
+    y = layer(x)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = grads(y, leaves)
+    same(got, want)
+
+
+@pytest.mark.parametrize("way", slow_but(["plain"], ["plain", "compiled"]))
+def test_layer_router_stays_fp32(way):
+    """In a bf16 model and under autocast, also compiled (megablocks #91, prime-rl #2952)."""
+    bf16 = torch.bfloat16
+    for dtype, weight_dtype in ((bf16, bf16), (bf16, torch.float32), (torch.float32,) * 2):
+        layer = small_layer(params_dtype=dtype, init_std=0.3)
+        layer.router.to(weight_dtype)
+        function = WAYS[way](layer)
+        x = leaf(50, 8, dtype=dtype)
+        want = layer(x)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.float32):
+            logits = layer.router.gating(x)
+            y = function(x)
+        assert logits.dtype == torch.float32 and y.dtype == dtype
+        close(logits, x.double() @ layer.router.weight.double().t(), 1e-5)
+        inputs = [x, *layer.parameters()]
+        assert [g.dtype for g in grads(y, inputs)] == [p.dtype for p in inputs]
+        close(y, want, 0.05)
+    assert not torch.equal(y, want)                  # under autocast the experts ran in bf16
+
+
+def test_layer_dtype_casts_keep_the_expert_bias():
+    """fp32 through casts and round trips: steps of 1e-3 vanish in bf16 (Megatron-LM #1482)."""
+    layer = small_layer(enable_expert_bias=True)
+    want = torch.tensor([1.001, 1.002, -0.5003, 0.0, 0.1, 0.2])
+    layer.router.expert_bias.copy_(want)
+    for cast in (MoELayer.half, MoELayer.double, lambda layer: layer.to(torch.bfloat16),
+                 MoELayer.bfloat16, copy.deepcopy):
+        layer = cast(layer)
+        same(layer.router.expert_bias, want)
+    assert layer.router.weight.dtype == torch.bfloat16
+    same(twin(layer).bfloat16().router.expert_bias, want)
+
+
+def set_precision(how: str) -> None:
+    """Lets products of fp32 operands be in bf16 or TF32, where the device has instructions."""
+    if how.startswith("torch.backends"):
+        torch.backends.fp32_precision = how.split()[-1]
+    else:
+        torch.set_float32_matmul_precision(how)
+
+
+@pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
+def test_router_fp32_products_are_in_fp32(how):
+    """prime-rl #2952: whatever the user sets, these are in fp32, eager and compiled: logits and
+    their gradients, P · fc2_bias, gradients of the experts' biases, sinkhorn. The setting stays as
+    it is, also where it is inherited."""
+    matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    seen = {}
+
+    def note(name, args, out):
+        for op in watch.inside:
+            if name in ("matmul", "mm", "bmm", "_grouped_mm"):
+                seen.setdefault(op, set()).update(matmul.fp32_precision for matmul in matmuls)
+    try:
+        set_precision("torch.backends none")
+        set_precision("highest")
+        for matmul in matmuls:
+            matmul.fp32_precision = "none"
+        layer = random_layer(small_config(
+            hidden_size=64, num_experts=16, add_bias_linear=True, router_bias=True, init_std=1.0))
+        x = fp32_leaf(512, 64)
+        router = layer.router
+        logits = x.double() @ router.weight.double().t() + router.bias.double()
+        upstream = torch.randn(512, 16)
+        leaves = [x, router.weight, router.bias]
+        want = [logits, *grads(logits, leaves, upstream.double())]
+
+        set_precision(how)
+        before = [matmul.fp32_precision for matmul in matmuls]
+        for gating in (router.gating, compiled(router.gating)):
+            got = gating(x)
+            for a, b in zip([got, *grads(got, leaves, upstream)], want):
+                assert (a - b).norm() <= 1e-6 * b.norm()
+        with Watch(note, into=LAYER) as watch:
+            sinkhorn(torch.randn(8, 4))
+            layer(x).sum().backward()
+        for op in ("product_in", "block_sums", "sinkhorn"):
+            assert seen[op] <= {"ieee", "none"}, op          # none: nothing is set, so fp32
+        assert [matmul.fp32_precision for matmul in matmuls] == before
+        if how.startswith("torch.backends"):
+            torch.backends.fp32_precision = "ieee"
+            assert {matmul.fp32_precision for matmul in matmuls} == {"ieee"}
+    finally:
+        set_precision("torch.backends none")
+        set_precision("highest")
+
+
+def test_router_writes_no_global_setting_without_need(monkeypatch):
+    """The switches of all threads are written where one says TF32 or bf16, and then set back."""
+    class Setting:
+        def __init__(self, precision):
+            vars(self).update(fp32_precision=precision, written=[])
+
+        def __setattr__(self, name, value):
+            vars(self)[name] = value
+            self.written.append(value)
+    x, weight = torch.randn(5, 8), torch.randn(4, 8)
+    for precision, written in (("none", []), ("ieee", []), ("tf32", ["ieee", "none", "tf32"])):
+        settings = [Setting(precision), Setting("ieee")]
+        monkeypatch.setattr(compat, "_PRECISIONS", settings)
+        kernels.router_gating_linear(x, weight, None, router_dtype=torch.float32)
+        assert settings[0].written == written and settings[0].fp32_precision == precision
+        assert settings[1].written == []
+
+
+def test_router_token_counts_ignore_the_default_dtype():
+    """By calculate_per_token_loss a loss is multiplied by 301 tokens, which bf16 rounds to 302."""
+    layer = small_layer(
+        load_balancing_type=("seq_aux_loss", "global_aux_loss"), aux_loss_coeff=(0.1, 0.2),
+        calculate_per_token_loss=True)
+    x = torch.randn(301, 1, 8)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.router.reset_global_aux_loss_tracker()
+        try:
+            torch.set_default_dtype(dtype)
+            results.append(grads(layer(x).sum(), [layer.router.weight]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    same(*results)
+
+
+def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
+    """What is on where moe.py is imported does not reach the scale: fp32, on the CPU, outside of
+    inference mode. Nor does the graph of what it is set to."""
+    lse = 1 + math.log(4)                    # the slope of 0.1·lse² is 0.1·2·lse
+    want = torch.full((3,), 2.0 ** 18 * 0.1 * 2 * lse / 3)
+    for dtype, on in [(torch.float16, contextlib.nullcontext()), (torch.float32, torch.no_grad()),
+                      (torch.float32, torch.inference_mode()),
+                      (torch.float32, torch.device("meta"))]:
+        torch.set_default_dtype(dtype)
+        try:
+            with on:
+                name = type(on).__name__
+                for source in LAYER:                         # the later ones import it
+                    file = Path(source.__file__).stem
+                    module = imported_as(f"{file}_{name}", source, monkeypatch)
+                    monkeypatch.setitem(sys.modules, file, module)
+                scale = sys.modules["router"]._loss_scale(torch.device("cpu"))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert scale.dtype == torch.float32 and scale.device.type == "cpu"
+        module.set_aux_loss_scale(torch.tensor(2.0 ** 17, requires_grad=True) * 2)
+        assert scale == 2 ** 18 and not scale.is_inference() and not scale.requires_grad
+        router = module.TopKRouter(module.MoEConfig(8, 4, 4, 2, z_loss_coeff=0.1))
+        logits = torch.ones(3, 4, requires_grad=True)
+        gradient = grads(router.routing(logits)[0].mul(0).sum(), [logits])[0]
+        close(gradient.sum(1), want, 1e-5)
+    assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, torch.ones(2))
+
+
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_router_warns_of_fp16_without_a_loss_scale(monkeypatch, way):
+    """A GradScaler cannot be seen, but autocast to fp16 can. No scale is needed without balance
+    losses, in bf16, or where one was set."""
+    monkeypatch.setattr(router_file, "_is_scale_set", False)
+    balanced = small_layer(load_balancing_type="aux_loss", aux_loss_coeff=0.1)
+
+    def warnings_of(layer, dtype):
+        torch._dynamo.reset()
+        with warnings.catch_warnings(record=True) as caught, torch.autocast(DEVICE, dtype):
+            warnings.simplefilter("always")
+            WAYS[way](layer)(fp32_leaf(5, 8)).sum().backward()
+        return sum("set_aux_loss_scale was never called" in str(w.message) for w in caught)
+    assert warnings_of(balanced, torch.float16) == 1
+    assert warnings_of(balanced, torch.bfloat16) == 0
+    assert warnings_of(small_layer(), torch.float16) == 0
+    set_aux_loss_scale(2.0)
+    assert warnings_of(balanced, torch.float16) == 0
+
+
+def test_shared_under_autocast():
+    """The products run in bf16; the sum with the routed experts' output is in fp32."""
+    layer = exact_layer(
+        shared_expert_overlap=True, shared_expert_gate=True, latent_size=7, latent_norm=True,
+        init_std=0.3, params_dtype=torch.float32, router_dtype=torch.float32)
+    x = fp32_leaf(9, 6)
+    exact = outcome(layer, x)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = outcome(layer, x)
+        whole = outcome(compiled(layer), x)
+    assert not torch.equal(got[0], exact[0])
+    without_counts = 2 + len([*layer.parameters()])
+    for a, b, c in [*zip(got, whole, exact, strict=True)][:without_counts]:
+        assert a.dtype == b.dtype == torch.float32
+        unit = c.abs().max().item()
+        close(a, c, 0.05 * unit)
+        close(b, a, 0.02 * unit)
