@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class Dispatch(Protocol):
     """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
-    with the experts between the first and the second. Their width is H, or ℓ with latent experts.
+    with the experts between the first and the second. Rows have width H, or ℓ with latent experts.
     The experts multiply by the probs, so the way back is a plain sum.
     """
 
@@ -90,11 +90,15 @@ class OneProcess:
         return Local(x, probs, plan)
 
     def enter_tp(self, x: Tensor, sequence_parallel: bool) -> Tensor:
-        """The tokens of all tp ranks: with sequence_parallel gathered from parts, else x."""
+        """The tokens of all tp ranks. With sequence_parallel each rank has a part of them, and the
+        parts are gathered. Without it every rank has all tokens, so the result is x.
+        """
         return x
 
     def leave_tp(self, x: Tensor, sequence_parallel: bool) -> Tensor:
-        """The opposite: the sum of x; with sequence_parallel this rank's part of it."""
+        """The opposite: the sum of x over the tp ranks. With sequence_parallel each rank gets its
+        part of the sum.
+        """
         return x
 
     def adopt(self, module: "MoEModule") -> None:
@@ -121,7 +125,7 @@ _FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 
 
 class MoEModule(nn.Module):
-    """A module of the layer. It says of its parameters which of them ranks share out."""
+    """A module of the layer. It declares which of its parameters ranks share out, and how."""
     # parameter -> the config's field with its standard deviation
     std_fields = {
         "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
@@ -147,7 +151,7 @@ class MoEModule(nn.Module):
             f"dataclasses.replace(module.config, ..), and its load_state_dict with this one's")
 
     def set_config(self, config) -> None:
-        """Sets it for this module and its parts, whose tensors must fit it already."""
+        """Sets the config of this module and its parts. Their tensors must fit it already."""
         for part in self.modules():
             if isinstance(part, MoEModule):
                 part._config = config

@@ -17,8 +17,8 @@ Look for mistakes in fp32: in bf16 one of some percent may be as small as the ro
 
 --list names the cases; --case NAME runs one and shows the first rows that are off. For experts,
 --shape T E K H F adds a case with your sizes. The last line says what "ok" covers. The exit status
-is 1 if something is wrong, 2 if all cases are refused, the function cannot be loaded or an option
-does not fit, else 0.
+is 1 if something is wrong. It is 2 if the function cannot be loaded, if an option does not fit, or
+if every case is refused (but 0 if --case names one, and that is refused). Else it is 0.
 
 Notes, of which only the first makes a row wrong:
 
@@ -91,8 +91,9 @@ def probs_of(logits, indices, o):
 
 
 def is_choice(chosen, s, o, slack):
-    """Whether a token's chosen experts are the top K of its scores s [E]; with groups, of its best
-    groups. Scores that differ by at most the slack are a tie, which may fall either way.
+    """Whether a token's chosen experts are the top K of its scores s [E]. With groups, only experts
+    of its best groups compete. Scores that differ by at most the slack are a tie, which may fall
+    either way.
     """
     if len(set(chosen)) != o.topk or not 0 <= min(chosen) <= max(chosen) < len(s):
         return False
@@ -219,7 +220,7 @@ def expert_case(
     rand = lambda *shape: torch.rand(shape, generator=draw, device="cpu")
     c = SimpleNamespace(
         x=randn(T, H), probs=rand(T, K).to(device),
-        indices=rand(T, E).argsort(1).to(device)[:, :K],    # sorted here: devices break ties apart
+        indices=rand(T, E).argsort(1).to(device)[:, :K],    # devices break ties differently
         fc1=randn(E, 2 * W, H, scale=H ** -0.5), fc2=randn(E, H, W, scale=W ** -0.5),
         grad_y=randn(T, H), needs=needs, before=before and dict.fromkeys(INPUTS, before))
     with torch.device(device):
@@ -336,8 +337,8 @@ def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
 
 
 def gradients(y, leaves, grad) -> dict:
-    """title -> gradient, for those leaves (title -> tensor) that need one. It is zeros where y does
-    not depend on the leaf or has another shape than its gradient.
+    """title -> gradient, for those leaves (title -> tensor) that need one. A gradient is zeros if y
+    does not depend on the leaf, or if y and grad, the gradient of y, have different shapes.
     """
     leaves = {title: z for title, z in leaves.items() if z.requires_grad}
     grads = [None] * len(leaves)
@@ -620,6 +621,6 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
     try:
         main()
-    except BrokenPipeError:                      # as `| head` makes it
+    except BrokenPipeError:                      # for example from `| head`
         print("the output was closed before its end", file=sys.stderr)
         os._exit(2)                              # sys.exit would write to the closed output again

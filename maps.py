@@ -47,7 +47,8 @@ def group_limited_topk(
     `group_topk` of `num_groups` equal groups of experts (arXiv 2405.04434, 2412.19437).
 
     A group's score is the sum of its `group_score_topk` best scores (default: topk // group_topk;
-    DeepSeek-V2 takes 1, DeepSeek-V3 2). Even a negative score beats the other groups.
+    DeepSeek-V2 takes 1, DeepSeek-V3 2). A score in the best groups wins over all experts of the
+    other groups, even if it is negative.
 
     >>> scores = torch.tensor([[5.0, 0.0, 4.0, 4.0]])
     >>> group_limited_topk(scores, topk=2, num_tokens=1, num_experts=4, num_groups=2, group_topk=1)
@@ -72,7 +73,8 @@ def _as_map(routing_map):
     return routing_map.bool()
 
 
-# An op: the compiler's code for a sort is made for one length.
+# This is an op because Inductor's own sort serves up to 32,767 rows only: with it a graph that has
+# met few rows would be compiled again for more.
 @op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
 def _place_by_key(keys: Tensor) -> Tensor:
     """[T, E] int64: each key's place in its column, the largest first, equal ones in order."""
@@ -137,9 +139,9 @@ def permute(
     None, sorted_indices [rows] int64). Row i is token sorted_indices[i]; its prob comes from probs
     [T, E].
 
-    num_out_tokens: the number of rows, a static shape. Rows beyond the map's ones are zeros with
-      prob 0 and sorted index T; ones beyond the rows are cut off. None: a row for each one, which
-      syncs and has a data-dependent shape (eager mode only).
+    num_out_tokens: the number of rows, a static shape. If the map has fewer ones, the last rows are
+      zeros with prob 0 and sorted index T. If it has more, its last ones get no row. None: a row
+      for each one of the map, which syncs and has a data-dependent shape (eager mode only).
     drop_and_pad: every expert has C = num_out_tokens / E rows: its first C tokens, then the
       lowest-numbered tokens not routed to it, with their prob in `probs`. If C > T, the last C - T
       rows of every expert are zeros with sorted index T.
@@ -295,7 +297,7 @@ def _gradients(g, y, weights, function):
     def value(y, weights=None):
         return kernels.activated(y, weights, function, parts)
 
-    if torch.compiler.is_compiling():                    # it cannot trace torch.autograd.grad
+    if torch.compiler.is_compiling():          # the compiler cannot trace torch.autograd.grad
         grads = torch.func.vjp(value, *inputs)[1](g.detach())
     else:
         with torch.enable_grad():
@@ -309,8 +311,8 @@ def activation_back(
     weights: Tensor | None = None, **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The gradient of kernels.activation, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
-    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). A derivative of the
-    results is a RuntimeError; in compiled code they are constants.
+    grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). The results have no
+    derivative: in eager mode asking for one is a RuntimeError, in compiled code they are constants.
     """
     function = kernels.activation_of(kind, **constants)
     kernels.check_activation(y, weights, kernels.parts_of(function), g=g)

@@ -3,7 +3,7 @@
     python -m pytest test_maps.py
     python -m pytest test_maps.py -k test_permute_      one section, by its tests' first word
 
-The words: route, drop, permute, activation. It needs test_moe.py with its files beside it.
+The words: route, drop, permute, activation. It needs test_moe.py and the layer's seven files.
 """
 import functools
 import math
@@ -63,7 +63,7 @@ def test_route_in_both_forms():
 
 
 def test_route_masked_groups_lose_to_negative_scores():
-    """As in kernels.topk_routing."""
+    """Groups that are not chosen lose even to negative scores, as in kernels.topk_routing."""
     bias = torch.tensor([-2.0, -3.0, -4.0, -5.0])
     scores, indices = group_limited_topk(
         bias[None], topk=2, num_tokens=1, num_experts=4, num_groups=2, group_topk=1)
@@ -71,7 +71,7 @@ def test_route_masked_groups_lose_to_negative_scores():
 
 
 def test_route_errors():
-    """The others are kernels.topk_routing's."""
+    """Of the map form alone. Those of kernels.topk_routing are tested in test_moe.py."""
     x = torch.randn(1, 6, 4)
     check_error_table("""
         group_limited_topk(x, 2, 6, 4, 2, 1) => scores has shape [1, 6, 4]
@@ -390,14 +390,14 @@ def test_activation_back_compiles_where_its_input_requires_grad(kind):
     kernels.activation_of("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
     kernels.activation_of("situ", beta=1.5, linear_beta=2.0), kernels.relu2])
 def test_activation_back_of_one_that_is_made(made):
-    """With dynamic=True the compiler makes symbolic numbers of its constants."""
+    """With dynamic=True the compiler turns its constants into symbolic numbers."""
     g, y = torch.randn(3, 4), torch.randn(3, 4 * kernels.parts_of(made))
     want = activation_back(g, y, made)
     close(compiled(lambda g, y: activation_back(g, y, made), dynamic=True)(g, y), want, 1e-6)
 
 
 def test_activation_errors():
-    """The others are kernels.activation's."""
+    """Of the backwards alone. Those of kernels.activation are tested in test_moe.py."""
     check_error_table("""
         swiglu_back(x, x) => g has shape [6, 8]; needs [6, 4]
         activation_back(half, x, "relu2") => g has shape [6, 4]; needs [6, 8]

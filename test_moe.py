@@ -1277,7 +1277,7 @@ class TwoExperts(torch.nn.Module):
     kernels.activation_of("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
     kernels.activation_of("situ", beta=1.5, linear_beta=2.0), kernels.relu2])
 def test_activation_made_before_it_is_compiled(made):
-    """With dynamic=True the compiler makes symbolic numbers of its constants."""
+    """With dynamic=True the compiler turns its constants into symbolic numbers."""
     two = TwoExperts(made)
     shapes = (7, 4), (7, 2), (3, kernels.parts_of(made), 5, 4), (3, 4, 5)
     agree(compiled(two, dynamic=True), two, tuple(leaf(*shape) for shape in shapes))
@@ -1300,7 +1300,7 @@ def saved_bytes(function, exclude=()) -> int:
 
 
 def test_activation_keeps_only_its_input():
-    """With fp8_input_store as fp8, which the backward alone sees."""
+    """With fp8_input_store it is kept in fp8, and only the backward sees the rounding."""
     y = torch.randn(64, 32)
     w = torch.rand(64, 1)
     y[0, 0], y[1, 1], y[2, 16], y[3, 17] = 1e4, -1e4, 1e4, -1e4      # beyond e4m3's 448
@@ -1437,7 +1437,7 @@ def test_experts_errors():
 
 
 def test_experts_without_rows_are_not_multiplied(monkeypatch):
-    """Of the loop on a CPU."""
+    """The loop on a CPU multiplies only experts that have rows."""
     multiplied = []
     product = grouped._mm
 
@@ -2434,7 +2434,7 @@ def test_router_counts_beyond_what_bf16_holds():
 
 
 def test_router_hooks_fire():
-    """In the layer, and through route: each is the router's call."""
+    """A forward hook fires once a call: in a layer, through route, and alone."""
     layer = small_layer()
     calls = []
     layer.router.register_forward_hook(lambda *_: calls.append("hook"))
@@ -2444,7 +2444,7 @@ def test_router_hooks_fire():
 
 
 def test_router_keeps_no_copy_of_a_transposed_input():
-    """[B, S, H] that is handed on as [S, B, H]: kept as it is, though the product needs a copy."""
+    """[B, S, H] passed as [S, B, H] is kept as it is, although the product needs a copy."""
     router = TopKRouter(small_config(hidden_size=512))
     x = torch.randn(4, 8, 512).transpose(0, 1).requires_grad_()
     kept = saved_bytes(lambda: router(x), exclude=[x, *router.parameters()])

@@ -327,9 +327,9 @@ def test_small_router_under_autocast(compile):
 
 @pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
 def test_small_logits_are_in_fp32(monkeypatch, how):
-    """Whatever the user sets for products, eager and compiled: what is set while the operands are
-    read, since not every CPU has the instructions. The setting stays as it is, also where it is
-    inherited."""
+    """Whatever precision the user sets for products, eager and compiled. The test notes the setting
+    while the operands are read, since not every CPU has other instructions. Afterwards the user's
+    setting is as before, also where it is inherited."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     x, router = [torch.randn(n, 64, requires_grad=True) for n in (512, 16)]
     upstream = torch.randn(512, 16)

@@ -123,8 +123,9 @@ DECIDED_BY = {
 class Line(NamedTuple):
     """A line of a router.
 
-    column: of the table. template: the formula, with {..} for its values. values: of these.
-    origin: in brackets, the fields of the published config that decide it.
+    column: the table's column for this line. template: the formula, with {..} in the place of
+    values. values: name in a {..} -> its value. origin: in brackets, the fields of the published
+    config that decide the line.
     """
     column: str
     template: str

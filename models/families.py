@@ -4,8 +4,8 @@
     from_hf(layer, tensors, "qwen3_moe", prefix="model.layers.3.mlp.")
     tensors = to_hf(layer, "qwen3_moe", prefix="model.layers.3.mlp.")
 
-A config is a dict or an object with attributes, tensors a plain mapping. Beside torch this file
-needs einops. There are two ways into a live model of the Hugging Face library:
+A config is a dict or an object with attributes, tensors a plain mapping. This file needs the layer,
+ranks/sharding.py and einops. There are two ways into a live model of the Hugging Face library:
 
     replace_blocks(model, enable_expert_bias=True, bias_update="quantile")     # router and experts
     model.set_experts_implementation(register_experts())                       # the experts alone
@@ -1144,7 +1144,7 @@ def replace_blocks(
     for name, router in routers.items():
         router.batch = batch
         _put_router(model, name, row, router)
-    for name, router in routers.items():                     # last: blocks share a config
+    for name, router in routers.items():         # Blocks share a config: all have read it by now.
         if router.experts_before:
             model.get_submodule(name).experts.config._experts_implementation = OURS
 
@@ -1440,7 +1440,7 @@ def _put_router(model, name, row, router):
     _put_forward(gate, of_the_gate)
     if of_the_block:
         _put_forward(block, of_the_block)
-    elif hasattr(experts, "has_gate"):                       # it asks for the implementation
+    elif hasattr(experts, "has_gate"):          # its own forward looks up the implementation
         router.experts_before = experts.config._experts_implementation
     else:
         _put_forward(experts, _library_experts)
@@ -1539,7 +1539,8 @@ class Texts(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
-# argument of a model's forward -> field of Texts; the later one holds
+# argument of a model's forward -> field of Texts. If both token arguments are given, input_ids is
+# taken.
 FOUND = {"inputs_embeds": "tokens", "input_ids": "tokens", "attention_mask": "mask",
          "cu_seq_lens_q": "cu_seqlens"}
 
@@ -1575,7 +1576,8 @@ class Batch:
         if not self.padding_mask or not isinstance(mask, Tensor) or mask.ndim != 2:
             given["attention_mask"] = None
         found = {ours: given[name] for name, ours in FOUND.items() if given.get(name) is not None}
-        self.texts = (self.texts or Texts())._replace(**found)         # the outer model's holds
+        # If an outer model runs, what this forward is not given keeps the outer model's value.
+        self.texts = (self.texts or Texts())._replace(**found)
         self.has_our_experts = _are_ours(model)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for module in model.modules():

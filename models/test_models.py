@@ -1,11 +1,12 @@
-"""Tests of families.py: published models against their formulas, live ones against the library.
+"""Tests of families.py and atlas.py: published models against their formulas, live ones against the
+library.
 
     python -m pytest models/test_models.py                  in half a minute
     python -m pytest models/test_models.py -k test_live_    one section, by its tests' first word
     SLOW=1 python -m pytest models/test_models.py           also what is slow by nature
 
-The words of the sections: families, live. Some tests need transformers; two also need accelerate or
-peft. Without them they are skipped.
+The words of the sections: families, atlas, live. Some tests need transformers; two also need
+accelerate or peft. Without them they are skipped.
 """
 import contextlib
 import copy

@@ -145,7 +145,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, splits):
         ctx.set_materialize_grads(False)
-        # It has the shape of the gradient that it carries, since autograd compares the two.
+        # Autograd compares the shapes of a tensor and of its gradient, so the shadow has the shape
+        # of the gradient that it carries.
         shadow = rows.new_zeros(()).expand_as(rows)
         return exchange(rows, splits), shadow
 
@@ -167,7 +168,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx, grad):
         in_flight = exchange(grad, ctx.splits.back())
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
-            wait(in_flight)                                  # detect_anomaly reads it at once
+            wait(in_flight)                  # detect_anomaly reads the returned gradient at once
         # buffer, shadow, splits
         return None, in_flight, None
 
@@ -195,7 +196,9 @@ def _extend(x, rows):
 
 
 def _first_rows(x, rows):
-    """x[:rows], with rows read from the device: a graph of torch 2.11 has no gradient for that."""
+    """x[:rows], where `rows` was read from the device. It has a gradient of its own, because a
+    graph of torch 2.11 makes none for such a slice.
+    """
     functions = partial(_cut, rows=rows), partial(_extend, rows=x.shape[0])
     return kernels.Adjoint.apply(x, functions)
 
@@ -203,9 +206,9 @@ def _first_rows(x, rows):
 class ExpertParallel:
     """A Dispatch: a token goes once to each rank that holds experts of it, and back.
 
-    So a row is a (token, rank); a token has at most D = min(K, ranks) of them. A row has the
-    token's K probs and experts, unrouted where they are elsewhere, and the rank sums what its
-    experts return.
+    So a row is a (token, rank), and a token has at most D = min(K, ranks) rows. A row carries the
+    token's K probs and experts. Experts of other ranks become unrouted in it, and the receiving
+    rank sums what its own experts return.
 
     The ranks first exchange how many rows and assignments go where, and read that on the host: the
     dispatch's one sync. With capacity_factor, which is None without pad_to_capacity, every rank
@@ -228,12 +231,12 @@ class ExpertParallel:
             send = receive = [rows_to_each] * ranks
             assignments = ranks * min(T * K, most)
         else:
-            # Issued first, so that the rows are gathered beside it.
+            # The counts are sent first, so that the rows are gathered while they are under way.
             sent_R2 = torch.stack((plan.counts, counts_E.view(ranks, local).sum(1)), 1)
             each = [1] * ranks
             counts_in_flight = exchange(sent_R2, Splits(each, each, group))
-            # Where no row is cut off, _first_rows would need another graph. With one unrouted row
-            # more there is always one.
+            # _first_rows would need a second graph for the case that it cuts nothing off. So the
+            # plan gets one more row, unrouted, and there is always a row to cut off.
             plan = plan._replace(order=F.pad(plan.order, (0, 1)))
         rows = kernels.gather_rows(x_TH, plan)
         # The experts travel beside the probs, as numbers from 1, exact below 2²⁴; 0: no token.
@@ -298,8 +301,9 @@ def _gather_and_sum(group, sequence_parallel):
 
 
 def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The tokens of all ranks: with sequence_parallel gathered from parts, else x. The backward
-    sums over the ranks.
+    """The tokens of all tp ranks. With sequence_parallel each rank has a part of them, and the
+    parts are gathered. Without it every rank has all tokens, so the result is x. The backward sums
+    over the ranks.
     """
     if group_size(group) == 1:
         return x
@@ -307,7 +311,9 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
-    """The opposite of enter_tp: the sum of x; with sequence_parallel this rank's part of it."""
+    """The opposite of enter_tp: the sum of x over the tp ranks. With sequence_parallel each rank
+    gets its part of the sum.
+    """
     if group_size(group) == 1:
         return x
     sum_and_gather = _gather_and_sum(group, sequence_parallel)[::-1]
@@ -329,6 +335,6 @@ def all_to_all(rows: Tensor, send: list[int], receive: list[int], group) -> Tens
 
 
 def wait(buffer: Tensor) -> Tensor:
-    """What is in flight, once it arrived."""
+    """The tensor in flight, once it has arrived."""
     return torch.ops._c10d_functional.wait_tensor(buffer)
 

@@ -73,8 +73,8 @@ def _place(module, path, tensor, prefix=""):
     None if every rank has the whole tensor.
 
     The tensors of a parametrization (torch.nn.utils.parametrize) are sharded like the parameter
-    that they make: each needs as many axes, and its size on the sharded one. (With one expert a
-    rank, an adapter for all experts therefore looks like one of the rank's own.)
+    that they make: each needs as many axes as that parameter, and the same size on the sharded
+    axis. (With one expert a rank, an adapter for all experts therefore looks like the rank's own.)
     """
     owner, name = owner_of(module, path)
     if not isinstance(owner, MoEModule):
@@ -106,10 +106,11 @@ def sharded_state_dict(
 
     The tensors are the model's and the optimizer's own, DTensors where they are sharded: so it
     loads at other sizes of tp and ep, and without process groups. The optimizer's are
-    optimizer.NAME.KEY, without hyperparameters such as lr; the call gives a parameter without a
-    step the state of step 0. Names leave out torch.compile and checkpoint_wrapper. ValueError: the
-    optimizer has a parameter that the model lacks, or keeps something other than tensors, of the
-    parameter's shape where that is sharded.
+    optimizer.NAME.KEY, without hyperparameters such as lr. The call gives a parameter that has not
+    stepped yet the state of step 0. Names leave out torch.compile and checkpoint_wrapper.
+
+    ValueError: the optimizer has a parameter that the model lacks; its state holds something other
+    than a tensor; the state of a sharded parameter has another shape than the parameter.
 
     >>> model = nn.Linear(2, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -147,7 +148,9 @@ def _moment(module, path, parameter, name, value):
 
 
 def _make_optimizer_state(optimizer):
-    """Gives parameters without a state the state of step 0: a stand-in steps, without hooks."""
+    """Gives parameters that have no state the state of step 0. To make it, the optimizer steps a
+    stand-in, with zeros as its value and gradient, and with all hooks off.
+    """
     groups = optimizer.param_groups
     _keep_first_step_undamped(optimizer)
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)}
@@ -172,7 +175,7 @@ def _make_optimizer_state(optimizer):
 
 
 _STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-# What a step without gradients changes in torch's optimizers: the values before it.
+# A step changes these entries even if all gradients are zero. They are set back to these values.
 _FIRST_VALUES = {"step": 0.0, "mu_product": 1.0}
 
 
@@ -198,8 +201,8 @@ def _keep_first_step_undamped(optimizer):
 
 
 def _own_shards(module, prefix):
-    """(path, tensor, group, axis) of what the module itself shards over more than one rank: of a
-    parametrized parameter the tensors that make it.
+    """(path, tensor, group, axis) of all tensors that the module itself shards over more than one
+    rank. A parametrized parameter is represented by the tensors that make it.
     """
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     if "parametrizations" in module._modules:
@@ -220,9 +223,9 @@ def _give_shards(module, state, prefix, _):
 
 
 def as_shard(name, tensor, group, axis):
-    """This rank's part along the axis as a DTensor over the group, in the part's memory. A part
-    that FSDP2 holds is sharded over the group, then over FSDP2's dims. RuntimeError: FSDP2 holds it
-    over ranks of other parts.
+    """This rank's part along the axis as a DTensor over the group, in the part's memory. If FSDP2
+    shards the part further, the DTensor has the group's dim, then FSDP2's. RuntimeError: FSDP2
+    shards it over ranks that hold different parts.
     """
     if not isinstance(tensor, DTensor):
         mesh = DeviceMesh.from_group(group, tensor.device.type)
@@ -236,7 +239,8 @@ def as_shard(name, tensor, group, axis):
             f"{name} is a DTensor with {tensor.placements} over ranks {alike.tolist()}, beside a "
             f"group of ranks {ranks.tolist()} that hold other parts; needs fully_shard over ranks "
             f"that hold the same part, such as mesh['dp']")
-    # The ranks of another part lie around its rank as these lie around this one.
+    # `alike` are the ranks with this rank's part. The ranks with another part of the group lie at
+    # the same distances from the group's rank that holds it. So each rank of the group shifts them.
     mesh_ranks = (ranks - dist.get_rank()).view(-1, *[1] * inner.ndim) + alike
     mesh = DeviceMesh.from_group(
         [group, *inner.get_all_groups()], inner.device_type, mesh=mesh_ranks,
@@ -255,7 +259,8 @@ def _whole_shape(part, group, axis):
 
 @torch.no_grad()
 def _take_shards(module, state, prefix, metadata, *_):
-    """Before load_state_dict() of a MoEModule: a rank's part of DTensors and whole tensors."""
+    """Before load_state_dict() of a MoEModule: DTensors and whole tensors become this rank's part.
+    """
     for path, own, group, axis in _own_shards(module, prefix):
         given = state.get(prefix + path)
         if isinstance(given, Tensor) and given.shape == _whole_shape(own, group, axis):
@@ -266,7 +271,7 @@ def _take_shards(module, state, prefix, metadata, *_):
 
 
 def part_of(name, given, own, group, axis):
-    """Of the whole tensor, a DTensor or not: the part that `own` holds, in its layout."""
+    """The part of the whole tensor `given`, a DTensor or not, that `own` holds, in its layout."""
     if isinstance(given, DTensor):
         mesh = given.device_mesh
         like = as_shard(name, own.detach(), group, axis)
@@ -360,7 +365,7 @@ _CHECKED = weakref.WeakSet()                     # each DDP once
 @torch.compiler.assume_constant_result           # so that a graph runs it while it is traced
 def refuse_ddp_of_parts() -> None:
     """RuntimeError in a forward under a DistributedDataParallel that averages different parts:
-    parameters that the layer shares out over ranks, and DDP does not ignore.
+    parameters that the layer shares out over ranks and that DDP does not ignore.
     """
     ddp = active_ddp()
     if ddp is None or ddp in _CHECKED:

@@ -1,5 +1,5 @@
-"""Tests of what a card owes: with the CPU in its place, then on a card. The latter are named
-test_card_ and run on a real one with DEVICE=cuda, and so on the emulated one (card/README.md).
+"""Tests of the code for cards. First the CPU stands in for a card. Then come tests that need one,
+named test_card_: DEVICE=cuda runs them on a real card or on the emulated one (card/README.md).
 
     python -m pytest tests/test_card.py
     DEVICE=cuda python -m pytest tests/test_card.py -k test_card_
@@ -180,7 +180,7 @@ def test_experts_batches_hold_each_expert_and_row_once():
 
 
 def test_experts_batches_keep_few_bytes(monkeypatch):
-    """Beside the input, fc1's output and the activation: five bytes and a little for each row."""
+    """Batches keep five bytes and a little a row, beside input, fc1's output and activation."""
     on_a_card_without_products(monkeypatch)
     T, H, F_, E, K = 64, 48, 40, 32, 4
     plan = plan_permutation(random_indices(T, E, K), E)
@@ -425,8 +425,8 @@ def test_card_over_ranks(rank, ranks):
 @on_a_card
 @pytest.mark.skipif(EMULATED, reason="the emulated card has no time")
 def test_card_overlap_is_side_by_side():
-    """Overlap on and off give the same bits, but for the input's gradient: its three parts are
-    added in another order. The kernels of the two streams run side by side."""
+    """Overlap on and off give the same bits, except for the input's gradient, whose parts are added
+    in another order. The kernels of the two streams run side by side."""
     from torch.profiler import ProfilerActivity, profile
     one, two = [MoELayer(MoEConfig(
         1024, 512, 16, topk=4, shared_expert_intermediate_size=2048, shared_expert_gate=True,

@@ -86,7 +86,7 @@ def test_graph_with_overlap(name, first, dynamic):
     (False, 8, (5,), 1),
     (False, None, (5,), 1)])
 def test_graph_through_inductor(overlap, shared, sizes, graphs):
-    """T from 18 on has one graph: below, torch's own decomposition of a product guards on T. At
+    """One graph serves all T from 18 on; below, torch's decomposition of a product guards on T. At
     T = 5, Inductor's code for CPUs read the target of a scatter before it was written (pytorch
     #185509): the gradient of the chosen scores was lost beside that of a balance loss. This depends
     on what Inductor fuses, so test_compile_without_host_sync checks that no graph has a scatter."""
@@ -240,7 +240,7 @@ kernel write kernel scatter_columns product_in product_in addmm""")
     pytest.param(dict(latent_size=256), marks=slow)])
 def test_compile_bytes_kept(fields, no_cpp_compiler):
     """For the backward: T·H + 2·T·ℓ + N·2F elements, in eager mode another N·F, indices and probs,
-    and at most 1% more. The norm of the latent experts keeps another T·ℓ, and more in eager mode."""
+    and at most 1% more. The norm of latent experts keeps another T·ℓ, and more in eager mode."""
     T, H, F_, K = 512, 512, 256, 8
     layer = MoELayer(MoEConfig(H, F_, 16, topk=K, **fields))
     function = compiled(layer, "inductor")

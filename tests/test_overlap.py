@@ -101,8 +101,8 @@ def recorded(shared, trace, monkeypatch) -> None:
 
 
 def test_overlap_order_and_waits(monkeypatch):
-    """Steps that are given `overlapped_comm_output`: in the backward each communication goes first,
-    and the side stream waits."""
+    """The steps get `overlapped_comm_output`. In the backward each communication then goes first,
+    and the side stream waits for it."""
     shared = SharedExpertMLP(exact_config(shared_expert_overlap=True), gate=True)
     trace = []
     recorded(shared, trace, monkeypatch)

@@ -72,9 +72,9 @@ def test_small_equals_the_layer(monkeypatch, case, dtype, cpu, topk):
 @pytest.mark.parametrize("backend", slow_but([None, "inductor"], [None, "aot_eager", "inductor"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_keeps_as_few_bytes(dtype, backend):
-    """As the layer: x, fc1's output, ids, probs, in eager mode the activation; and the counts [E]
-    and their sum beside the offsets, with a loss n_e [E], which the layer keeps where no hook sees
-    it."""
+    """small.py keeps what the layer keeps: x, fc1's output, ids, probs, and in eager mode the
+    activation. It keeps a little more: the counts [E] and their sum, and with a loss n_e [E], which
+    the layer keeps where no hook sees it."""
     T, width, experts = 256, 64, 8
     for case in ("plain", "shared", "sigmoid and loss"):
         kept = []

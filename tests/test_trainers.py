@@ -127,8 +127,8 @@ def test_router_frozen_counts_through_the_output(way):
     "compiled around non-reentrant", "inductor around non-reentrant"]))
 def test_router_global_loss_under_checkpoints(way):
     """The running sums grow once, in the backward. Each forward's gradient uses the sums of its own
-    first pass, over three accumulated forwards. Two are in flight where that is possible: a
-    reentrant checkpoint, and one inside a graph, takes those of its backward."""
+    first pass, over three accumulated forwards. Where possible, two forwards are in flight. A
+    reentrant checkpoint, and one inside a graph, use the sums at the time of the backward."""
     in_turn = way not in ("non-reentrant", "compiled") and not way.endswith("in non-reentrant")
     layer = small_layer(load_balancing_type="global_aux_loss", aux_loss_coeff=0.5)
     router = layer.router
@@ -471,7 +471,8 @@ def test_trainer_lora_over_two_ranks(rank, ranks, tmp_path):
 
 @over_ranks(2)
 def test_trainer_refuses_ranks_that_it_does_not_know(rank, ranks):
-    """Several ranks, a router without groups: refused before anything changes; the two ways out."""
+    """Several ranks and a router without groups are refused before anything changes. Both ways out
+    work."""
     config = small_config(
         enable_expert_bias=True, load_balancing_type="global_aux_loss", aux_loss_coeff=0.1)
     torch.manual_seed(rank)
