@@ -22,9 +22,9 @@ from ranks.parallel import ProcessGroups
 from ranks.sharding import reduce_gradients
 from ranks.test_ranks import full, mesh_of, over_ranks, own_part
 from test_moe import (
-    BIASED, DEVICE, LOSSES, QUANTILE, QUICK_WAYS, WAYS, Watch, about, agree, best, close, compiled,
-    counts_of, error, exact_config, exact_layer, fp32_leaf, fresh_start, grads, graphs_made,
-    hooked, leaf, on_device, outcome, run_as, same, saved_bytes, slow, slow_but,
+    BIASED, DEVICE, LOSSES, QUANTILE, QUICK_WAYS, WAYS, Watch, about, about_the_cpu, agree, best,
+    close, compiled, counts_of, error, exact_config, exact_layer, fp32_leaf, fresh_start, grads,
+    graphs_made, hooked, leaf, on_device, outcome, run_as, same, saved_bytes, slow, slow_but,
     small_config, small_layer)
 
 # ---- Checkpoints: what is counted, and once ----
@@ -304,6 +304,10 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how):
 
 # ---- DDP, FSDP2, LoRA, pipelines (docs/ranks.md) ----
 
+over_gloo = about_the_cpu("gloo gathers and sends no tensors of a card")
+
+
+@over_gloo
 @over_ranks(2)
 def test_trainer_ddp_leaves_the_counts_alone(rank, ranks):
     """DDP broadcasts rank 0's buffers before every forward. Counts must not be among them."""
@@ -329,6 +333,7 @@ def test_trainer_ddp_leaves_the_counts_alone(rank, ranks):
     assert [name for name, _ in mine.named_buffers()] == ["router.expert_bias"]
 
 
+@over_gloo
 @over_ranks(2)
 def test_trainer_fsdp_from_the_meta_device(rank, ranks):
     """Meta device, fully_shard, to_empty, reset_parameters: what one process draws and computes.
@@ -469,6 +474,7 @@ def test_trainer_lora_over_two_ranks(rank, ranks, tmp_path):
         assert "is sharded along axis 0: needs as many axes and that size there" in text, text
 
 
+@over_gloo
 @over_ranks(2)
 def test_trainer_refuses_ranks_that_it_does_not_know(rank, ranks):
     """Several ranks and a router without groups are refused before anything changes. Both ways out
@@ -500,6 +506,7 @@ def test_trainer_refuses_ranks_that_it_does_not_know(rank, ranks):
     finish_step(MoELayer(small_config()))                    # nothing to pool
 
 
+@over_gloo
 @over_ranks(2)
 def test_trainer_pipeline_of_two_ranks(rank, ranks):
     """PipelineStage with the shapes given: counts, gradients and biases of one process."""
