@@ -1629,6 +1629,12 @@ def test_docs_decode():
         token = model(token).argmax(-1)
     same(scope["token"], token)
 
+    [option] = re.findall(r"options=({.*?})", (HERE / "docs/recipes.md").read_text())
+    function = torch.compile(model, fullgraph=True, options=eval(option))
+    with torch.no_grad():
+        for T in (1, 3, 1):
+            close(function(torch.arange(T)), model(torch.arange(T)), 1e-5)
+
 
 @slow
 def test_docs_export(tmp_path):
