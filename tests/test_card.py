@@ -29,6 +29,7 @@ from test_moe import (
     random_layer, same, saved_bytes, small_config, small_layer, with_native_products)
 from tests.test_graphs import check_keeps_little
 
+
 # ---- The CPU in place of a card ----
 
 @about_the_cpu("it stands in for a card")

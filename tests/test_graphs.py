@@ -18,6 +18,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 import compat
@@ -233,18 +234,24 @@ kernel write kernel scatter_columns product_in product_in addmm""")
 
 
 @about_the_cpu("the code of its compiler")
-@pytest.mark.parametrize("fields", [
-    dict(latent_size=256, latent_norm=True),
-    pytest.param(dict(), marks=slow),
-    pytest.param(dict(params_dtype=torch.bfloat16), marks=slow),
-    pytest.param(dict(latent_size=256), marks=slow)])
-def test_compile_bytes_kept(fields, no_cpp_compiler):
-    """For the backward: T·H + 2·T·ℓ + N·2F elements, in eager mode another N·F, indices and probs,
-    and at most 1% more. The norm of latent experts keeps another T·ℓ, and more in eager mode."""
+@pytest.mark.parametrize("count, fields", [
+    (24, dict(latent_size=256, latent_norm=True)),
+    pytest.param(15, dict(), marks=slow),
+    pytest.param(15 + compat.cpu_multiplies_in(torch.bfloat16), dict(params_dtype=torch.bfloat16),
+                 marks=slow),
+    pytest.param(15, dict(latent_size=256), marks=slow)])
+def test_compile_loops_and_bytes(count, fields, no_cpp_compiler):
+    """How many loops Inductor's kernels hold says what is fused; one more where the product is
+    torch's own. Kept for the backward: T·H + 2·T·ℓ + N·2F elements, in eager mode another N·F,
+    indices and probs, and at most 1% more. The norm of latent experts keeps another T·ℓ, and more
+    in eager mode."""
     T, H, F_, K = 512, 512, 256, 8
     layer = MoELayer(MoEConfig(H, F_, 16, topk=K, **fields))
     function = compiled(layer, "inductor")
     x = leaf(T, H, dtype=layer.config.params_dtype)
+    metrics.reset()
+    function(x).sum().backward()
+    assert metrics.generated_kernel_count == count
     norm = fields.get("latent_norm", False)
     latent = (2 + norm) * T * fields.get("latent_size", 0)
     least = x.element_size() * (T * H + latent + T * K * 2 * F_)

@@ -23,6 +23,7 @@ from test_moe import (
     DEVICE, LAYER, WAYS, Watch, close, compiled, error, exact_layer, fp32_leaf, fresh_start, grads,
     leaf, on_device, outcome, random_layer, same, slow_but, small_config, small_layer, twin)
 
+
 def imported_as(name: str, module, monkeypatch):
     """The module from its file once more, under another name."""
     spec = importlib.util.spec_from_file_location(name, module.__file__)

@@ -11,7 +11,7 @@ import grouped
 from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
 from small import MoE
 from test_moe import (
-    about, about_the_cpu, compiled, fresh_start, on_device, same, saved_bytes, slow, slow_but)
+    about, about_the_cpu, compiled, fresh_start, on_device, same, saved_bytes, slow_but)
 from test_small import CASES, E, F_, H, K, layer_of, step
 
 

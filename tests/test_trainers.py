@@ -27,6 +27,7 @@ from test_moe import (
     graphs_made, hooked, leaf, on_device, outcome, run_as, same, saved_bytes, slow, slow_but,
     small_config, small_layer)
 
+
 # ---- Checkpoints: what is counted, and once ----
 
 @pytest.mark.parametrize("way", slow_but(QUICK_WAYS, WAYS))
