@@ -57,7 +57,7 @@ class _GroupedMM(torch.autograd.Function):
         read = where_read(offsets, rows.shape[0], rows, weights)
         ctx.native = read.native
         ctx.save_for_backward(rows, weights, read.offsets, read.index)
-        return _zeroed_product(rows, weights, read)
+        return product(rows, weights, read)
 
     @staticmethod
     @once_differentiable
@@ -71,20 +71,11 @@ class _GroupedMM(torch.autograd.Function):
         grad_rows = grad_weights = None
         # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
         if need_rows:
-            grad_rows = _zeroed_product(grad, weights.mT, read)
+            grad_rows = product(grad, weights.mT, read)
         if need_weights:
             grad_weights = weight_grad(rows, grad, read)
         # rows, weights, offsets
         return grad_rows, grad_weights, None
-
-
-def _zeroed_product(rows, weights, read):
-    """The product of rows [N, I], with zeros from offsets[-1] on."""
-    out = product(rows, weights, read)
-    if read.native:
-        row_N = torch.arange(out.shape[0], device=out.device)
-        out = out.masked_fill((row_N >= read.offsets[-1])[:, None], 0.0)
-    return out
 
 
 # ---- Which way: each product is native, or an op ----
@@ -115,7 +106,7 @@ def where_read(offsets, num_rows, *operands):
 
 def product(x, weights, read, token_N=None, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]. Unrouted
-    rows are zeros, or uninitialised where the product is native.
+    rows are zeros.
     """
     if read.native:
         return _native_product(_rows(x, token_N), weights, read.offsets, bias)
@@ -196,11 +187,13 @@ def expert_of(row_TK, offsets):
 
 def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
+    row_N = torch.arange(out.shape[0], device=out.device)
     if bias is not None:
-        row_N = torch.arange(out.shape[0], device=out.device)
         expert_N = expert_of(row_N, offsets)
         out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
-    return out
+    # Unrouted rows are left uninitialised. A NaN there would reach the gradient of an activation's
+    # own parameters, which is a sum over all rows.
+    return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
 
 
 def _native_weight_grad(a, b, offsets):

@@ -1097,7 +1097,8 @@ class ToExperts(torch.autograd.Function):
         ctx.native = native
         ctx.save_for_backward(x, weight, order, inverse, offsets, index)
         token_N = order // inverse.shape[1]
-        return grouped.product(x, weight.mT, Read(offsets, index, native), token_N, bias=bias)
+        read = Read(offsets, index, native)
+        return grouped.product(x, weight.mT, read, token_N, bias=bias)
 
     @staticmethod
     @once_differentiable
@@ -1108,8 +1109,7 @@ class ToExperts(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         # grad_x = Σ_k (grad · weight)[inverse], grad_weight = gradᵀ · x[token]
         if need_x:
-            grad_x = _sum_rows(
-                grouped.product(grad, weight, read), inverse, offsets if ctx.native else None)
+            grad_x = _sum_rows(grouped.product(grad, weight, read), inverse)
         if need_weight:
             # Without the copy the compiler could gather the rows in the forward, since no gradient
             # is needed for that, and keep them until the backward.
@@ -1133,7 +1133,7 @@ class FromExperts(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, order, inverse, offsets, index)
         rows = rows if exact is None else exact
         out = grouped.product(rows, weight.mT, Read(offsets, index, native))
-        return _sum_rows(out, inverse, offsets if native else None)
+        return _sum_rows(out, inverse)
 
     @staticmethod
     @once_differentiable

@@ -123,6 +123,8 @@ def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         elif b.ndim == 2:
             out[e] = 0.0
         start = end
+    if b.ndim == 3:
+        out[start:] = 0.0
     return out
 
 
@@ -138,13 +140,16 @@ def multiply(a, b, out):
 
 
 def grouped_mm(a, b, offsets, native):
-    """a [N, I] · b [E, I, O] -> [N, O], where unrouted rows may hold anything;
+    """a [N, I] · b [E, I, O] -> [N, O], where unrouted rows are zeros;
       a [I, N] · b [N, O] -> [E, I, O], for each expert over its rows.
     """
     if not native:
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
-    if b.ndim == 2 and capability(a.device) == 10:       # experts without rows hold anything there
+    if b.ndim == 3:                                      # it leaves them uninitialised
+        row_N = torch.arange(out.shape[0], device=out.device)
+        return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
+    if capability(a.device) == 10:                       # experts without rows hold anything there
         empty_E = offsets.diff(prepend=offsets.new_zeros(1)) == 0
         out = out.masked_fill(empty_E[:, None, None], 0.0)
     return out
@@ -164,25 +169,22 @@ def again(function, *args):
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def sum_rows(rows, row_KT, counts):
-    """[T, H]: Σ_k rows[row_KT[k, t]] without unrouted rows, in fp32 at least. No atomics."""
-    routed = counts.sum()
-    kept = lambda row_T: upcast(rows[row_T]).masked_fill((row_T >= routed)[:, None], 0.0)
-    return cast(sum(map(kept, row_KT)), rows.dtype)
+def sum_rows(rows, row_KT):
+    """[T, H]: Σ_k rows[row_KT[k, t]], in fp32 at least. No atomics."""
+    return cast(sum(upcast(rows[row_T]) for row_T in row_KT), rows.dtype)
 
 
 class ToRows(torch.autograd.Function):
     """probs [T, K] -> [N, 1] in expert order. Autograd's gradient would be a scatter."""
     @staticmethod
-    def forward(ctx, probs, order, row_KT, counts):
-        ctx.save_for_backward(row_KT, counts)
+    def forward(ctx, probs, order, row_KT):
+        ctx.save_for_backward(row_KT)
         return probs.flatten()[order][:, None]
 
     @staticmethod
     def backward(ctx, grad):
-        row_KT, counts = ctx.saved_tensors
-        grad_KT = grad.flatten()[row_KT].masked_fill(row_KT >= counts.sum(), 0.0)
-        return grad_KT.t().contiguous(), None, None, None
+        row_KT, = ctx.saved_tensors
+        return grad.flatten()[row_KT].t().contiguous(), None, None
 
 
 class ToExperts(torch.autograd.Function):
@@ -190,23 +192,23 @@ class ToExperts(torch.autograd.Function):
     of x is a sum over its rows. Kept is x, not the gathered rows.
     """
     @staticmethod
-    def forward(ctx, x, weight, order, row_KT, counts, offsets, native):
-        ctx.save_for_backward(x, weight, order, row_KT, counts, offsets)
+    def forward(ctx, x, weight, order, row_KT, offsets, native):
+        ctx.save_for_backward(x, weight, order, row_KT, offsets)
         ctx.native = native
         return grouped_mm(x[order // len(row_KT)], weight.mT, offsets, native)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        x, weight, order, row_KT, counts, offsets = ctx.saved_tensors
-        order, counts = copy_after(order, grad), copy_after(counts, grad)
+        x, weight, order, row_KT, offsets = ctx.saved_tensors
+        order = copy_after(order, grad)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = sum_rows(grouped_mm(grad, weight, offsets, ctx.native), row_KT, counts)
+            grad_x = sum_rows(grouped_mm(grad, weight, offsets, ctx.native), row_KT)
         if ctx.needs_input_grad[1]:
             grad_weight = grouped_mm(grad.t(), x[order // len(row_KT)], offsets, ctx.native)
-        # x, weight, order, row_KT, counts, offsets, native
-        return grad_x, grad_weight, *[None] * 5
+        # x, weight, order, row_KT, offsets, native
+        return grad_x, grad_weight, *[None] * 4
 
 
 class FromExperts(torch.autograd.Function):
@@ -218,7 +220,7 @@ class FromExperts(torch.autograd.Function):
     def forward(ctx, rows, weight, order, row_KT, counts, offsets, native, total):
         ctx.save_for_backward(rows, weight, order, row_KT, counts, offsets)
         ctx.native, ctx.total = native, total
-        return sum_rows(grouped_mm(rows, weight.mT, offsets, native), row_KT, counts)
+        return sum_rows(grouped_mm(rows, weight.mT, offsets, native), row_KT)
 
     @staticmethod
     def backward(ctx, grad):
@@ -239,9 +241,9 @@ class FromExperts(torch.autograd.Function):
 
 def experts(x, probs, fc1, fc2, order, row_KT, counts, offsets, native, total=None):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2W, H]."""
-    hidden = ToExperts.apply(x, fc1, order, row_KT, counts, offsets, native)       # [N, 2W]
+    hidden = ToExperts.apply(x, fc1, order, row_KT, offsets, native)       # [N, 2W]
     act = again(
-        lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, row_KT, counts)),
+        lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, row_KT)),
         hidden, probs)                                                              # [N, W]
     return FromExperts.apply(act, fc2, order, row_KT, counts, offsets, native, total)
 
@@ -291,8 +293,12 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, router = ctx.saved_tensors
-        grad_x, grad_router = product_in_fp32(grad, router), product_in_fp32(grad.t(), x)
-        return grad_x.to(x.dtype), grad_router.to(router.dtype)
+        grad_x = grad_router = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product_in_fp32(grad, router).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_router = product_in_fp32(grad.t(), x).to(router.dtype)
+        return grad_x, grad_router
 
 
 class Pick(torch.autograd.Function):
@@ -380,7 +386,7 @@ class MoE(nn.Module):
             padding_mask = padding_mask.flatten()
         x_TH = x.flatten(0, -2)
         probs, indices = self.route(x, padding_mask)
-        if autocast:
+        if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
         # That weights begin at multiples of 16 bytes, which F.grouped_mm needs too, is not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0

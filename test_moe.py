@@ -1658,6 +1658,20 @@ def test_config_takes_an_activation_with_parameters(way):
     close(layer(x), without(x))
 
 
+@about_the_cpu("it stands in for a card")
+@pytest.mark.parametrize("fields", [{}, dict(topk=1, pre_softmax=True, apply_probs_on="input")])
+def test_config_takes_an_activation_that_sees_no_garbage(monkeypatch, fields):
+    """Its parameters' gradients are sums over all rows. Unrouted ones are zeros for it, also where
+    torch's product leaves NaN in them."""
+    layer = small_layer(activation="relu2", init_std=0.5, **fields)
+    layer.experts = XIELU(layer.config)
+    call = fp32_leaf(7, 1, 8), torch.arange(7)[:, None] % 3 == 1
+    want = outcome(layer, call)
+    with_native_products(monkeypatch)
+    with torch.autograd.detect_anomaly():
+        close(outcome(layer, call), want, 1e-5)
+
+
 @pytest.mark.parametrize("T, E, K", [(9, 6, 2), (7, 5, 3), (0, 4, 2), (4, 4, 4)])
 def test_router_round_robin(T, E, K):
     """Token t has the experts (t·K + k) mod E: no load differs by more than one. The probs are
