@@ -305,9 +305,11 @@ def _multiplied(x_TH, probs_T1):
 # ---- Experts ----
 
 def _as_autocast(*tensors):
-    """The tensors in autocast's dtype, where it is on."""
+    """The tensors in autocast's dtype, where it is on. Like torch's own products, fp64 stays."""
     device_type = tensors[0].device.type
     if not compat.has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
+        return tensors
+    if any(x is not None and x.dtype == torch.float64 for x in tensors):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return [x if x is None else x.to(dtype) for x in tensors]

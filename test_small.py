@@ -327,6 +327,30 @@ def test_small_router_under_autocast(compile):
             assert (got - want).norm() <= 1e-5 * want.norm()
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_small_fp64_stays_under_autocast(compile):
+    """As in torch's own products."""
+    layer = layer_of("all").double()
+    function = compiled(layer) if compile else layer
+    x = torch.randn(9, H, dtype=torch.float64, requires_grad=True)
+    close(step(layer, x, function=function, autocast=True), step(layer, x))
+
+
+def test_small_makes_no_gradient_that_nobody_wants(monkeypatch):
+    """One product for the logits, and one for each operand that wants a gradient."""
+    calls = []
+    product = small.product_in_fp32
+    monkeypatch.setattr(small, "product_in_fp32", lambda a, b: calls.append(1) or product(a, b))
+    for want_x, want_router in ((True, True), (True, False), (False, True)):
+        layer = layer_of("sigmoid")
+        layer.router.requires_grad_(want_router)
+        x = torch.randn(9, H, requires_grad=want_x)
+        calls.clear()
+        layer(x).sum().backward()
+        assert len(calls) == 1 + want_x + want_router
+        assert [x.grad is None, layer.router.grad is None] == [not want_x, not want_router]
+
+
 @pytest.mark.parametrize("how", ["medium", "high", "torch.backends bf16", "torch.backends tf32"])
 def test_small_logits_are_in_fp32(monkeypatch, how):
     """Whatever precision the user sets for products, eager and compiled. The test notes the setting

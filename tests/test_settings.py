@@ -21,7 +21,7 @@ from kernels import sinkhorn
 from moe import MoEConfig, MoELayer, set_aux_loss_scale
 from test_moe import (
     DEVICE, LAYER, WAYS, Watch, close, compiled, error, exact_layer, fp32_leaf, fresh_start, grads,
-    leaf, on_device, outcome, random_layer, same, slow_but, small_config, small_layer, twin)
+    leaf, on_device, outcome, random_layer, run_as, same, slow_but, small_config, small_layer, twin)
 
 
 def imported_as(name: str, module, monkeypatch):
@@ -63,6 +63,17 @@ def test_layer_router_stays_fp32(way):
         assert [g.dtype for g in grads(y, inputs)] == [p.dtype for p in inputs]
         close(y, want, 0.05)
     assert not torch.equal(y, want)                  # under autocast the experts ran in bf16
+
+
+def test_layer_fp64_stays_under_autocast():
+    """As in torch's own products, in each of the layer's parts."""
+    layer = exact_layer(
+        add_bias_linear=True, latent_size=4, latent_norm=True, shared_expert_gate=True)
+    x = leaf(9, 1, 6)
+    want = outcome(layer, x)
+    for function in (layer, run_as("compiled", layer)):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            close(outcome(function, x), want)
 
 
 def test_layer_dtype_casts_keep_the_expert_bias():
