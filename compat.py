@@ -8,7 +8,8 @@ import threading
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import guard_scalar, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    guard_or_false, guard_scalar, statically_known_true)
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
@@ -233,6 +234,52 @@ def always_holds(condition: bool) -> bool:
     the condition itself.
     """
     return statically_known_true(condition)
+
+
+def holds_in_this_graph(condition: bool) -> bool:
+    """Whether a condition on sizes holds. The compiler makes another graph for sizes where that is
+    otherwise. An export has no other graph, so there it is whether the condition always holds. It
+    does not hold for sizes that are known only when the graph runs.
+    """
+    return always_holds(condition) if torch.compiler.is_exporting() else guard_or_false(condition)
+
+
+def _tensors_in(value):
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _memory_of(x):
+    return x.untyped_storage()._cdata
+
+
+class NotePurity(torch.utils._python_dispatch.TorchDispatchMode):
+    """A context that notes in `found` what a pure function does not do: it draws no numbers, and
+    writes to no tensor that was there before.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+        self._made = []                          # kept, so that no address is used again
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            self.found.add("draws numbers")
+        made = set(map(_memory_of, self._made))
+        for argument, value in zip(op._schema.arguments, args):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and not made.issuperset(map(_memory_of, _tensors_in(value))):
+                self.found.add("writes to a tensor that it did not make")
+        given = set(map(_memory_of, _tensors_in((args, kwargs))))
+        out = op(*args, **kwargs)
+        self._made += [x for x in _tensors_in(out) if _memory_of(x) not in given]
+        return out
+
+
+def version_of(x: Tensor) -> int:
+    """How often x was changed in place."""
+    return x._version
 
 
 # A context for the body of an op, on any device; Dynamo cannot trace it.

@@ -21,6 +21,7 @@ docstring says otherwise.
 import functools
 import inspect
 import math
+import types
 from typing import Callable, NamedTuple
 
 import torch
@@ -31,15 +32,15 @@ from torch.utils.checkpoint import checkpoint
 if __package__:
     from . import compat, grouped
     from .compat import (
-        always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, copy_after,
-        exact_fp32, is_integer, once_differentiable, op, rounded, upcast)
+        as_number, cast, check_known, check_one_dtype, check_shapes, copy_after, exact_fp32,
+        holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
     from .grouped import Read
 else:
     import compat
     import grouped
     from compat import (
-        always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, copy_after,
-        exact_fp32, is_integer, once_differentiable, op, rounded, upcast)
+        as_number, cast, check_known, check_one_dtype, check_shapes, copy_after, exact_fp32,
+        holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
     from grouped import Read
 
 
@@ -923,39 +924,59 @@ ACTIVATIONS = {
     "gelu": gelu}
 
 
+class _Signature(NamedTuple):
+    """How an activation is called."""
+    parts: int                     # its positional parameters without a default
+    constants: tuple[str, ...]     # the names of those with one
+    takes_expert: bool             # whether one is named `expert`
+
+
 @torch.compiler.assume_constant_result           # Dynamo cannot trace inspect.signature
-def _parameters_of(function, bound):
-    """(how many parts the function takes, the names of its constants)"""
+def _signature_of(function, bound, named):
+    """The _Signature of a function, without its first `bound` parameters; `named` have values."""
+    called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = [*inspect.signature(called).parameters.values()][bound:]
     except ValueError:
         raise ValueError(f"{function} does not say which parameters it has; needs a function "
                          f"written in Python around it") from None
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise ValueError(f"{function} takes any number of arguments; needs a function of one part, "
                          f"or of gate and up")
-    parts = [p.name for p in parameters if p.default is p.empty and p.name not in bound]
-    return len(parts), tuple(p.name for p in parameters if p.name not in parts)
+    parameters = {p.name: p for p in parameters}
+    takes_expert = parameters.pop("expert", None) is not None
+    parts = [name for name, p in parameters.items() if p.default is p.empty and name not in named]
+    for name in parts:
+        if parameters[name].kind == inspect.Parameter.KEYWORD_ONLY:
+            raise ValueError(f"{function} has no value for {name}; bind one by functools.partial")
+    constants = tuple(name for name in parameters if name not in parts)
+    return _Signature(len(parts), constants, takes_expert)
 
 
-def _parameters(function):
-    bound = ()
+def signature_of(function) -> _Signature:
+    """How an activation is called. ValueError: that cannot be seen."""
+    bound = 0
+    named = ()
     while isinstance(function, functools.partial):
-        bound = (*bound, *function.keywords)
+        bound += len(function.args)
+        named = (*named, *function.keywords)
         function = function.func
-    return _parameters_of(function, bound)
+    if isinstance(function, types.MethodType):           # Dynamo takes none for a constant
+        bound += 1
+        function = function.__func__
+    return _signature_of(function, bound, named)
 
 
 def parts_of(function) -> int:
     """P, how many parts of fc1's output an activation takes: its positional parameters without a
-    default. ValueError: that cannot be seen.
+    default, `expert` aside. ValueError: that cannot be seen.
     """
-    return _parameters(function)[0]
+    return signature_of(function).parts
 
 
 def constants_of(function) -> tuple[str, ...]:
     """The names of an activation's constants: its parameters with a default."""
-    return _parameters(function)[1]
+    return signature_of(function).constants
 
 
 def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None):
@@ -997,15 +1018,95 @@ def _with_numbers(function):
         for name, x in function.keywords.items()})
 
 
-def activated(y, weights, function, parts, axis=-2):
+def activated(y, weights, function, parts, axis=-2, expert=None):
     """function(*the parts of y [.., P·F]) · weights [.., 1] -> [.., F] in y.dtype. axis: where P is
-    when the last axis is split, -2 or, for parts that are interleaved, -1.
+    when the last axis is split, -2 or, for parts that are interleaved, -1. expert [.., 1] is given
+    to a function that takes it.
     """
     F_ = y.shape[-1] // parts
     sizes = (parts, F_) if axis == -2 else (F_, parts)
     split = y.reshape(*y.shape[:-1], *sizes)             # a view
-    out = function(*map(upcast, split.unbind(axis)))
+    beside = {} if expert is None else {"expert": expert}
+    out = function(*map(upcast, split.unbind(axis)), **beside)
+    check_result(function, out, (*y.shape[:-1], F_))
     return cast(out if weights is None else out * upcast(weights), y.dtype)
+
+
+def check_result(function, out, shape) -> None:
+    """ValueError unless an activation's result is a real tensor in the shape of a part."""
+    if not isinstance(out, Tensor):
+        raise ValueError(f"{function} returns a {type(out).__name__}; needs a tensor {[*shape]}")
+    if out.shape != shape or not out.is_floating_point():
+        raise ValueError(f"{function} returns {out.dtype} {list(out.shape)}; needs a floating dtype "
+                         f"and the shape of a part, {[*shape]}")
+
+
+def check_pure(
+    function, parts: int, columns: int = 6, like: Tensor | None = None, owner=None,
+) -> None:
+    """ValueError unless the function may be computed again in the backward: it draws no numbers,
+    writes to nothing that it did not make, keeps nothing, and returns a tensor in the shape of a
+    part. It is run a few times, on two rows of so many columns, in the dtype (fp32 at least) and on
+    the device of `like`, by default the CPU. owner: a module whose attributes it must not change.
+    """
+    dtype, device = torch.float32, "cpu"
+    if like is not None:
+        dtype, device = upcast(like.new_empty(0)).dtype, like.device
+    numbers = torch.linspace(-2.5, 3.0, 2 * columns * parts, dtype=dtype, device=device)
+    if not compat.has_values(numbers):
+        return
+    values = [x.clone() for x in numbers.view(2, columns, parts).unbind(-1)]
+    if signature_of(function).takes_expert:
+        expert = torch.zeros(2, 1, dtype=torch.int64, device=device)
+        function = functools.partial(function, expert=expert)
+
+    def run(call):
+        """The result and its gradients, from new tensors."""
+        inputs = [x.clone().requires_grad_() for x in values]
+        try:
+            with noted:
+                out = call(*inputs)
+            check_result(function, out, values[0].shape)
+            if not out.requires_grad:
+                return [out]
+            slopes = torch.autograd.grad(out, inputs, values[0], allow_unused=True)
+        except RuntimeError as failed:
+            raise ValueError(f"{function} fails on {dtype} {[2, columns]}: {failed}") from failed
+        return [out, *[x if slope is None else slope for x, slope in zip(values, slopes)]]
+
+    noted = compat.NotePurity()
+    before = _kept_by(function, owner)
+    with torch.inference_mode(False), torch.enable_grad(), compat.without_autocast(numbers):
+        first, second, checkpointed = [
+            run(call) for call in (function, function, functools.partial(again, function))]
+    found = sorted(noted.found)
+    after = _kept_by(function, owner)
+    if len(before) != len(after) or any(a is not b for a, b in zip(before, after)):
+        found.append("keeps a state")
+    if not all(map(_same_values, first * 2, second + checkpointed)):
+        found.append("gives other numbers when it is called again")
+    if found:
+        raise ValueError(f"{function} {', '.join(found)}; needs to be pure, because the backward "
+                         f"computes it once more")
+
+
+def _same_values(a, b):
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _kept_by(function, owner):
+    """What a function may keep from call to call: its object's attributes, its closure's values."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = owner or getattr(function, "__self__", None) or function
+    kept = []
+    for part in owner.modules() if isinstance(owner, torch.nn.Module) else [owner]:
+        attributes = getattr(part, "__dict__", {})
+        for own in (attributes, attributes.get("_buffers", {}), attributes.get("_parameters", {})):
+            kept += own.values()
+    for cell in getattr(function, "__closure__", None) or ():
+        kept.append(cell.cell_contents)
+    return kept
 
 
 def _activate_from_fp8(value, y, weights):
@@ -1072,7 +1173,9 @@ def activation(
     tensor([2.])
     """
     function = activation_of(kind, **constants)
-    parts = parts_of(function)
+    parts, _, takes_expert = signature_of(function)
+    if takes_expert:
+        raise ValueError(f"{function} takes the row's expert, which only expert_mlp knows")
     check_activation(y, weights, parts)
 
     def value(y, weights):
@@ -1163,7 +1266,9 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     return (y + bias_TH).to(y.dtype)
 
 
-def _mlp_of_few_tokens(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate):
+def _mlp_of_few_tokens(
+    tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert,
+):
     """expert_mlp in a graph without gradients, with flat fc1 [E, O, H]: each assignment reads its
     expert's weights in place, and the compiler makes no tensor of them.
     """
@@ -1172,7 +1277,8 @@ def _mlp_of_few_tokens(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, act
     hidden_TKO = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
     if fc1_bias is not None:
         hidden_TKO = hidden_TKO + fc1_bias[expert_TK]
-    act_TKF = activate(hidden_TKO, probs[..., None])
+    expert = expert_TK[..., None] if takes_expert else None
+    act_TKF = activate(hidden_TKO, probs[..., None], expert=expert)
     out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]
@@ -1205,12 +1311,10 @@ def expert_mlp(
     tensor([[45.]])
     """
     function = activation_of(kind, **constants)
-    known = {"E": len(plan.counts)}
-    if not torch.compiler.is_compiling():
-        known["P"] = parts_of(function)
+    signature = signature_of(function)
     check_shapes(
-        known, inverse=(plan.inverse, "T K"), indices=(indices, "T K"),
-        tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
+        {"E": len(plan.counts), "P": signature.parts}, inverse=(plan.inverse, "T K"),
+        indices=(indices, "T K"), tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
@@ -1224,24 +1328,32 @@ def expert_mlp(
     if fc1_bias is not None:
         fc1_bias = fc1_bias.flatten(1)
 
-    # How many assignments at most are quicker without a plan was measured: "Decoding" in
-    # docs/results.md. Transposed weights are read more slowly.
-    most = len(fc1) // 2 if fc1.stride(2) > 1 else 2 * len(fc1)
+    # How many assignments at most are quicker without a plan was measured on CPUs: "Decoding" in
+    # docs/results.md. Transposed weights are read more slowly. On a card nobody has measured, and
+    # 2·E assignments would read up to twice what a grouped product reads.
+    quick = tokens.is_cpu and fc1.stride(2) == 1
+    most = 2 * len(fc1) if quick else len(fc1) // 2
     without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if without_grad and always_holds(probs.numel() <= most):
+    if without_grad and holds_in_this_graph(probs.numel() <= most):
         if indices is None:
             indices = grouped.expert_of(plan.inverse, plan.offsets)
         activate = functools.partial(activated, function=function, parts=P, axis=axis)
         return _mlp_of_few_tokens(
-            tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate)
+            tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate,
+            takes_expert=signature.takes_expert)
 
     order, inverse, counts, offsets = plan
     *read, native = grouped.where_read(offsets, order.shape[0], fc1, fc2)
     # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), y = Σ_k act · fc2ᵀ
     hidden = ToExperts.apply(native, tokens, fc1, fc1_bias, order, inverse, *read)
 
+    expert = None
+    if signature.takes_expert:
+        row_N = torch.arange(order.shape[0], device=order.device)
+        expert = grouped.expert_of(row_N, offsets).clamp(max=len(fc1) - 1)[:, None]
+
     def value(hidden, probs):
-        return activated(hidden, gather_probs(probs, plan), function, P, axis)
+        return activated(hidden, gather_probs(probs, plan), function, P, axis, expert)
 
     exact = None
     if fp8_input_store:

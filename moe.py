@@ -320,8 +320,10 @@ class Experts(MoEModule):
     per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
     sharded = {name: ("ep", 0, "expt_dp") for name in per_expert}
     # In place of the config's activation a subclass may define activate(self, gate, up), or
-    # activate(self, y), with parameters of its own.
+    # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
+    # number of each row's expert among this rank's, [.., 1]. It has to be pure: see docs/change.md.
     activate = None
+    _is_checked = False
 
     def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -348,18 +350,71 @@ class Experts(MoEModule):
         kernels.expert_mlp.
 
         Under autocast the products are in its dtype; gradients have the parameters' dtypes.
+        ValueError, in the first forward: see check_own.
         """
+        self.check_own()
         dtype = tokens.dtype
         weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
         if compat.is_any_autocast():
             tokens, *weights = _as_autocast(tokens, *weights)
-        activation = self.activate
-        if activation is None:
-            activation = self.config.activation_function
+        activation = self.config.activation_function
+        if self.activate is not None:
+            activation = self._while_unchanged(self.activate)
         out = kernels.expert_mlp(
             tokens, probs, plan, *weights, kind=activation,
             fp8_input_store=self.config.activation_fp8_input_store, indices=indices)
         return out.to(dtype)
+
+    @torch.compiler.assume_constant_result           # a graph runs this while it is traced
+    def check_own(self) -> None:
+        """ValueError, once: activate has not the config's parts, or is not pure (see
+        kernels.check_pure); or, over ep, a parameter of a subclass may be one per expert, but is in
+        neither table, so that gradients of different experts would be summed.
+        """
+        if self._is_checked or not compat.has_values(self.fc1):
+            return
+        if self.pg_collection.size("ep") > 1:
+            self.refuse_undeclared(self)
+        if self.activate is not None:
+            parts = kernels.parts_of(self.activate)
+            if parts != self.config.parts:
+                raise ValueError(f"activate takes {parts} parts; needs {self.config.parts}, as the "
+                                 f"config's activation, {self.config.activation!r}")
+            columns = self.config.ffn_hidden_size
+            kernels.check_pure(self.activate, parts, columns, like=self.fc1, owner=self)
+        self._is_checked = True
+
+    def refuse_undeclared(self, module: nn.Module) -> None:
+        """ValueError if `module`, which has these experts, has a parameter that may be one per
+        expert, and neither per_expert nor sharded names it.
+        """
+        for path, parameter in module.named_parameters():
+            owner, name = owner_of(module, path)
+            if owner is self and parameter.shape[:1] == self.fc1.shape[:1]:
+                if name not in self.per_expert and name not in self.sharded:
+                    raise ValueError(
+                        f"{name} has shape {list(parameter.shape)}, and there are {len(self.fc1)} "
+                        f"experts; if it has a row for each, name it in per_expert and sharded of "
+                        f'{type(self).__name__}, else in sharded as ("tp", None, "tp_dp_cp")')
+
+    def _while_unchanged(self, activate):
+        """activate, which raises a RuntimeError in the backward if the parameters are others by
+        then: it is computed once more there, and would read those.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return activate
+        before = [(p, compat.version_of(p)) for p in self.parameters()]
+
+        @functools.wraps(activate)
+        def checked(*parts, **expert):
+            now = [(p, compat.version_of(p)) for p in self.parameters()]
+            if any(p is not q or m != n for (p, m), (q, n) in zip(before, now)):
+                raise RuntimeError(
+                    "a parameter of the experts was changed or replaced between forward and "
+                    "backward; call backward before that, under functional_call inside of it")
+            return activate(*parts, **expert)
+
+        return checked
 
 
 # ---- Latent experts: from H to ℓ dimensions, and back ----
@@ -421,6 +476,7 @@ def select_experts(
     if not all(0 <= e < E for e in experts):
         raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
     config = replace(layer.config, num_experts=len(experts))
+    layer.experts.refuse_undeclared(layer)
     new = copy.deepcopy(layer)
     new.set_config(config)
     chosen = torch.tensor(experts, device=layer.router.weight.device)
@@ -595,8 +651,16 @@ def _refused_experts(c):
         if _changed(c, name) and constant not in known:
             yield (f"activation {name}", "a function's constants are bound by functools.partial"
                    if own else f"{c.activation} has no such constant; leave {name} out")
-    if own and kernels.parts_of(c.activation) not in (1, 2):
-        yield "activation", "needs one positional parameter without a default, or gate and up"
+    if own:
+        if isinstance(c.activation, nn.Module) and [*c.activation.parameters()]:
+            yield "activation", ("its parameters would be in no layer; give Experts a method "
+                                 "activate that has them")
+        parts, _, takes_expert = kernels.signature_of(c.activation)
+        if parts not in (1, 2):
+            yield "activation", "needs one positional parameter without a default, or gate and up"
+        if takes_expert:
+            yield "activation", "only a method Experts.activate gets each row's expert"
+        kernels.check_pure(c.activation, parts)
     if c.activation_fp8_input_store and c.activation != "swiglu":
         yield ("activation_fp8_input_store activation",
                'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')

@@ -1623,7 +1623,10 @@ def test_config_takes_an_activation():
         small_config(activation=torch.nn.functional.silu(torch.ones(1))) => needs one of swiglu, ge
         small_config(activation=lambda: 1); small_config(activation=lambda a, b, c: a) => needs one
         small_config(activation=torch.add) => does not say which parameters it has; needs a function
-        small_config(activation=torch.nn.SiLU()) => takes any number of arguments; needs a function
+        small_config(activation=lambda *parts: 1) => takes any number of arguments; needs a function
+        small_config(activation=lambda y, *, by: y) => has no value for by; bind one by functools.p
+        small_config(activation=lambda y, expert: y) => only a method Experts.activate gets each row
+        small_config(activation=torch.nn.PReLU()) => its parameters would be in no layer; give Exper
         small_config(score_function=bilinear) => needs one of softmax, sigmoid
         small_config(activation=made, glu_alpha=1.5) => a function's constants are bound by functoo
         small_config(activation="geglu", activation_fp8_input_store=True) => only the input of "swi
@@ -1656,6 +1659,203 @@ def test_config_takes_an_activation_with_parameters(way):
     with torch.no_grad():
         layer.experts.alpha.fill_(1.0), layer.experts.beta.fill_(-INF)
     close(layer(x), without(x))
+
+
+def leaky(slope, y, gain=1.0):
+    return F.leaky_relu(y, slope) * gain
+
+
+def test_config_takes_an_activation_with_bound_positions():
+    """What functools.partial binds by position is no part, and a module is asked for its
+    forward."""
+    for made, function in (
+            (functools.partial(leaky, 0.1), lambda y: F.leaky_relu(y, 0.1)),
+            (functools.partial(functools.partial(leaky, 0.1), gain=2.0),
+             lambda y: F.leaky_relu(y, 0.1) * 2.0),
+            (torch.nn.SiLU(), F.silu)):
+        layer = exact_layer(activation=made)
+        assert layer.config.parts == 1
+        x = leaf(7, 1, 6)
+        want = twin(layer, activation=lambda y, function=function: function(y))
+        agree(layer, want, x)
+        agree(compiled(layer), want, x)
+    assert kernels.constants_of(functools.partial(leaky, 0.1)) == ("gain",)
+
+
+class Amax(torch.nn.Module):
+    """What an activation must not do: it notes the largest value, here by its name."""
+    largest = torch.zeros(())
+
+    def forward(self, y):
+        self.largest = torch.maximum(self.largest, y.detach().amax())
+        return y.relu()
+
+
+def not_pure(how: str):
+    """A function that only looks like an activation."""
+    count = torch.zeros(())
+
+    def counts(y):
+        count.add_(1)
+        return y.relu()
+
+    functions = {
+        "dropout": lambda gate, up: F.dropout(gate, 0.5) * up,
+        "noise": lambda y: y + torch.randn_like(y),
+        "in place": lambda gate, up: F.relu(gate).mul_(up),
+        "on its input": lambda y: y.detach().mul_(2.0),
+        "counts": counts,
+        "amax": Amax(),
+        "parity": lambda y, calls=[]: (calls.append(1), y * len(calls))[1],
+        "None": lambda y: None,
+        "complex": lambda y: y + 0j,
+        "one column": lambda y: y.sum(-1, keepdim=True),
+        "0-d": lambda y: y.sum(),
+        "integers": lambda y: y.long(),
+    }
+    return functions[how]
+
+
+def test_config_refuses_an_activation_that_is_not_pure():
+    """The backward computes it once more (`F.relu(gate).mul_(up)` was wrong by half, without an
+    error). Nothing is drawn from the default generator meanwhile."""
+    state = torch.get_rng_state()
+    small_config(activation=lambda gate, up: (gate * 1.0).mul_(up.detach()))       # its own tensor
+    assert torch.get_rng_state().equal(state)
+    check_error_table("""
+        small_config(activation=not_pure("dropout")) => draws numbers
+        small_config(activation=not_pure("noise")) => draws numbers
+        small_config(activation=not_pure("in place")) => modified by an inplace operation
+        small_config(activation=not_pure("on its input")) => writes to a tensor that it did not make
+        small_config(activation=not_pure("counts")) => writes to a tensor that it did not make; need
+        small_config(activation=not_pure("amax")) => keeps a state; needs to be pure
+        small_config(activation=not_pure("parity")) => gives other numbers when it is called again
+        small_config(activation=not_pure("None")) => returns a NoneType; needs a tensor [2, 6]
+        small_config(activation=not_pure("complex")) => returns torch.complex64 [2, 6]; needs a floa
+        small_config(activation=not_pure("one column")) => returns torch.float32 [2, 1]; needs a flo
+        small_config(activation=not_pure("0-d")) => returns torch.float32 []; needs a floating dtype
+        small_config(activation=not_pure("integers")) => returns torch.int64 [2, 6]; needs a floatin
+        activation(torch.ones(2, 3), lambda y, expert: y) => takes the row's expert, which only expe
+        activation(torch.ones(2, 3), not_pure("0-d")) => returns torch.float32 []; needs a floating
+        """, **globals())
+
+
+class WithActivate(moe.Experts):
+    """Experts whose `activate` is given as `how` when they are made."""
+
+    def __init__(self, config, how):
+        super().__init__(config)
+        self.slope = torch.nn.Parameter(torch.full((), 0.3, dtype=config.params_dtype))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.activate = how.__get__(self)
+
+
+def counts_calls(self, y):
+    self.calls += 1
+    return F.leaky_relu(y, 0.1) * self.slope
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("how, wanted", [
+    (lambda self, gate, up: gate * up, "activate takes 2 parts; needs 1"),
+    (lambda self, y: F.dropout(y, 0.5), "draws numbers"),
+    (lambda self, y: y[..., 0], r"needs a floating dtype and the shape of a part, \[2, 5\]"),
+    (counts_calls, "writes to a tensor that it did not make")])
+def test_experts_refuse_an_activate_that_is_not_pure(how, wanted, compile):
+    """In the layer's first forward, in one graph too; small tensors of the weights' dtype."""
+    layer = exact_layer(activation="relu2")
+    layer.experts = WithActivate(layer.config, how)
+    function = compiled(layer) if compile else layer
+    with pytest.raises(Exception, match=wanted):
+        function(leaf(3, 1, 6))
+
+
+def test_experts_parts_are_checked_in_a_graph():
+    """A second part would become the constant of an activate of one part."""
+    layer = exact_layer()
+    layer.experts = WithActivate(layer.config, lambda self, y, scale=2.0: y * scale)
+    for function in (layer, compiled(layer)):
+        with pytest.raises(Exception, match="activate takes 1 parts; needs 2"):
+            function(leaf(3, 1, 6))
+
+
+class SlopePerExpert(moe.Experts):
+    """leaky_relu with a slope for every expert."""
+    per_expert = *moe.Experts.per_expert, "slope"
+    sharded = {**moe.Experts.sharded, "slope": ("ep", 0, "expt_dp")}
+
+    def __init__(self, config, pg_collection=None):
+        super().__init__(config, pg_collection)
+        first = torch.linspace(-1, 1, len(self.fc1), dtype=config.params_dtype)
+        self.slope = torch.nn.Parameter(first)
+
+    def activate(self, y, expert):
+        return torch.where(y > 0, y, self.slope[expert] * y)
+
+
+def slope_layer(**fields) -> MoELayer:
+    layer = exact_layer(
+        activation="relu2", shared_expert_intermediate_size=None, num_experts=8, **fields)
+    layer.experts = SlopePerExpert(layer.config)
+    return layer
+
+
+def slope_loop(layer, x):
+    """Oracle of a slope_layer: one token and one expert at a time."""
+    probs, indices = layer.router.route(x)
+    fc1, fc2, slope = layer.experts.fc1, layer.experts.fc2, layer.experts.slope
+    y = []
+    for t in range(len(x)):
+        outputs = []
+        for p, e in zip(probs[t], indices[t]):
+            hidden = fc1[e, 0] @ x[t]
+            outputs.append(p * (fc2[e] @ torch.where(hidden > 0, hidden, slope[e] * hidden)))
+        y.append(sum(outputs))
+    return torch.stack(y)
+
+
+def test_experts_activate_with_the_expert_of_each_row():
+    """In the plan's order, and in a graph without gradients for few tokens in the tokens'; with
+    padding, experts without tokens, and after select_experts too."""
+    layer = slope_layer()
+    for T in (1, 5, 40):
+        x = leaf(T, 6)
+        agree(layer, of_module(layer, slope_loop), x)
+        padding = torch.arange(T) % 2 == 0
+        with torch.no_grad():
+            want = slope_loop(layer, x)
+            for function in (layer, compiled(layer)):
+                close(function(x), want)
+                close(function(x, padding)[~padding], want[~padding])
+    agree(compiled(layer), of_module(layer, slope_loop), x)
+    new = moe.select_experts(layer, [5, 0, 3, 3])
+    same(new.experts.slope, layer.experts.slope[[5, 0, 3, 3]])
+    agree(new, of_module(new, slope_loop), x)
+
+
+def test_experts_refuse_a_parameter_that_may_be_one_per_expert():
+    """Where it is in neither table it stayed as it was in select_experts."""
+    layer = slope_layer()
+    layer.experts.other = torch.nn.Parameter(torch.zeros(8))
+    text = error(moe.select_experts, layer, [0, 1, 2])
+    assert text.startswith("ValueError: other has shape [8], and there are 8 experts; if it"), text
+    layer.experts.sharded = {**SlopePerExpert.sharded, "other": ("tp", None, "tp_dp_cp")}
+    assert moe.select_experts(layer, [0, 1, 2]).experts.other.shape == (8,)
+
+
+def test_experts_recompute_with_the_parameters_of_the_forward():
+    """Others would be read in the backward, without an error."""
+    layer = exact_layer(activation="relu2")
+    layer.experts = XIELU(layer.config)
+    x = leaf(4, 1, 6)
+    others = {name: p.detach() * 1.5 for name, p in layer.named_parameters()}
+    y = torch.func.functional_call(layer, others, (x,))
+    assert "changed or replaced between forward and backward" in error(y.sum().backward)
+    y = layer(x)
+    with torch.no_grad():
+        layer.experts.alpha.add_(1.0)
+    assert "changed or replaced between forward and backward" in error(y.sum().backward)
+    layer(x).sum().backward()
 
 
 @about_the_cpu("it stands in for a card")
