@@ -315,7 +315,7 @@ def test_compile_no_recompile_over_T():
         dict(params_dtype=torch.bfloat16, activation_fp8_input_store=True)))])
 def test_compile_few_tokens_read_weights_where_they_are(fields, backend):
     """Few assignments without gradients: no plan, and no grouped product, which would multiply row
-    by row. Beyond, and with a dynamic T, the plan is one graph for all."""
+    by row. With a dynamic T there are two graphs, of few and of more; in an export there is one."""
     layer = random_layer(exact_config(num_experts=16, add_bias_linear=True, **fields)).eval()
     dtype = layer.config.params_dtype
     tol = 1e-9 if dtype == torch.float64 else 0.02
@@ -344,10 +344,41 @@ def test_compile_few_tokens_read_weights_where_they_are(fields, backend):
         torch._dynamo.reset()
         function = compiled(layer, backend, dynamic=True)
         counters.clear()
-        for T in (2, 4, 17, 30):
+        for T in (2, 17, 4, 30, 16, 9):
             x = torch.randn(T, 1, 6, dtype=dtype)
             close(function(x), layer(x), tol)
-        assert graphs_made() == 1
+        if dtype == torch.float64:
+            assert "plan_permutation" in ops(T=20)
+        assert "plan_permutation" not in ops(T=5)
+        assert graphs_made() == 2
+
+        torch._dynamo.reset()                                        # as in use: automatic
+        function = compiled(layer, backend)
+        counters.clear()
+        for T in (30, 1, 9, 17, 4, 1, 16, 12, 3, 40):
+            x = torch.randn(T, 1, 6, dtype=dtype)
+            close(function(x), layer(x), tol)
+        assert graphs_made() <= 4
+
+        x = torch.randn(30, 1, 6, dtype=dtype)
+        T = torch.export.Dim("T", min=1, max=100)
+        program = torch.export.export(layer, (x,), dynamic_shapes=({0: T},)).module()
+        for T in (1, 4, 30):
+            close(program(x[:T]), layer(x[:T]), tol)
+
+
+def test_compile_few_tokens_are_less_on_a_card(monkeypatch):
+    """At most E / 2 assignments, since nobody has measured more there."""
+    asked = []
+    monkeypatch.setattr(
+        kernels, "holds_in_this_graph", lambda holds: asked.append(bool(holds)) or False)
+    layer = small_layer(num_experts=16)
+    for device, T, want in (("cpu", 16, True), ("cpu", 17, False), ("meta", 4, True),
+                            ("meta", 5, False)):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled(layer.to_empty(device=device), "eager")(torch.empty(T, 8, device=device))
+        assert asked.pop() is want, (device, T)
 
 
 @about_the_cpu("the code generated for it")

@@ -1167,6 +1167,20 @@ def test_docs_activation():
     for y, want in ((2.0, 4 * a + 1), (-2.0, (0.5 + a) * (math.exp(-2) - 1 + 2) - 1)):
         close(layer.experts.activate(torch.tensor(y).double()), want, 1e-7)
 
+    exec(example("slope"), names)
+    layer = names["layer"].double()
+    with torch.no_grad():
+        layer.experts.slope.copy_(torch.linspace(-1, 1, 16))
+    x = leaf(3, 64)
+    agree(compiled(layer), layer, x)
+    with torch.no_grad():
+        close(compiled(layer)(x), layer(x))              # few tokens
+    layer(x).sin().sum().backward()
+    used = layer.router.route(x)[1].unique()
+    assert layer.experts.slope.grad.nonzero().flatten().equal(used)
+    assert layer.experts.slope[[3, 1]].equal(moe.select_experts(
+        layer, [3, 1, 0, 2]).experts.slope[:2])
+
 
 def test_docs_logits():
     """The loss on them reaches the router's weight."""
