@@ -144,8 +144,9 @@ class Candidate(NamedTuple):
     def bytes_kept(self) -> int:
         return steps.bytes_kept(self.forward, self.parameters())
 
-    def compiled(self) -> "Candidate":
-        return self._replace(function=torch.compile(self.function, fullgraph=True))
+    def compiled(self, dynamic: bool | None = None) -> "Candidate":
+        function = torch.compile(self.function, fullgraph=True, dynamic=dynamic)
+        return self._replace(function=function)
 
     def both(self, name: str) -> dict[str, "Candidate"]:
         return {f"{name}, compiled": self.compiled(), f"{name}, eager": self}
@@ -557,7 +558,10 @@ def bench_decode(report: Report, case: Case) -> None:
     """Few tokens without gradients, beside Hugging Face's block and the products of the experts."""
     layer, x, _ = layer_and_input(case.config(), case.T)
     x = x.detach()
-    candidates = Candidate(layer.eval(), [x]).both("layer")
+    ours = Candidate(layer.eval(), [x])
+    candidates = ours.both("layer")
+    if case.T > 1:                                # one token has a graph of its own
+        candidates["layer, compiled for any T"] = ours.compiled(dynamic=True)
     if HAS_TRANSFORMERS:
         for how in ("grouped_mm", "batched_mm"):
             block = hugging_face_block(case, layer, how).eval()
