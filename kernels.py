@@ -251,9 +251,10 @@ SCORE_FUNCTIONS = {
 
 
 # It is an op because the compiler would leave out the roundings between the steps.
-@op(lambda logits, score_function: torch.empty_like(logits))
+@op(lambda logits, score_function:
+     torch.empty_like(logits, memory_format=torch.contiguous_format))
 def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
-    return SCORE_FUNCTIONS[score_function](logits)
+    return SCORE_FUNCTIONS[score_function](logits).contiguous()
 
 
 def _with_copies(chosen, copies, as_logits):
@@ -533,7 +534,7 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         if cost.device.type == "cpu" and done:
             break
         start_E = torch.where(done, start_E, d1_E)
-    return d1_E * A_TE * d0_T[:, None]
+    return (d1_E * A_TE * d0_T[:, None]).contiguous()
 
 
 def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
@@ -564,7 +565,7 @@ def get_capacity(
 
 # It is an op because Inductor's own sort is for up to 32,767 rows: for more, a graph would be made
 # again.
-@op(lambda indices, probs, num_experts: torch.empty_like(indices))
+@op(lambda indices, probs, num_experts: indices.new_empty(indices.shape))
 def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     """[T, K] int64: how many assignments of the same expert come before this one: those with a
     higher prob, or equal and earlier; without probs the earlier ones. indices [T, K], probs [T, K].
@@ -582,7 +583,7 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
     order_N = first_N[ids_N[first_N].argsort(stable=True)]
     place_N = torch.empty_like(order_N).scatter_(0, order_N, row_N)
     before_E = count_experts(indices, num_experts).cumsum(0)         # assignments up to expert e
-    return place_N.view_as(indices) - F.pad(before_E, (1, 0))[indices]
+    return (place_N - F.pad(before_E, (1, 0))[ids_N]).view_as(indices)
 
 
 def place_by_position(routing_map):

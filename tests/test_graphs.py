@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 import textwrap
+import types
 
 import pytest
 import torch
@@ -20,12 +21,15 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
+from torch.utils._pytree import tree_map_only
 
 import compat
 import grouped
 import kernels
 import maps
 import router as router_file
+import shared_experts
+import small
 from grouped import grouped_mm
 from kernels import (
     activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
@@ -583,7 +587,20 @@ def test_compile_export_with_dynamic_T(name):
                 same(program.module()(*args), layer(*args))
 
 
-def test_compile_ops_pass_opcheck():
+def transposed(x: Tensor) -> Tensor:
+    """x with its last two axes swapped in memory; along one axis, every second number of it."""
+    return x.mT.contiguous().mT if x.ndim > 1 else torch.stack((x, x), x.ndim).select(x.ndim, 0)
+
+
+def expanded(x: Tensor) -> Tensor:
+    """x with its first row everywhere, once in memory."""
+    return x[:1].expand_as(x) if x.ndim else x
+
+
+def test_compile_ops_pass_opcheck(monkeypatch):
+    """Every op of the project, with contiguous, transposed and expanded inputs: among other things
+    its fake gives the strides of its results, without which Inductor's code fails in an assertion.
+    """
     indices = random_indices(9, 4, 2)
     plan = plan_permutation(indices, 4)
     token = plan.order // 2
@@ -592,33 +609,68 @@ def test_compile_ops_pass_opcheck():
     h = torch.randn(18, 6)
     many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
     of_many = torch.randn(16, 8, 6)
+    of_all = offsets.new_tensor([2, 2, 9])                   # leaves no row unrouted
     _, index = grouped._read_in_batches(many, 18)
-    for op, *args in [
-            (kernels._plan_permutation, indices, 4),
-            (kernels.copy_after, torch.ones(()), x),
-            (maps._place_by_key, x),
-            (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
-            (kernels.scatter_columns, indices, indices, 4, 7),
-            (kernels._sinkhorn, x, 1e-4, None),
-            (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
-            (grouped._rows_times_weights, h, None, w, None, offsets, None),
-            (grouped._rows_times_rows, x, token, h, None, offsets, None),
-            (grouped._rows_times_rows, h, None, x, token, offsets, None),
-            (grouped._read_in_batches, offsets, 18),
-            (grouped._read_in_batches, many, 18),
-            (grouped._rows_times_weights, x, token, of_many, None, many, index),
-            (grouped._rows_times_rows, x, token, h, None, many, index),
-            (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
-            (kernels._rounded_scores, x.bfloat16(), "sqrtsoftplus"),
-            (kernels.rounded, x, torch.bfloat16),
-            (kernels.count_experts, indices, 4),
-            (kernels._sum_tokens, x),
-            (kernels._sum_weighted, x, torch.rand(8), None),
-            (kernels.sequence_counts, torch.rand(18, 4) < 0.5, token % 3, 3),
-            (grouped._block_sums, h, offsets, None),
-            (router_file._write, torch.zeros(4), torch.ones(4), x, True),
-            (router_file._running_mean, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
-        torch.library.opcheck(op, args)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(shared_experts, "_current_stream", lambda device: stream)
+    monkeypatch.setitem(shared_experts._SIDE_STREAMS, x.device, stream)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    calls = [
+        (kernels._plan_permutation, indices, 4),
+        (compat.copy_after, torch.ones(()), x),
+        (compat.copy_after, x, x),
+        (maps._place_by_key, x),
+        (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
+        (kernels.scatter_columns, indices, indices, 4, 7),
+        (kernels._sinkhorn, x, 1e-4, None),
+        (kernels._sinkhorn, x, 1e-4, x[:, 0] > 0),
+        (kernels.place_in_expert, indices, None, 4),
+        (kernels.place_in_expert, indices, torch.rand(9, 2), 4),
+        (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
+        (grouped._rows_times_weights, h, None, w, None, offsets, None),
+        (grouped._rows_times_rows, x, token, h, None, offsets, None),
+        (grouped._rows_times_rows, h, None, x, token, offsets, None),
+        (grouped._read_in_batches, offsets, 18),
+        (grouped._read_in_batches, many, 18),
+        (grouped._rows_times_weights, x, token, of_many, None, many, index),
+        (grouped._rows_times_rows, x, token, h, None, many, index),
+        (kernels._product_in, torch.randn(4, 9), x, torch.float64, fp32),
+        (kernels._product_in, torch.randn(4, 9), x, fp32, fp32),
+        *[(kernels._rounded_scores, x.to(bf16), score) for score in kernels.SCORE_FUNCTIONS],
+        (compat.rounded, x, bf16),
+        (compat.rounded, x, fp32),
+        (kernels.count_experts, indices, 4),
+        (kernels._sum_tokens, x),
+        (kernels._sum_weighted, x, torch.rand(8), None),
+        (kernels._sum_weighted, x, torch.rand(3, 8), torch.arange(9) % 3),
+        (kernels.sequence_counts, torch.rand(18, 4) < 0.5, token % 3, 3),
+        (grouped._block_sums, h, offsets, None),
+        (router_file._write, torch.zeros(4), torch.ones(4), x, True),
+        (router_file._running_mean, torch.zeros(4), torch.zeros(()), torch.ones(4)),
+        (shared_experts._fork_stream, x),
+        (shared_experts._join_stream, x, [h, w]),
+        (small.copy_after, x, x),
+        (small.add_counts, torch.zeros(4), torch.ones(4)),
+        (small.sort_by_expert, indices, 4, False),
+        (small.sort_by_expert, indices, 4, True),
+        (small.loop_over_experts, x, torch.randn(3, 8, 5), of_all),
+        (small.loop_over_experts, x.t(), h[:9], of_all),
+        (small.product_in_fp32, torch.randn(4, 9), x),
+        (small.product_in_fp32, torch.randn(4, 9).to(bf16), x.to(bf16))]
+    assert {op._qualname for op, *_ in calls} == {
+        op._qualname for op in ops_of(*SOURCES, small)}
+
+    written = [args[0] for op, *args in calls if op._opoverload._schema.is_mutable]
+    for layout in (torch.Tensor.contiguous, transposed, expanded):
+        for op, *args in calls:
+            # The index of batches belongs to its offsets, rows beyond all offsets are not
+            # initialised, and no op can write to an expanded tensor.
+            fixed = [many, index, of_all, *written] if layout is expanded else []
+            given = tree_map_only(
+                Tensor, lambda x: x if any(x is y for y in fixed) else layout(x), tuple(args))
+            with about(f"{layout.__name__} {op._name}"):
+                torch.library.opcheck(op, given)
 
 
 def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
