@@ -30,7 +30,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
     """Decorator: registers a function as a custom op. Its annotations are the op's schema.
 
     The compiler calls the op as it is; autocast does not reach inside. `fake` takes the same
-    arguments and returns empty results. cudagraph_unsafe: it decides something on the host, so CUDA
+    arguments and returns empty results. cudagraph_unsafe: the host reads the device in it, so CUDA
     graphs leave it out. `flops` takes shapes in place of tensors and returns what
     torch.utils.flop_counter counts.
     """
