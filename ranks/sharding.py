@@ -333,6 +333,9 @@ def compare_replicas(model: nn.Module, biases: dict[str, Tensor]) -> None:
 
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# splitmix64: its step and its two rounds (shift, factor), in int64, whose products wrap around
+_STEP = -0x61C8864680B583EB
+_ROUNDS = (30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)
 
 
 def _fingerprint(tensor, part):
@@ -340,9 +343,17 @@ def _fingerprint(tensor, part):
     tensor, starts = compat.own_part(tensor)
     bits = tensor.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[tensor.itemsize])
     checksum = torch.zeros((), dtype=torch.int64, device=bits.device)
+    first = 0
     for block in bits.split(2 ** 20):            # a few MB at a time
-        place = torch.arange(1, 1 + block.numel(), device=bits.device)
-        checksum = checksum * 31 + (block * place).sum()
+        place = torch.arange(first, first + block.numel(), device=bits.device)
+        # In a sum of bits · place, differences at two places could cancel. So the bits of each
+        # element are mixed with its place before they are added.
+        mixed = place.mul_(_STEP).add_(block)
+        for shift, factor in _ROUNDS:
+            mixed ^= (mixed >> shift) & (1 << 64 - shift) - 1        # zeros come from the left
+            mixed *= factor
+        checksum += mixed.sum()
+        first += block.numel()
     return torch.stack((checksum, torch.full_like(checksum, hash((part, *starts)))))
 
 

@@ -373,6 +373,14 @@ def test_groups_find_replicas_that_drift(rank, ranks):
     with about("swapped"):
         names, text = found(drifted)
         assert names == ["1.router.expert_bias"] and "on ranks [0, 1, 3] and [2]" in text
+    for changes in ([2, -1], [1, -2, 1], [-1, 2, -1]):       # Σ place · change is 0, too
+        drifted = model_of()
+        if rank == 2:
+            bits = drifted[1].router.weight.data.view(torch.int64).flatten()
+            bits[:len(changes)] += torch.tensor(changes)
+        with about(changes):
+            names, text = found(drifted)
+            assert names == ["1.router.weight"] and "on ranks [0, 1, 3] and [2]" in text
     layer = model_of()[1]
     if rank == 3:
         layer.experts.fc2.data[0, 0, 0] *= 1 + 1e-15
