@@ -639,6 +639,8 @@ def test_compile_ops_pass_opcheck(monkeypatch):
         (kernels._product_in, torch.randn(4, 9), x, torch.float64, fp32),
         (kernels._product_in, torch.randn(4, 9), x, fp32, fp32),
         *[(kernels._rounded_scores, x.to(bf16), score) for score in kernels.SCORE_FUNCTIONS],
+        (kernels._rounded_probs, x.to(bf16), indices, None, "softmax", True, False, 0.0, None),
+        (kernels._rounded_probs, x.to(bf16), indices, indices, "sigmoid", False, True, 0.0, 2.5),
         (compat.rounded, x, bf16),
         (compat.rounded, x, fp32),
         (kernels.count_experts, indices, 4),
@@ -757,6 +759,37 @@ def test_compile_private_names_of_torch(monkeypatch):
     keeper = Keeper()
     torch.compile(checkpointed(keeper, False), backend="eager", fullgraph=True)(x)
     same(keeper.kept, x.sin())
+
+
+def test_compile_rounds_the_steps_of_narrow_probs():
+    """Logits and probs in bf16: a graph's are those of eager mode bit by bit, and the gradient is
+    as near to fp64 as that of eager mode."""
+    bf16 = torch.bfloat16
+    logits = torch.randn(300, 16).to(bf16)
+    upstream = torch.randn(300, 4).to(bf16)
+    repeated = random_indices(300, 16, 4, repeats=0.3)
+    for fields in (dict(score_function="sigmoid", scaling_factor=2.5),
+                   dict(score_function="sqrtsoftplus", norm_eps=1e-3),
+                   dict(use_pre_softmax=True, precomputed_indices=repeated)):
+        def route(logits, **further):
+            probs, indices = kernels.topk_routing(logits, 4, **{**fields, **further})
+            return probs.detach(), indices, *grads(probs, [logits], upstream.to(probs.dtype))
+
+        torch._dynamo.reset()
+        x = logits.clone().requires_grad_()
+        narrow = functools.partial(route, x, probs_dtype=bf16)
+        with about(fields):
+            probs, indices, grad = narrow()
+            function = compiled(
+                lambda x: kernels.topk_routing(x, 4, probs_dtype=bf16, **fields),
+                backend="inductor")
+            got = function(x)
+            same([y.detach() for y in got], [probs, indices])
+            exact = route(logits.double().requires_grad_(), precomputed_indices=fields.get(
+                "precomputed_indices", indices))[2]
+            errors = [(y - exact).norm() / exact.norm()
+                      for y in (*grads(got[0], [x], upstream), grad)]
+            assert errors[0] < 1.1 * errors[1] and errors[1] < 0.02
 
 
 def no_float64(name, args, out) -> None:
