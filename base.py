@@ -131,7 +131,7 @@ class MoEModule(nn.Module):
         "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
     # parameter -> (the name of the group that shares it out, along which axis, the name of the
     # group that sums its gradient). Parameters with the axis None, and those that are not here, are
-    # whole on every rank.
+    # whole on every rank. A parameter of a part that is no MoEModule is named as in "act.weight".
     sharded = {}
 
     def __init__(self, config, pg_collection: OneProcess | None = None):
@@ -218,9 +218,15 @@ def unwrapped(path: str) -> str:
 
 
 def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """(the module that has the parameter, its name there). A parametrization's tensors count as the
-    parameter that they make.
+    """(the module that says which ranks hold the parameter, its name there): the nearest MoEModule
+    above it, where a parameter of a part has a name such as "act.weight". Without a MoEModule, the
+    module that has it. A parametrization's tensors count as the parameter that they make.
     """
-    path = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path)
-    owner, _, name = path.rpartition(".")
-    return module.get_submodule(owner), name
+    names = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path).split(".")
+    above = [module]
+    for name in names[:-1]:
+        above.append(above[-1].get_submodule(name))
+    for depth in reversed(range(len(above))):
+        if isinstance(above[depth], MoEModule):
+            return above[depth], unwrapped(".".join(names[depth:]))
+    return above[-1], names[-1]

@@ -16,9 +16,10 @@ raised an exception, which is an answer, not a mistake. "-" is a gradient that a
 Look for mistakes in fp32: in bf16 one of some percent may be as small as the rounding.
 
 --list names the cases; --case NAME runs one and shows the first rows that are off. For experts,
---shape T E K H F adds a case with your sizes. The last line says what "ok" covers. The exit status
-is 1 if something is wrong. It is 2 if the function cannot be loaded, if an option does not fit, or
-if every case is refused (but 0 if --case names one, and that is refused). Else it is 0.
+--shape T E K H F adds a case with your sizes. The last line says what "ok" covers, and how many
+cases are refused. The exit status is 1 if something is wrong. It is 2 if the function cannot be
+loaded, if an option does not fit, or if every case is refused (but not if --case names one). With
+--strict it is 3 if most cases are refused. Else it is 0.
 
 Notes, of which only the first makes a row wrong:
 
@@ -333,7 +334,10 @@ def run_cases(cases, case, titles, results_of, dtype) -> tuple[list[Row], str]:
     largest = ", ".join(f"{size} {n}" for size, n in sizes.items())
     short = {known: short for short, known in DTYPES.items()}.get(dtype, dtype)
     covered = f'"ok" covers {short}; {largest} at most; {", ".join(ways)}'
-    return rows, covered if ways else "no case ran"
+    if not ways:
+        covered = "no case ran"
+    refused = sum(row.refused is not None for row in rows)
+    return rows, f"{covered}; {refused} of {len(rows)} cases are refused"
 
 
 def gradients(y, leaves, grad) -> dict:
@@ -581,6 +585,7 @@ def main() -> None:
         dest="shapes", help="of experts: a further case of these sizes; may be repeated")
     add("--json", metavar="FILE", help="writes the rows there")
     add("--list", action="store_true", help="names the cases and ends")
+    add("--strict", action="store_true", help="the exit status is 3 if most cases are refused")
     _, *options = inspect.signature(check_router).parameters.values()
     for option in options:
         kind, *_ = get_args(option.annotation) or [option.annotation]
@@ -589,7 +594,8 @@ def main() -> None:
             read = dict(action="store_true")
         add(f"--{option.name}", help=OPTIONS[option.name], **read)
     given = vars(parser.parse_intermixed_args())
-    what, place, file, listed = [given.pop(n, None) for n in ("what", "place", "json", "list")]
+    what, place, file, listed, strict = [
+        given.pop(n, None) for n in ("what", "place", "json", "list", "strict")]
 
     known = what in CHECKS or listed and what is None
     if not known or not listed and ":" not in str(place):
@@ -612,9 +618,12 @@ def main() -> None:
         rows_now = [{**row._asdict(), "ratios": {name: r if math.isfinite(r) else None
                      for name, r in row.ratios.items()}} for row in rows]
         Path(file).write_text(json.dumps(rows_now, indent=1))
-    if "case" not in given and all(row.refused for row in rows):
+    refused = sum(row.refused is not None for row in rows)
+    if "case" not in given and refused == len(rows):
         refuse("every case is refused: nothing is checked")
-    sys.exit(any(row.wrong for row in rows))
+    if any(row.wrong for row in rows):
+        sys.exit(1)
+    sys.exit(3 if strict and 2 * refused > len(rows) else 0)
 
 
 if __name__ == "__main__":

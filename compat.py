@@ -31,7 +31,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
     """Decorator: registers a function as a custom op. Its annotations are the op's schema.
 
     The compiler calls the op as it is; autocast does not reach inside. `fake` takes the same
-    arguments and returns empty results. cudagraph_unsafe: it decides something on the host, so CUDA
+    arguments and returns empty results. cudagraph_unsafe: the host reads the device in it, so CUDA
     graphs leave it out. `flops` takes shapes in place of tensors and returns what
     torch.utils.flop_counter counts.
     """
@@ -107,7 +107,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in another dtype, for a rounding that decides a choice: inside a compiled kernel a cast to
     bf16 or fp16 rounds nothing.
     """
-    return x.to(dtype)
+    return x.to(dtype, copy=True)            # an op must not return its argument
 
 
 def check_known(name, value, known):

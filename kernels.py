@@ -252,9 +252,10 @@ SCORE_FUNCTIONS = {
 
 
 # It is an op because the compiler would leave out the roundings between the steps.
-@op(lambda logits, score_function: torch.empty_like(logits))
+@op(lambda logits, score_function:
+     torch.empty_like(logits, memory_format=torch.contiguous_format))
 def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
-    return SCORE_FUNCTIONS[score_function](logits)
+    return SCORE_FUNCTIONS[score_function](logits).contiguous()
 
 
 def _with_copies(chosen, copies, as_logits):
@@ -295,8 +296,8 @@ def topk_routing(
 
     Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, or
     probs_dtype. With that the arithmetic is in the wider of the two; if that is bf16 or fp16, every
-    step is rounded and the choice is the top K of the rounded scores. ValueError: an unknown score
-    function, or sizes that do not fit.
+    step is rounded, in a graph too, and the choice is the top K of the rounded scores. ValueError:
+    an unknown score function, or sizes that do not fit.
 
     >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
     >>> probs, indices = topk_routing(logits, topk=1, use_pre_softmax=True)
@@ -322,7 +323,6 @@ def topk_routing(
             group_score_topk=group_score_topk)
 
     # The choice, which has no gradient
-    score = SCORE_FUNCTIONS[score_function]
     arithmetic = torch.promote_types(logits.dtype, probs_dtype or torch.float32)
     logits_TE = cast(logits, arithmetic)
     narrow = arithmetic.itemsize < 4
@@ -334,7 +334,7 @@ def topk_routing(
         if narrow:
             ranked_TE = _rounded_scores(ranked_TE, score_function)
         elif expert_bias is not None or num_groups is not None:
-            ranked_TE = score(ranked_TE)
+            ranked_TE = SCORE_FUNCTIONS[score_function](ranked_TE)
         if expert_bias is not None:
             ranked_TE = ranked_TE + expert_bias
         if num_groups is not None:
@@ -345,18 +345,54 @@ def topk_routing(
     over_chosen = norm_topk_prob is None and score_function == "softmax" and not use_pre_softmax
     if norm_topk_prob is None:
         norm_topk_prob = score_function != "softmax" and topk > 1
+    if over_chosen:
+        norm_topk_prob = False
+    steps = score_function, over_chosen, norm_topk_prob, norm_eps, scaling_factor
+    probs_TK = _probs_of_chosen(logits_TE, indices_TK, copies_TK, *steps)
+    if narrow and torch.compiler.is_compiling():
+        # The rounded probs, with the gradient of the steps that the compiler can see.
+        rounded_TK = _rounded_probs(logits_TE.detach(), indices_TK, copies_TK, *steps)
+        probs_TK = Adjoint.apply(probs_TK, (_second, _first), rounded_TK)
+    return probs_TK.to(probs_dtype or logits.dtype), indices_TK
+
+
+def _probs_of_chosen(
+    logits_TE, indices_TK, copies_TK, score_function, over_chosen, normalised, norm_eps,
+    scaling_factor,
+):
+    """Steps 3 and 4 of topk_routing."""
+    score = SCORE_FUNCTIONS[score_function]
     probs_TK = pick(logits_TE if over_chosen else score(logits_TE), indices_TK)
     if copies_TK is not None:
         probs_TK = _with_copies(probs_TK, copies_TK, as_logits=over_chosen)
     if over_chosen:
         probs_TK = probs_TK.softmax(-1)
-    elif norm_topk_prob:
+    elif normalised:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
     if scaling_factor is not None:
         probs_TK = probs_TK * scaling_factor
     if copies_TK is not None:
         probs_TK = probs_TK.masked_fill(copies_TK == 0, 0.0)
-    return probs_TK.to(probs_dtype or logits.dtype), indices_TK
+    return probs_TK
+
+
+# It is an op for the same reason as _rounded_scores.
+@op(lambda logits, indices, *_: logits.new_empty(indices.shape))
+def _rounded_probs(
+    logits: Tensor, indices: Tensor, copies: Tensor | None, score_function: str, over_chosen: bool,
+    normalised: bool, norm_eps: float, scaling_factor: float | None,
+) -> Tensor:
+    probs_TK = _probs_of_chosen(
+        logits, indices, copies, score_function, over_chosen, normalised, norm_eps, scaling_factor)
+    return probs_TK.contiguous()
+
+
+def _first(x, y):
+    return x
+
+
+def _second(x, y):
+    return y.clone()
 
 
 def only_best_groups(scores, num_groups, group_topk, group_score_topk):
@@ -534,7 +570,7 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         if cost.device.type == "cpu" and done:
             break
         start_E = torch.where(done, start_E, d1_E)
-    return d1_E * A_TE * d0_T[:, None]
+    return (d1_E * A_TE * d0_T[:, None]).contiguous()
 
 
 def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None) -> Tensor:
@@ -565,7 +601,7 @@ def get_capacity(
 
 # It is an op because Inductor's own sort is for up to 32,767 rows: for more, a graph would be made
 # again.
-@op(lambda indices, probs, num_experts: torch.empty_like(indices))
+@op(lambda indices, probs, num_experts: indices.new_empty(indices.shape))
 def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     """[T, K] int64: how many assignments of the same expert come before this one: those with a
     higher prob, or equal and earlier; without probs the earlier ones. indices [T, K], probs [T, K].
@@ -583,7 +619,7 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
     order_N = first_N[ids_N[first_N].argsort(stable=True)]
     place_N = torch.empty_like(order_N).scatter_(0, order_N, row_N)
     before_E = count_experts(indices, num_experts).cumsum(0)         # assignments up to expert e
-    return place_N.view_as(indices) - F.pad(before_E, (1, 0))[indices]
+    return (place_N - F.pad(before_E, (1, 0))[ids_N]).view_as(indices)
 
 
 def place_by_position(routing_map):

@@ -699,7 +699,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 # ---- What it keeps: counts, written in the backward ----
 # A checkpoint runs a forward twice, but its backward once.
 
-@compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",), cudagraph_unsafe=True)
+@compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",))
 def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
     """buffer += value, or buffer = value. `grad` is unused. It ties the op to the backward: without
     it the compiler would run the op in the forward, on the buffer's value there, and lose what

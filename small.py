@@ -43,11 +43,13 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
     return y
 
 
-def op(fake, mutates_args=()):
-    """Decorator: the compiler calls the function as it is. `fake` returns empty results."""
+def op(fake, mutates_args=(), cudagraph_unsafe=False):
+    """Decorator: the compiler calls the function as it is. `fake` returns empty results.
+    cudagraph_unsafe: the host reads the device in it, so CUDA graphs leave it out.
+    """
     def register(function):                  # by the module's name, so that copies do not collide
         name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
-        tags = [torch.Tag.cudagraph_unsafe]
+        tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
         registered = torch.library.custom_op(name, function, mutates_args=mutates_args, tags=tags)
         registered.register_fake(fake)
         return registered
@@ -81,7 +83,8 @@ def upcast(x):
 
 @op(lambda indices, num_experts, on_host: [
     *map(indices.new_empty, (indices.numel(), indices.t().shape, num_experts)),
-    torch.empty(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)])
+    torch.empty(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)],
+    cudagraph_unsafe=True)
 def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Tensor]:
     """indices [T, K] -> order [N] (row -> assignment t·K + k), row_KT [K, T] (assignment -> row),
     counts [E], offsets [E] int32 (where an expert's rows end). Index E, unrouted, comes last.
@@ -111,7 +114,7 @@ def empty_product(a, b, offsets):
     return a.new_empty(sizes if b.ndim == 3 else (offsets.shape[0], *sizes))
 
 
-@op(empty_product)
+@op(empty_product, cudagraph_unsafe=True)
 def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     out = empty_product(a, b, offsets)
     start = 0

@@ -69,31 +69,40 @@ def share_out(module: nn.Module, groups: OneProcess, over_ep: bool) -> None:
 
 
 def _place(module, path, tensor, prefix=""):
-    """(group, axis, gradient group) of the tensor, as its MoEModule or share_out says. The axis is
-    None if every rank has the whole tensor.
+    """(group, axis, gradient group) of the tensor, as its owner or share_out says. The axis is None
+    if every rank has the whole tensor.
 
     The tensors of a parametrization (torch.nn.utils.parametrize) are sharded like the parameter
     that they make: each needs as many axes as that parameter, and the same size on the sharded
     axis. (With one expert a rank, an adapter for all experts therefore looks like the rank's own.)
     """
     owner, name = owner_of(module, path)
+    groups, over_ep = _ranks_of(owner)
     if not isinstance(owner, MoEModule):
-        groups, over_ep = vars(owner).get("_shared_out", (OneProcess(), False))
         if over_ep:
             return groups.ep, 0, groups.expt_dp
         return None, None, groups.tp_dp_cp
     over, axis, summed_over = owner.shard(name)
-    group = getattr(owner.pg_collection, over)
+    group = getattr(groups, over)
     if "parametrizations." in path and axis is not None and group_size(group) > 1:
-        whole = getattr(owner.parametrizations[name], "original", None)
+        part, _, own_name = name.rpartition(".")
+        part = owner.get_submodule(part)
+        whole = getattr(part.parametrizations[own_name], "original", None)
         if whole is None:
-            whole = getattr(owner, name)
+            whole = getattr(part, own_name)
         if tensor.ndim != whole.ndim or tensor.shape[axis] != whole.shape[axis]:
             raise ValueError(
                 f"{prefix}{path} has shape {list(tensor.shape)}, and {name} {list(whole.shape)} is "
                 f"sharded along axis {axis}: needs as many axes and that size there, else the "
                 f"ranks' copies would drift apart")
-    return group, axis, getattr(owner.pg_collection, summed_over)
+    return group, axis, getattr(groups, summed_over)
+
+
+def _ranks_of(owner):
+    """(the groups of a module that owner_of gives, whether share_out has told it of experts)."""
+    if isinstance(owner, MoEModule):
+        return owner.pg_collection, False
+    return vars(owner).get("_shared_out", (OneProcess(), False))
 
 
 # ---- State dicts ----
@@ -201,18 +210,17 @@ def _keep_first_step_undamped(optimizer):
 
 
 def _own_shards(module, prefix):
-    """(path, tensor, group, axis) of all tensors that the module itself shards over more than one
-    rank. A parametrized parameter is represented by the tensors that make it.
+    """(path, tensor, group, axis) of all tensors that the module shards over more than one rank. A
+    parametrized parameter is represented by the tensors that make it.
     """
-    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    if "parametrizations" in module._modules:
-        makers = module.parametrizations
-        tensors += makers.named_parameters("parametrizations", remove_duplicate=False)
-        tensors += makers.named_buffers("parametrizations", remove_duplicate=False)
+    tensors = [*module.named_parameters(remove_duplicate=False),
+               *module.named_buffers(remove_duplicate=False)]
     for path, tensor in tensors:
-        group, axis, _ = _place(module, path, tensor, prefix)
-        if axis is not None and group_size(group) > 1:
-            yield path, tensor, group, axis
+        owner, _ = owner_of(module, path)
+        if owner is module:
+            group, axis, _ = _place(module, path, tensor, prefix)
+            if axis is not None and group_size(group) > 1:
+                yield path, tensor, group, axis
 
 
 def _give_shards(module, state, prefix, _):
@@ -311,8 +319,8 @@ def compare_replicas(model: nn.Module, biases: dict[str, Tensor]) -> None:
     held = defaultdict(list)                     # tp_dp_cp -> (name, tensor, which part it is)
     for path, tensor in [*model.named_parameters(), *biases.items()]:
         owner, _ = owner_of(model, path)
-        groups = getattr(owner, "pg_collection", None) or vars(owner).get("_shared_out", [None])[0]
-        if groups is not None and group_size(groups.tp_dp_cp) > 1:
+        groups, _ = _ranks_of(owner)
+        if group_size(groups.tp_dp_cp) > 1:
             group, axis, _ = _place(model, path, tensor)
             part = group_rank(group) if axis is not None else 0
             held[groups.tp_dp_cp].append((unwrapped(path), tensor, part))
@@ -333,6 +341,9 @@ def compare_replicas(model: nn.Module, biases: dict[str, Tensor]) -> None:
 
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# splitmix64: its step and its two rounds (shift, factor), in int64, whose products wrap around
+_STEP = -0x61C8864680B583EB
+_ROUNDS = (30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)
 
 
 def _fingerprint(tensor, part):
@@ -340,9 +351,17 @@ def _fingerprint(tensor, part):
     tensor, starts = compat.own_part(tensor)
     bits = tensor.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[tensor.itemsize])
     checksum = torch.zeros((), dtype=torch.int64, device=bits.device)
+    first = 0
     for block in bits.split(2 ** 20):            # a few MB at a time
-        place = torch.arange(1, 1 + block.numel(), device=bits.device)
-        checksum = checksum * 31 + (block * place).sum()
+        place = torch.arange(first, first + block.numel(), device=bits.device)
+        # In a sum of bits · place, differences at two places could cancel. So the bits of each
+        # element are mixed with its place before they are added.
+        mixed = place.mul_(_STEP).add_(block)
+        for shift, factor in _ROUNDS:
+            mixed ^= (mixed >> shift) & (1 << 64 - shift) - 1        # zeros come from the left
+            mixed *= factor
+        checksum += mixed.sum()
+        first += block.numel()
     return torch.stack((checksum, torch.full_like(checksum, hash((part, *starts)))))
 
 
@@ -390,7 +409,8 @@ def reduce_gradients(module: nn.Module) -> None:
     train without FSDP or DDP, call it before the optimizer step. Collective.
 
     The ranks are tp_dp_cp for router and latent weights, dp_cp for the shared expert (its gate:
-    tp_dp_cp with sequence_parallel), expt_dp for experts. A missing gradient counts as zero. A
+    tp_dp_cp with sequence_parallel), expt_dp for experts, and tp_dp_cp for the parameters of other
+    modules in them, as an nn.PReLU in the experts. A missing gradient counts as zero. A
     parametrization's parameters (LoRA) go with the one that they make. ValueError: that one is
     sharded along an axis that they lack.
     """

@@ -373,6 +373,14 @@ def test_groups_find_replicas_that_drift(rank, ranks):
     with about("swapped"):
         names, text = found(drifted)
         assert names == ["1.router.expert_bias"] and "on ranks [0, 1, 3] and [2]" in text
+    for changes in ([2, -1], [1, -2, 1], [-1, 2, -1]):       # Σ place · change is 0, too
+        drifted = model_of()
+        if rank == 2:
+            bits = drifted[1].router.weight.data.view(torch.int64).flatten()
+            bits[:len(changes)] += torch.tensor(changes)
+        with about(changes):
+            names, text = found(drifted)
+            assert names == ["1.router.weight"] and "on ranks [0, 1, 3] and [2]" in text
     layer = model_of()[1]
     if rank == 3:
         layer.experts.fc2.data[0, 0, 0] *= 1 + 1e-15
@@ -392,6 +400,59 @@ def test_groups_find_replicas_that_drift(rank, ranks):
     assert "tp_dp_cp is None and 4 ranks run" in error(finish_step, alone, check_replicas=True)
     alone.router.pg_collection = group_of_one()
     finish_step(alone, check_replicas=True)
+
+
+class WithPReLU(moe.Experts):
+    """Experts whose activation is a module: with one number, and with some for each expert."""
+    sharded = {**moe.Experts.sharded, "act.slopes": ("ep", 0, "expt_dp")}
+
+    def __init__(self, config, pg_collection=None):
+        super().__init__(config, pg_collection)
+        self.act = torch.nn.PReLU(dtype=config.params_dtype)
+        self.act.slopes = torch.nn.Parameter(torch.arange(len(self.fc2), dtype=torch.float64))
+
+    def activate(self, y):
+        return self.act(y)
+
+
+def layer_with_prelu(config, pg_collection=None):
+    layer = MoELayer(config, pg_collection)
+    layer.experts = WithPReLU(config, pg_collection)
+    return layer
+
+
+@over_ranks(4)
+def test_groups_own_a_module_inside_the_experts(rank, ranks):
+    """Its parameters are the experts': whole on every rank, unless `sharded` names them by their
+    path. Gradients, norm, comparison, state dicts and moments."""
+    groups = groups_over(dp=2, ep=2)
+    whole, mine = whole_and_mine(exact_config(activation="relu2"), groups, layer_with_prelu)
+    whole.experts.act.slopes.grad = torch.ones(4, dtype=torch.float64)
+    mine.experts.act.slopes.grad = torch.full((2,), 0.5, dtype=torch.float64)
+    inputs = [leaf(3, 2, 6) for _ in range(ranks)]
+    for x in inputs:
+        whole(x).sin().sum().backward()
+    mine(inputs[rank].detach()).sin().sum().backward()
+    reduce_gradients(mine)
+    act, of_whole = mine.experts.act, whole.experts.act
+    close([act.weight.grad, act.slopes.grad], [of_whole.weight.grad, of_whole.slopes.grad[:2]])
+    close(sharding.gradient_norm(mine, groups), sharding.gradient_norm(whole, None))
+
+    optimizer = torch.optim.Adam(mine.parameters())
+    optimizer.step()
+    finish_step(mine, check_replicas=True)
+    state = sharding.sharded_state_dict(mine, optimizer)
+    for name in ("experts.act.weight", "optimizer.experts.act.weight.exp_avg"):
+        assert not isinstance(state[name], DTensor)
+    for name in ("experts.act.slopes", "optimizer.experts.act.slopes.exp_avg"):
+        assert state[name].placements == (Shard(0),)
+    mine.load_state_dict(whole.state_dict())
+    same(act.slopes, own_part("experts.act.slopes", of_whole.slopes, groups))
+
+    if rank == 3:
+        act.weight.data.add_(1.0)
+    text = error(finish_step, mine, check_replicas=True)
+    assert "1 tensors" in text and "experts.act.weight on ranks [0, 1, 2] and [3]" in text
 
 
 @about_the_cpu("gloo, with which DDP compares shapes, takes no card")

@@ -12,20 +12,25 @@ import itertools
 import math
 import re
 import textwrap
+import types
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor import metrics
+from torch._inductor import compile_fx, metrics
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
+from torch.utils._pytree import tree_map_only
 
 import compat
 import grouped
 import kernels
 import maps
 import router as router_file
+import shared_experts
+import small
 from grouped import grouped_mm
 from kernels import (
     activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
@@ -614,7 +619,20 @@ def test_compile_export_with_dynamic_T(name):
                 same(program.module()(*args), layer(*args))
 
 
-def test_compile_ops_pass_opcheck():
+def transposed(x: Tensor) -> Tensor:
+    """x with its last two axes swapped in memory; along one axis, every second number of it."""
+    return x.mT.contiguous().mT if x.ndim > 1 else torch.stack((x, x), x.ndim).select(x.ndim, 0)
+
+
+def expanded(x: Tensor) -> Tensor:
+    """x with its first row everywhere, once in memory."""
+    return x[:1].expand_as(x) if x.ndim else x
+
+
+def test_compile_ops_pass_opcheck(monkeypatch):
+    """Every op of the project, with contiguous, transposed and expanded inputs: among other things
+    its fake gives the strides of its results, without which Inductor's code fails in an assertion.
+    """
     indices = random_indices(9, 4, 2)
     plan = plan_permutation(indices, 4)
     token = plan.order // 2
@@ -623,40 +641,98 @@ def test_compile_ops_pass_opcheck():
     h = torch.randn(18, 6)
     many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
     of_many = torch.randn(16, 8, 6)
+    of_all = offsets.new_tensor([2, 2, 9])                   # leaves no row unrouted
     _, index = grouped._read_in_batches(many, 18)
-    for op, *args in [
-            (kernels._plan_permutation, indices, 4),
-            (kernels.copy_after, torch.ones(()), x),
-            (maps._place_by_key, x),
-            (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
-            (kernels.scatter_columns, indices, indices, 4, 7),
-            (kernels._sinkhorn, x, 1e-4, None),
-            (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
-            (grouped._rows_times_weights, h, None, w, None, offsets, None),
-            (grouped._rows_times_rows, x, token, h, None, offsets, None),
-            (grouped._rows_times_rows, h, None, x, token, offsets, None),
-            (grouped._read_in_batches, offsets, 18),
-            (grouped._read_in_batches, many, 18),
-            (grouped._rows_times_weights, x, token, of_many, None, many, index),
-            (grouped._rows_times_rows, x, token, h, None, many, index),
-            (kernels._product_in, torch.randn(4, 9), x, torch.float64, torch.float32),
-            (kernels._rounded_scores, x.bfloat16(), "sqrtsoftplus"),
-            (kernels.rounded, x, torch.bfloat16),
-            (kernels.count_experts, indices, 4),
-            (kernels._sum_tokens, x),
-            (kernels._sum_weighted, x, torch.rand(8), None),
-            (kernels.sequence_counts, torch.rand(18, 4) < 0.5, token % 3, 3),
-            (grouped._block_sums, h, offsets, None),
-            (router_file._write, torch.zeros(4), torch.ones(4), x, True),
-            (router_file._running_mean, torch.zeros(4), torch.zeros(()), torch.ones(4))]:
-        torch.library.opcheck(op, args)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(shared_experts, "_current_stream", lambda device: stream)
+    monkeypatch.setitem(shared_experts._SIDE_STREAMS, x.device, stream)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    calls = [
+        (kernels._plan_permutation, indices, 4),
+        (compat.copy_after, torch.ones(()), x),
+        (compat.copy_after, x, x),
+        (maps._place_by_key, x),
+        (kernels.scatter_columns, torch.rand(9, 2), indices, 4),
+        (kernels.scatter_columns, indices, indices, 4, 7),
+        (kernels._sinkhorn, x, 1e-4, None),
+        (kernels._sinkhorn, x, 1e-4, x[:, 0] > 0),
+        (kernels.place_in_expert, indices, None, 4),
+        (kernels.place_in_expert, indices, torch.rand(9, 2), 4),
+        (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
+        (grouped._rows_times_weights, h, None, w, None, offsets, None),
+        (grouped._rows_times_rows, x, token, h, None, offsets, None),
+        (grouped._rows_times_rows, h, None, x, token, offsets, None),
+        (grouped._read_in_batches, offsets, 18),
+        (grouped._read_in_batches, many, 18),
+        (grouped._rows_times_weights, x, token, of_many, None, many, index),
+        (grouped._rows_times_rows, x, token, h, None, many, index),
+        (kernels._product_in, torch.randn(4, 9), x, torch.float64, fp32),
+        (kernels._product_in, torch.randn(4, 9), x, fp32, fp32),
+        *[(kernels._rounded_scores, x.to(bf16), score) for score in kernels.SCORE_FUNCTIONS],
+        (kernels._rounded_probs, x.to(bf16), indices, None, "softmax", True, False, 0.0, None),
+        (kernels._rounded_probs, x.to(bf16), indices, indices, "sigmoid", False, True, 0.0, 2.5),
+        (compat.rounded, x, bf16),
+        (compat.rounded, x, fp32),
+        (kernels.count_experts, indices, 4),
+        (kernels._sum_tokens, x),
+        (kernels._sum_weighted, x, torch.rand(8), None),
+        (kernels._sum_weighted, x, torch.rand(3, 8), torch.arange(9) % 3),
+        (kernels.sequence_counts, torch.rand(18, 4) < 0.5, token % 3, 3),
+        (grouped._block_sums, h, offsets, None),
+        (router_file._write, torch.zeros(4), torch.ones(4), x, True),
+        (router_file._running_mean, torch.zeros(4), torch.zeros(()), torch.ones(4)),
+        (shared_experts._fork_stream, x),
+        (shared_experts._join_stream, x, [h, w]),
+        (small.copy_after, x, x),
+        (small.add_counts, torch.zeros(4), torch.ones(4)),
+        (small.sort_by_expert, indices, 4, False),
+        (small.sort_by_expert, indices, 4, True),
+        (small.loop_over_experts, x, torch.randn(3, 8, 5), of_all),
+        (small.loop_over_experts, x.t(), h[:9], of_all),
+        (small.product_in_fp32, torch.randn(4, 9), x),
+        (small.product_in_fp32, torch.randn(4, 9).to(bf16), x.to(bf16))]
+    assert {op._qualname for op, *_ in calls} == {
+        op._qualname for op in ops_of(*SOURCES, small)}
+
+    written = [args[0] for op, *args in calls if op._opoverload._schema.is_mutable]
+    for layout in (torch.Tensor.contiguous, transposed, expanded):
+        for op, *args in calls:
+            # The index of batches belongs to its offsets, rows beyond all offsets are not
+            # initialised, and no op can write to an expanded tensor.
+            fixed = [many, index, of_all, *written] if layout is expanded else []
+            given = tree_map_only(
+                Tensor, lambda x: x if any(x is y for y in fixed) else layout(x), tuple(args))
+            with about(f"{layout.__name__} {op._name}"):
+                torch.library.opcheck(op, given)
 
 
 def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
-    on_host = [op._name for op in ops_of(*SOURCES)
-               if torch.Tag.cudagraph_unsafe in op._opoverload.tags]
-    assert sorted(on_host) == [
-        "block_sums", "read_in_batches", "rows_times_rows", "rows_times_weights", "write"]
+    def left_out(*modules):
+        return sorted(op._name for op in ops_of(*modules)
+                      if torch.Tag.cudagraph_unsafe in op._opoverload.tags)
+    assert left_out(*SOURCES) == [
+        "block_sums", "read_in_batches", "rows_times_rows", "rows_times_weights"]
+    assert left_out(small) == ["loop_over_experts", "sort_by_expert"]
+
+
+def test_compile_buffers_that_a_backward_writes_have_fixed_addresses(monkeypatch):
+    """A CUDA graph may hold a write to an input whose address it may rely on, and no other: so the
+    ops that count are in it."""
+    written = []
+
+    def look(gm, inputs, **kwargs):
+        if kwargs.get("is_backward"):
+            places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+            for node in gm.graph.nodes:
+                if "auto_functionalized" in str(node.target):
+                    written.extend(places.index(x) in kwargs["static_input_idxs"]
+                                   for x in node.kwargs["_all_bases"])
+        return make_boxed_func(gm.forward)
+    backend = functools.partial(compile_fx.compile_fx, inner_compile=look)
+    layer = small_layer(score_function="sigmoid", enable_expert_bias=True, **LOSSES)
+    torch.compile(layer, fullgraph=True, backend=backend)(fp32_leaf(20, 8)).sum().backward()
+    assert len(written) >= len(LOSSES) and all(written)
 
 
 def test_compile_private_names_of_torch(monkeypatch):
@@ -714,6 +790,37 @@ def test_compile_private_names_of_torch(monkeypatch):
     keeper = Keeper()
     torch.compile(checkpointed(keeper, False), backend="eager", fullgraph=True)(x)
     same(keeper.kept, x.sin())
+
+
+def test_compile_rounds_the_steps_of_narrow_probs():
+    """Logits and probs in bf16: a graph's are those of eager mode bit by bit, and the gradient is
+    as near to fp64 as that of eager mode."""
+    bf16 = torch.bfloat16
+    logits = torch.randn(300, 16).to(bf16)
+    upstream = torch.randn(300, 4).to(bf16)
+    repeated = random_indices(300, 16, 4, repeats=0.3)
+    for fields in (dict(score_function="sigmoid", scaling_factor=2.5),
+                   dict(score_function="sqrtsoftplus", norm_eps=1e-3),
+                   dict(use_pre_softmax=True, precomputed_indices=repeated)):
+        def route(logits, **further):
+            probs, indices = kernels.topk_routing(logits, 4, **{**fields, **further})
+            return probs.detach(), indices, *grads(probs, [logits], upstream.to(probs.dtype))
+
+        torch._dynamo.reset()
+        x = logits.clone().requires_grad_()
+        narrow = functools.partial(route, x, probs_dtype=bf16)
+        with about(fields):
+            probs, indices, grad = narrow()
+            function = compiled(
+                lambda x: kernels.topk_routing(x, 4, probs_dtype=bf16, **fields),
+                backend="inductor")
+            got = function(x)
+            same([y.detach() for y in got], [probs, indices])
+            exact = route(logits.double().requires_grad_(), precomputed_indices=fields.get(
+                "precomputed_indices", indices))[2]
+            errors = [(y - exact).norm() / exact.norm()
+                      for y in (*grads(got[0], [x], upstream), grad)]
+            assert errors[0] < 1.1 * errors[1] and errors[1] < 0.02
 
 
 def no_float64(name, args, out) -> None:
