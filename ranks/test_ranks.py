@@ -39,8 +39,8 @@ if __package__ in ("", "ranks"):             # beside the flat files of the laye
     from ranks.parallel import ProcessGroups
     from ranks.sharding import reduce_gradients
     from test_moe import (
-        BIASED, CONFIGS, DEVICE, EMULATED, LOSSES, LOSS_TYPES, QUANTILE, Watch, about,
-        about_the_cpu, agree, check_error_table, checkpointed, close, compiled, counts_of,
+        BIASED, CONFIGS, DEVICE, EMULATED, LOSSES, LOSS_TYPES, QUANTILE, SlopePerExpert, Watch,
+        about, about_the_cpu, agree, check_error_table, checkpointed, close, compiled, counts_of,
         error, exact_config, exact_layer, fresh_start, graphs_made, in_steps, leaf,
         on_device, random_indices, run_as, same, saved_bytes, slow,
         small_config)
@@ -51,8 +51,8 @@ else:                                        # the layer is a package
         MoEConfig, MoELayer, SharedExpertMLP, SharedExpertState, TopKRouter, finish_step,
         load_balancing_metrics)
     from ..test_moe import (
-        BIASED, CONFIGS, DEVICE, EMULATED, LOSSES, LOSS_TYPES, QUANTILE, Watch, about,
-        about_the_cpu, agree, check_error_table, checkpointed, close, compiled, counts_of,
+        BIASED, CONFIGS, DEVICE, EMULATED, LOSSES, LOSS_TYPES, QUANTILE, SlopePerExpert, Watch,
+        about, about_the_cpu, agree, check_error_table, checkpointed, close, compiled, counts_of,
         error, exact_config, exact_layer, fresh_start, graphs_made, in_steps, leaf,
         on_device, random_indices, run_as, same, saved_bytes, slow,
         small_config)
@@ -419,6 +419,60 @@ def layer_with_prelu(config, pg_collection=None):
     layer = MoELayer(config, pg_collection)
     layer.experts = WithPReLU(config, pg_collection)
     return layer
+
+
+def layer_with_slopes(config, pg_collection=None):
+    layer = MoELayer(config, pg_collection)
+    layer.experts = SlopePerExpert(config, pg_collection)
+    return layer
+
+
+@over_ranks(2)
+def test_groups_activate_with_a_parameter_for_every_expert(rank, ranks):
+    """It gets the numbers of this rank's experts. One that no table names is refused: gradients of
+    different experts would be summed."""
+    groups = groups_over(ep=2)
+    config = exact_config(
+        activation="relu2", num_experts=6, shared_expert_intermediate_size=None)
+    whole, mine = whole_and_mine(config, groups, layer_with_slopes)
+    mine.load_state_dict(whole.state_dict())
+    inputs = [leaf(9, 6) for _ in range(ranks)]
+    for x in inputs:
+        want = whole(x)
+        want.sin().sum().backward()
+        if x is inputs[rank]:
+            close(mine(x.detach()), want)
+    mine(inputs[rank].detach()).sin().sum().backward()
+    reduce_gradients(mine)
+    slope = mine.experts.slope.grad
+    close(slope, own_part("experts.slope", whole.experts.slope.grad, groups))
+    assert slope.shape == (3,) and whole.experts.slope.grad.unique().numel() == 6
+    with torch.no_grad():
+        for x in torch.randn(3, 1, 6, dtype=torch.float64):
+            close(compiled(mine)(x), whole(x))
+
+    _, mine = whole_and_mine(config, groups)
+    mine.experts.other = torch.nn.Parameter(torch.zeros(3))
+    text = error(mine, inputs[rank])
+    assert text.startswith("ValueError: other has shape [3], and there are 3 experts; if it"), text
+
+
+@over_ranks(2)
+def test_groups_activate_under_fsdp(rank, ranks):
+    """FSDP2 gathers the parameters of `activate` anew for the backward: the same ones to it."""
+    def layer_of(config, pg_collection=None):
+        layer = MoELayer(config)
+        layer.experts = SlopePerExpert(config)
+        return layer
+    whole, mine = whole_and_mine(exact_config(activation="relu2"), None, layer_of)
+    fully_shard(mine.experts)
+    fully_shard(mine)
+    x = leaf(8, 6)
+    for _ in range(2):
+        mine(x.detach().chunk(ranks)[rank]).sin().sum().backward()
+        whole(x).sin().sum().div(ranks).backward()
+    for a, b in zip(mine.parameters(), whole.parameters(), strict=True):
+        close(a.grad.full_tensor(), b.grad)
 
 
 @over_ranks(4)
