@@ -1073,8 +1073,8 @@ def check_result(function, out, shape) -> None:
     if not isinstance(out, Tensor):
         raise ValueError(f"{function} returns a {type(out).__name__}; needs a tensor {[*shape]}")
     if out.shape != shape or not out.is_floating_point():
-        raise ValueError(f"{function} returns {out.dtype} {list(out.shape)}; needs a floating dtype "
-                         f"and the shape of a part, {[*shape]}")
+        raise ValueError(f"{function} returns {out.dtype} {list(out.shape)}; needs a floating "
+                         f"dtype and the shape of a part, {[*shape]}")
 
 
 def check_pure(
@@ -1350,7 +1350,8 @@ def expert_mlp(
     signature = signature_of(function)
     check_shapes(
         {"E": len(plan.counts), "P": signature.parts}, inverse=(plan.inverse, "T K"),
-        indices=(indices, "T K"), tokens=(tokens, "T H"), probs=(probs, "T K"), fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
+        indices=(indices, "T K"), tokens=(tokens, "T H"), probs=(probs, "T K"),
+        fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 

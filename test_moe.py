@@ -1731,7 +1731,7 @@ def test_config_refuses_an_activation_that_is_not_pure():
         small_config(activation=not_pure("amax")) => keeps a state; needs to be pure
         small_config(activation=not_pure("parity")) => gives other numbers when it is called again
         small_config(activation=not_pure("None")) => returns a NoneType; needs a tensor [2, 6]
-        small_config(activation=not_pure("complex")) => returns torch.complex64 [2, 6]; needs a floa
+        small_config(activation=not_pure("complex")) => returns torch.complex64 [2, 6]; needs a flo
         small_config(activation=not_pure("one column")) => returns torch.float32 [2, 1]; needs a flo
         small_config(activation=not_pure("0-d")) => returns torch.float32 []; needs a floating dtype
         small_config(activation=not_pure("integers")) => returns torch.int64 [2, 6]; needs a floatin
