@@ -1016,6 +1016,7 @@ ACT_FNS = {
     "torch.nn.functional.silu": "swiglu",
     "transformers.activations.GELUTanh": "geglu",
     "transformers.activations.ReLUSquaredActivation": "relu2",
+    "torch.nn.modules.activation.ReLU": "relu",
 }
 
 

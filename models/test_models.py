@@ -2758,6 +2758,24 @@ def test_live_experts_refused_by_class():
             experts(x, indices, probs)
 
 
+def test_live_experts_with_relu():
+    """Experts without a gate, with the library's ReLU: output and gradients."""
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from transformers.models.nemotron_h import NemotronHConfig, modeling_nemotron_h
+    config = NemotronHConfig(
+        hidden_size=8, moe_intermediate_size=6, n_routed_experts=4, mlp_hidden_act="relu")
+    experts = randomised(modeling_nemotron_h.NemotronHExperts(config)).double()
+    x = double(T7, 8, requires_grad=True)
+    probs = double(T7, 2, requires_grad=True)
+    indices = torch.rand(T7, 4).topk(2).indices
+    config._experts_implementation = "eager"
+    want = experts(x, indices, probs)
+    config._experts_implementation = families.register_experts()
+    got = experts(x, indices, probs)
+    close(got, want, 1e-8)
+    close_grads(got, want, [x, probs, *experts.parameters()], tol=1e-8)
+
+
 def qwen3_experts(H: int, F: int, E: int) -> torch.nn.Module:
     """With register_experts()."""
     pytest.importorskip("transformers", reason="compares with transformers")
