@@ -45,7 +45,8 @@ from moe import (
     record_routing, replay_routing, set_aux_loss_scale)
 from ranks import parallel
 from ranks.parallel import ProcessGroups
-from ranks.test_ranks import free_port, full, mesh_of, over_ranks, own_part
+from ranks.test_ranks import (
+    check_gradients, free_port, full, mesh_of, over_ranks, own_part, whole_and_mine)
 from test_moe import (
     BIASED, TwoLayers, WAYS, about_the_cpu, agree, close, compiled, fresh_start, grads, leaf,
     same, saved_bytes, slow, slow_but, small_config, switch_loss_loop)
@@ -1308,6 +1309,77 @@ def test_docs_router_of_your_own():
     same(compiled(layer)(x), y)
     y.sum().backward()
     assert load_balancing_metrics(layer)["tokens_per_expert"].sum() == (indices < 16).sum()
+
+
+def test_docs_expert_choice():
+    """Each expert takes its C best tokens without padding; with a smaller topk a token keeps its
+    best experts. Output and gradients are those of a loop over experts, the graph's too."""
+    names = {}
+    exec(example("expert choice"), names)
+    T, E, mean = 30, 16, 2
+    x = leaf(T, 64)
+    padding = torch.arange(T) % 9 == 3
+    for topk in (E, 3):
+        config = MoEConfig(64, 32, E, topk=topk, init_std=0.3, params_dtype=torch.float64,
+                           router_dtype=torch.float64)
+        layer = MoELayer(config)
+        layer.router = names["ExpertChoice"](config)
+
+        def loop(x):
+            scores = (x @ layer.router.weight.T).softmax(1)
+            taken = torch.zeros(T, E, dtype=torch.bool)
+            for e in range(E):
+                own = scores[:, e].masked_fill(padding, -1.0)
+                taken[own.argsort(descending=True)[:math.ceil(T * mean / E)], e] = True
+            y = torch.zeros_like(x)
+            for t in range(T):
+                chosen = sorted(taken[t].nonzero().flatten(), key=lambda e: -scores[t, e])[:topk]
+                for e in chosen:
+                    gate, up = layer.experts.fc1[e] @ x[t]
+                    y[t] = y[t] + scores[t, e] * (layer.experts.fc2[e] @ (F.silu(gate) * up))
+            return y
+
+        def ours(x):
+            return layer(x, padding)
+        upstream = torch.randn(T, 64, dtype=torch.float64)
+        leaves = [x, *layer.parameters()]
+        want = loop(x)
+        want_grads = grads(want, leaves, upstream)
+        for got in (ours(x), compiled(ours)(x)):
+            close(got, want)
+            close(grads(got, leaves, upstream), want_grads)
+    layer = names["layer"]
+    layer(torch.randn(40, 64)).sum().backward()
+    assert load_balancing_metrics(layer)["tokens_per_expert"].tolist() == [[5] * 16]
+
+
+@over_ranks(2)
+def test_docs_loss_of_your_own(rank, ranks):
+    """Two ranks with unequal parts of a sequence have the loss and the gradients of one process."""
+    scope = {}
+    exec(example("own loss"), scope)
+    layer = scope["layer"]
+    layer(torch.randn(40, 64)).sum().backward()
+    groups = ProcessGroups.from_mesh(mesh_of(cp=ranks))
+    config = MoEConfig(
+        hidden_size=6, ffn_hidden_size=5, num_experts=4, topk=2, init_std=0.5,
+        params_dtype=torch.float64, router_dtype=torch.float64, load_balancing_type="aux_loss",
+        aux_loss_coeff=0.1)
+    whole, mine = whole_and_mine(config, groups, kind=scope["EvenScores"])
+    x = torch.randn(12, 1, 6, dtype=torch.float64)
+    mask = (torch.arange(12) < 2)[:, None]
+    scores = (x[2:, 0] @ whole.weight.T).softmax(1).mean(0)
+    loss = (scores * (4 * scores).log()).sum()
+    (attached,) = torch.autograd.grad(0.1 * loss, whole.weight, retain_graph=True)
+    (main,) = torch.autograd.grad(whole.eval().route(x, mask)[0].sin().sum(), whole.weight)
+    whole.train().route(x, mask)[0].sin().sum().backward()
+    close(whole.weight.grad, main + attached)
+    mine.route(x.tensor_split([5])[rank], mask.tensor_split([5])[rank])[0].sin().sum().backward()
+    check_gradients(mine, whole)
+    both = [load_balancing_metrics(router, reduce=router is mine)["load_balancing_loss"]
+            for router in (mine, whole)]
+    close(both[0].double(), both[1].double(), 1e-5)
+    close(both[1].double(), loss.detach()[None], 1e-5)
 
 
 @pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
