@@ -7,6 +7,7 @@ The words of the sections: sources, train, bench, steps, docs.
 """
 import ast
 import copy
+import dataclasses
 import doctest
 import gzip
 import importlib
@@ -48,8 +49,8 @@ from ranks.parallel import ProcessGroups
 from ranks.test_ranks import (
     check_gradients, free_port, full, mesh_of, over_ranks, own_part, whole_and_mine)
 from test_moe import (
-    BIASED, TwoLayers, WAYS, about_the_cpu, agree, close, compiled, fresh_start, grads, leaf,
-    same, saved_bytes, slow, slow_but, small_config, switch_loss_loop)
+    BIASED, PRODUCTS, TwoLayers, WAYS, about_the_cpu, agree, close, compiled, fresh_start, grads,
+    leaf, same, saved_bytes, slow, slow_but, small_config, switch_loss_loop)
 from tests.test_graphs import SOURCES
 
 HERE = Path(__file__).resolve().parents[1]
@@ -1233,6 +1234,63 @@ def test_docs_bytes_kept():
     assert rows["an activation"] + stand_in == kept(activation_fp8_input_store=True) - base
     both = kept(autocast=True, x_dtype=torch.float32, **wide) - base
     assert both == rows["autocast"] + 4 * T * H
+
+
+@about_the_cpu("it stands in for a card")
+@pytest.mark.parametrize("who, more", slow_but(
+    [("a loop", 0)], [("a loop", 0), ("native", 1)]))
+def test_docs_bytes_kept_in_a_graph(monkeypatch, who, more):
+    """By the layer itself: 8·E less than results.md says for eager mode, and T·K more where the
+    product is torch's own."""
+    PRODUCTS[who](monkeypatch)
+    T, H, F_, E, K = 40, 24, 16, 10, 3
+    layer = MoELayer(MoEConfig(H, F_, E, topk=K, params_dtype=torch.bfloat16))
+    x = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True)
+    function = compiled(layer, "inductor")
+    base = 2 * T * H + 4 * T * K * F_ + 28 * T * K + 12 * E
+    kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
+    assert kept == base - 8 * E + more * T * K
+    assert kept + 8 * E - more * T * K + 2 * T * K * F_ == saved_bytes(
+        lambda: layer(x), exclude=layer.parameters())
+
+
+def test_docs_first_compile(capsys):
+    names = {}
+    exec(example("first compile").replace("fullgraph=True", 'backend="aot_eager"'), names)
+    assert capsys.readouterr().out.count(" s\n") == 3
+
+
+def test_docs_unequal_microbatches():
+    """The gradients are the mean of the microbatches' own, weighted by their tokens; without a
+    balance loss on counts they are those of one batch."""
+    names = {}
+    exec(example("unequal"), names)
+    texts = [torch.randint(256, (length + 1,)) for length in (40, 9, 25)]
+    for coeff in (0.3, 0.0):
+        losses = dict(load_balancing_type="aux_loss", aux_loss_coeff=coeff) if coeff else {}
+        config = MoEConfig(64, 32, 8, topk=2, init_std=0.3, z_loss_coeff=0.1, **losses)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(256, 64), MoELayer(config), torch.nn.Linear(64, 256)).double()
+        per_token = names["config"].calculate_per_token_loss
+        names["model"] = copy.deepcopy(model)
+        names["model"][1].set_config(
+            dataclasses.replace(config, calculate_per_token_loss=per_token))
+        names["backward"](texts)
+        set_aux_loss_scale(1.0)
+        for text in texts:
+            loss = F.cross_entropy(model(text[:-1]), text[1:])
+            loss.backward()
+            for parameter in model.parameters():
+                total = getattr(parameter, "total", 0.0)
+                parameter.total = total + parameter.grad * (len(text) - 1) / 74
+                parameter.grad = None
+        got = [parameter.grad for parameter in names["model"].parameters()]
+        close(got, [parameter.total for parameter in model.parameters()], 1e-6)
+        if not coeff:
+            ids = torch.cat([text[:-1] for text in texts])
+            labels = torch.cat([text[1:] for text in texts])
+            F.cross_entropy(model(ids), labels).backward()
+            close(got, [parameter.grad for parameter in model.parameters()], 1e-6)
 
 
 def test_docs_rows_sent():
