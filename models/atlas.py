@@ -451,6 +451,10 @@ def compare(models: list[tuple[str, str, dict]]) -> str:
         elif lines[0]:
             same += texts
     text = _side_by_side(rows)
+    facts = [_facts(reading) for reading in readings]
+    if any(fact["over_chosen"] for fact in facts) and any(
+            fact["normed"] is True and fact["score_function"] == "softmax" for fact in facts):
+        text += ["", "softmax(logits[chosen]) is softmax(logits)[chosen], divided by its sum."]
     if same:
         text += ["", "In all of them:", *same]
     return "\n".join(text)

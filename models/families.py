@@ -2285,8 +2285,8 @@ INEXPRESSIBLE = dict(columns("""
 INEXPRESSIBLE |= {
     "nllb-moe": "dropout acts on its experts' outputs, as a factor in eval mode; in training an "
                 "expert takes a fixed number of tokens",
-    "switch_transformers": "an expert takes a fixed number of tokens of each sequence, in eval mode "
-                           "too; in training dropout acts on its activation",
+    "switch_transformers": "an expert takes a fixed number of tokens of each sequence, in eval "
+                           "mode too; in training dropout acts on its activation",
 }
 
 

@@ -896,6 +896,14 @@ def test_atlas_side_by_side(capsys, monkeypatch):
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["type", "model", "without"]
     out, *_ = printed(capsys, monkeypatch, "glm4_moe", "glm4v_moe_text")
     assert "In all of them:\nwithout experts: layer 0\n" in out
+    one_router = "\n\nsoftmax(logits[chosen]) is softmax(logits)[chosen], divided by its sum.\n\n"
+    for names in (["mixtral", "qwen3_moe"], ["mixtral", "jamba"], ["glm4_moe", "deepseek_v3"]):
+        out, *_ = printed(capsys, monkeypatch, *names)
+        assert (one_router in out) == ("qwen3_moe" in names)
+    z = torch.randn(9, 8)
+    probs, chosen = z.softmax(1).topk(3)
+    close(probs / (probs.sum(1, keepdim=True) + 1e-20), z.gather(1, chosen).softmax(1), 1e-6)
+    same(probs.sum(1) + 1e-20, probs.sum(1))
     nothing = [("glm4_moe", "a", fam_fields("glm4_moe")), ("kimi_k3", "b", fam_fields("kimi_k3"))]
     monkeypatch.setattr(atlas, "lines_of", lambda reading: [])
     assert "In all of them:" not in atlas.compare(nothing)
@@ -3812,6 +3820,71 @@ def test_live_example(tmp_path, monkeypatch, capsys):
     names, violation, equal = capsys.readouterr().out.strip().split("\n")
     assert names == "['model.layers.0.mlp', 'model.layers.1.mlp']" and equal == "True"
     assert violation.startswith("tensor([")
+
+
+def test_live_compiled_generate():
+    """The page's way compiles the step of one token, without it nothing is compiled on a CPU; the
+    tokens are those of eager mode."""
+    pytest.importorskip("transformers", reason="builds a model of transformers")
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=32, eos_token_id=None, pad_token_id=0)).eval()
+    families.replace_blocks(model)
+    ids = torch.randint(1, 256, (1, 8))
+    want = model.generate(ids, max_new_tokens=20)
+    code = example("generate").replace('mode="default"', 'mode=None, backend="aot_eager"')
+    for source in (code.replace("_all_devices = True", "_all_devices = False"), code):
+        names = dict(model=model, ids=ids)
+        counters.clear()
+        exec(source, names)
+        same(names["tokens"], want)
+        if model.device.type == "cpu":
+            assert counters["stats"]["unique_graphs"] == (source is code)
+    assert not counters["graph_break"]
+
+
+@slow
+def test_live_yardstick_in_bf16():
+    """The table of docs/models.md: this project's ways are as far from the library's eager mode as
+    its grouped_mm is, give or take a half, and not farther from fp32."""
+    pytest.importorskip("transformers", reason="compares with transformers")
+    from transformers import MixtralConfig, MixtralForCausalLM
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2,
+        initializer_range=0.02, max_position_embeddings=512)).eval()
+    ids = torch.randint(1000, (4, 256))
+
+    def run(how, dtype=torch.bfloat16):
+        own = copy.deepcopy(model).to(dtype)
+        if how == "replace_blocks":
+            families.replace_blocks(own)
+        else:
+            own.set_experts_implementation(how)
+        chosen = []
+        for layer in own.model.layers:
+            layer.mlp.gate.register_forward_hook(
+                lambda module, args, out: chosen.append(out[-1].sort(-1).values))
+        with torch.no_grad():
+            return own(ids).logits.float(), torch.stack(chosen)
+
+    def apart(a, b):
+        return (a[0] - b[0]).abs().max().item(), (a[1] != b[1]).any(-1).sum().item()
+    exact, eager = run("eager", torch.float32), run("eager")
+    from_eager, from_exact = {}, {"eager": apart(eager, exact)}
+    for how in ("grouped_mm", families.register_experts(), "replace_blocks"):
+        found = run(how)
+        from_eager[how], from_exact[how] = apart(found, eager), apart(found, exact)
+        print(how, from_eager[how], from_exact[how])
+    for i in range(2):
+        most = 1.5 * from_eager["grouped_mm"][i]
+        assert 0 < from_eager["moe_py"][i] <= most and from_eager["replace_blocks"][i] <= most
+        farthest = 1.1 * max(from_exact["eager"][i], from_exact["grouped_mm"][i])
+        assert max(from_exact["moe_py"][i], from_exact["replace_blocks"][i]) <= farthest
 
 
 def test_live_from_a_package(tmp_path):
