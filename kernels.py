@@ -950,6 +950,11 @@ def relu2(y: Tensor) -> Tensor:
     return y.relu().square()
 
 
+def relu(y: Tensor) -> Tensor:
+    """relu(y), without a gate (arXiv 2101.03961)."""
+    return y.relu()
+
+
 def gelu(y: Tensor) -> Tensor:
     """The tanh form of GELU, without a gate (arXiv 1606.08415)."""
     return F.gelu(y, approximate="tanh")
@@ -957,7 +962,7 @@ def gelu(y: Tensor) -> Tensor:
 
 ACTIVATIONS = {
     "swiglu": swiglu, "geglu": geglu, "quick_geglu": quick_geglu, "situ": situ, "relu2": relu2,
-    "gelu": gelu}
+    "relu": relu, "gelu": gelu}
 
 
 class _Signature(NamedTuple):
@@ -1195,8 +1200,9 @@ def activation(
     y: Tensor, kind: "str | Callable[..., Tensor]" = "swiglu", weights: Tensor | None = None,
     fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
-    """The activation `kind` of y [.., P·F] (P = 2: gate, then up; 1 for "relu2", "gelu"), times
-    weights [.., 1] of any dtype -> [.., F] in y.dtype, computed in fp32 at least and rounded once.
+    """The activation `kind` of y [.., P·F] (P = 2: gate, then up; 1 for "relu2", "relu" and
+    "gelu"), times weights [.., 1] of any dtype -> [.., F] in y.dtype, computed in fp32 at least and
+    rounded once.
 
     kind: a name in ACTIVATIONS, or a function of one or two parts. constants: its parameters with a
     default. Kept for the backward are y and weights; with fp8_input_store y as fp8 e4m3, clamped to
@@ -1331,7 +1337,7 @@ def expert_mlp(
       expert_e(x) = fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
 
     tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
-    not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, gelu), fc2 [E, H, F],
+    not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, relu, gelu), fc2 [E, H, F],
     fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
     kind, fp8_input_store and constants are `activation`'s. Without gradients, in a graph for few
     tokens, the plan is not needed if the `indices` [T, K] int64 of which it was made are given.

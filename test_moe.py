@@ -482,6 +482,8 @@ def gelu_loop(x: Tensor) -> Tensor:
 def act_loop(h_F: Tensor, c: MoEConfig) -> Tensor:
     if c.activation == "relu2":
         return torch.where(h_F > 0, h_F * h_F, 0.0)
+    if c.activation == "relu":
+        return torch.where(h_F > 0, h_F, 0.0)
     if c.activation == "gelu":
         return gelu_loop(h_F)
     a, b = h_F.chunk(2)
@@ -712,6 +714,7 @@ ACTIVATIONS = [
     dict(activation="situ"),
     dict(activation="situ", situ_beta=1.5, situ_linear_beta=0.7),
     dict(activation="relu2"),
+    dict(activation="relu"),
     dict(activation="gelu"),
 ]
 
@@ -1521,7 +1524,7 @@ CONFIG_ERRORS = """
     config(norm_topk_prob=1); config(batch_first="yes") => needs True or False, or None
     config(latent_size=0); config(shared_expert_intermediate_size=0) => a positive int, or None
     config(topk=9) => topk = 9, num_experts = 8
-    config(activation="silu") => swiglu, geglu, quick_geglu, situ, relu2, gelu
+    config(activation="silu") => swiglu, geglu, quick_geglu, situ, relu2, relu, gelu
     config(score_function="tanh") => softmax, sigmoid, sqrtsoftplus
     config(apply_probs_on="x") => needs one of activation, input
     config(apply_probs_on="input") => "input" is for topk = 1

@@ -4,9 +4,11 @@
     python models/atlas.py TYPE [config.json]        # one router: of a known model or a config
     python models/atlas.py TYPE .. [config.json ..]  # how several differ
 
-Nothing here is written for a family. A router's text is made of the knobs of its row in
-families.py, and of a config from published.py or from a file. So a formula says what
-config_from_hf builds. A formula is Python, with three functions:
+Nothing here is written for a family, except the routers that no MoEConfig expresses, OF_REFUSED. A
+router's text is made of the knobs of its row in families.py, and of a config from published.py or
+from a file. So a formula says what config_from_hf builds.
+
+A formula is Python, with three functions:
 
     best_groups(rank, G, k, n)   rank, with -inf outside of the k best of G groups of experts; a
                                  group is as good as the sum of its n best
@@ -154,6 +156,177 @@ def lines_of(reading: families.Reading) -> list[Line]:
     return lines
 
 
+# ---- Routers that no MoEConfig expresses ----
+
+# A type, and its lines. {name} is a field of the config: its value, or its name without a config.
+# A line that ends with ", if {name}" is left out where the field is false. These formulas also have
+# where, maximum, concat, and without(rank, chosen): rank, with -inf at the chosen.
+OF_REFUSED = """
+phimoe
+    x: {hidden_size} wide
+    logits = x @ W.T
+    first = top(logits, 1)
+    others = without(logits, first)
+    second = top(others, 1)
+    chosen = concat(first, second)
+    far = max(logits) - logits > 2 * {router_jitter_noise} * maximum(abs(logits), max(logits))
+    prob = softmax(where(far, -inf, logits))[first]
+    far = max(others) - logits > 2 * {router_jitter_noise} * maximum(abs(logits), max(others))
+    probs = concat(prob, softmax(where(far, -inf, others))[second])
+    in training both are drawn from the softmax that gives their prob (arXiv 2409.12136)
+    {num_local_experts} experts, {hidden_act}, {intermediate_size} wide
+    y = sum(probs * experts(chosen, x))
+gemma4_text, diffusion_gemma_text
+    x: {hidden_size} wide, before the norm of the dense FFN
+    n = x / sqrt(mean(x ** 2) + {rms_norm_eps}) * scale * {hidden_size} ** -0.5
+    logits = n @ W.T
+    scores = softmax(logits)
+    rank = scores
+    chosen = top(rank, {top_k_experts})
+    probs = scores[chosen]
+    probs = probs / sum(probs)
+    probs = probs * per_expert_scale[chosen]
+    {num_experts} experts, {hidden_activation}, {moe_intermediate_size} wide
+    z = pre_feedforward_layernorm_2(x)
+    y = post_feedforward_layernorm_2(sum(probs * experts(chosen, z)))
+    y = y + post_feedforward_layernorm_1(mlp(pre_feedforward_layernorm(x)))
+ernie4_5_vl_moe_text
+    x: {hidden_size} wide
+    W, expert_bias and experts: one set for text, another one for images
+    logits = x @ W.T
+    scores = softmax(logits)
+    rank = scores + expert_bias
+    chosen = top(rank, {moe_k})
+    probs = scores[chosen]
+    probs = probs / maximum(sum(probs), {moe_norm_min})
+    {moe_num_experts} experts, {hidden_act}, {moe_intermediate_size} wide
+    y = sum(probs * experts(chosen, x))
+    y = y + shared_expert(x), if {moe_num_shared_experts}
+inkling_text
+    x: {hidden_size} wide
+    logits = x @ W.T
+    scores = sigmoid(logits)
+    rank = scores[:{n_routed_experts}] + expert_bias
+    chosen = top(rank, {num_experts_per_tok})
+    weighed = concat(chosen, range({n_routed_experts}, {n_routed_experts} + {n_shared_experts}))
+    weights = scores[weighed] / sum(scores[weighed]) * {route_scale} * global_scale
+    probs = weights[:{num_experts_per_tok}]
+    {n_routed_experts} experts, {hidden_act}, {moe_intermediate_size} wide
+    y = sum(probs * experts(chosen, x))
+    y = y + sum(weights[{num_experts_per_tok}:] * shared_experts(x)), {moe_intermediate_size} wide
+jetmoe
+    x: {hidden_size} wide
+    logits = x @ W.T
+    rank = logits
+    chosen = top(rank, {num_experts_per_tok})
+    probs = softmax(logits[chosen])
+    {num_local_experts} experts, {activation_function}, {intermediate_size} wide
+    y = sum(probs * experts(chosen, x)) + bias
+    in attention such a router chooses the projections of the queries, and of the output
+kolibri1
+    x: {hidden_size} wide
+    logits = x @ W.T
+    rank = logits + expert_bias
+    chosen = top(rank, {num_experts_per_tok})
+    probs = sigmoid(logits[chosen])
+    probs = probs / sum(probs), if {norm_topk_prob}
+    {num_local_experts} experts, {hidden_act}, {moe_intermediate_size} wide
+    y = sum(probs * experts(chosen, x))
+    y = y + shared_expert(x), {shared_expert_intermediate_size} wide
+longcat_flash
+    x: {hidden_size} wide
+    logits = x @ W.T
+    scores = softmax(logits)
+    rank = scores + expert_bias
+    chosen = top(rank, {moe_topk})
+    probs = scores[chosen]
+    probs = probs * {routed_scaling_factor}
+    {n_routed_experts} experts, {hidden_act}, {expert_ffn_hidden_size} wide
+    then {zero_expert_num} experts that return x
+    y = sum(probs * experts(chosen, x))
+muse_spark_text
+    x: {hidden_size} wide
+    logits = x @ W.T * {output_multiplier}
+    scores = sigmoid(logits)
+    rank = scores + expert_bias
+    chosen = top(rank, {num_experts_per_tok})
+    probs = scores[chosen]
+    probs = probs / (sum(probs) + 1e-15)
+    probs = probs * {routed_scaling_factor}
+    {num_local_experts} experts, {hidden_act}, {moe_intermediate_size} wide
+    z = pre_expert_norm(pre_expert_proj(x)), {moe_hidden_size} wide
+    y = post_expert_proj(sum(probs * post_expert_norm(experts(chosen, z))))
+nllb-moe
+    x: {d_model} wide
+    logits = x @ W.T
+    logits = logits + b, if {router_bias}
+    scores = softmax(logits)
+    rank = scores
+    chosen = top(rank, 2)
+    probs = scores[chosen]
+    probs = probs / maximum(sum(probs), 1.2e-07)
+    an expert takes {moe_eval_capacity_token_fraction} of all tokens, in training {expert_capacity}
+    {num_experts} experts, {activation_function}, with biases
+    y = sum(probs * experts(chosen, x)) * (1 - {moe_token_dropout})
+switch_transformers
+    x: {d_model} wide
+    logits = x @ W.T
+    logits = logits + b, if {router_bias}
+    scores = softmax(logits)
+    rank = scores
+    chosen = top(rank, 1)
+    probs = scores[chosen]
+    {num_experts} experts, {dense_act_fn}, {d_ff} wide
+    y = sum(probs * experts(chosen, x))
+    an expert takes its first {expert_capacity} tokens of a sequence, in training too: others get 0
+zaya
+    x: {hidden_size} wide
+    h = x @ D.T + d, {router_hidden_size} wide
+    h = h + before * scale          # before: h of the layer before; not in layer 0
+    n = h / sqrt(mean(h ** 2) + {rms_norm_eps}) * g
+    a = gelu(n @ W1.T + b1)
+    a = gelu(a @ W2.T + b2)
+    logits = a @ W.T
+    scores = softmax(logits)
+    rank = scores + expert_bias
+    chosen = top(rank, {num_experts_per_tok})
+    probs = scores[chosen]
+    {num_experts} experts, {hidden_act}, {moe_intermediate_size} wide
+    then one expert that returns 0
+    y = sum(probs * experts(chosen, x))
+"""
+OF_REFUSED = re.findall(r"^(\w.*)\n((?: .*\n)+)", OF_REFUSED, re.M)
+OF_REFUSED = families.with_outer_names({
+    name: textwrap.dedent(lines).splitlines()
+    for names, lines in OF_REFUSED for name in names.split(", ")})
+
+
+def _refused_router(model_type, hf_config):
+    """The formulas of a refused router, if it has any, and the reason why no MoEConfig has them."""
+    why = families.REFUSED[model_type]
+    title, read = f"{model_type}: no config found", families.Reader({})
+    if hf_config is not None:
+        title, read = model_type, families.type_of(hf_config)[1][0]
+        families.refuse_dense(model_type, read)
+    if model_type not in OF_REFUSED:
+        return f"{model_type} is refused: {why}"
+    text = [title]
+    for template in OF_REFUSED[model_type]:
+        names = dict.fromkeys(re.findall(r"{(\w+)}", template))
+        values = {name: read.whole(name, families.Missing(name)) for name in names}
+        template, _, condition = template.partition(", if ")
+        if condition:
+            condition = values[condition.strip("{}")]
+            if isinstance(condition, families.Missing):
+                template += f", if {condition}"
+            elif not condition:
+                continue
+        found = [name for name, value in values.items() if not isinstance(value, families.Missing)]
+        line = template.format_map(values)
+        text.append(f"{line:59} [{', '.join(found)}]" if found else line)
+    return "\n".join([*text, f"no MoEConfig: {why}"])
+
+
 # ---- Configs ----
 
 # A type, under any of its names -> its name in published.py.
@@ -218,12 +391,11 @@ def router(model_type: str, hf_config=None) -> str:
     hf_config: config.json as a dict, or the library's object; None: of the named model. The experts
       may be quantised.
     If layers differ, the formulas are those of the most frequent kind. What the other kinds have
-    instead follows. ValueError: an unknown type, or a router that cannot be expressed.
+    instead follows. Of a refused type only some have formulas: those of eval mode. ValueError: an
+    unknown type, or a config that cannot be expressed.
     """
     if model_type in families.REFUSED:
-        if hf_config is not None:
-            families.refuse_dense(model_type, families.type_of(hf_config)[1][0])
-        return f"{model_type} is refused: {families.REFUSED[model_type]}"
+        return _refused_router(model_type, hf_config)
     title = model_type
     if hf_config is None:
         model, hf_config = published_config(model_type)
@@ -279,6 +451,10 @@ def compare(models: list[tuple[str, str, dict]]) -> str:
         elif lines[0]:
             same += texts
     text = _side_by_side(rows)
+    facts = [_facts(reading) for reading in readings]
+    if any(fact["over_chosen"] for fact in facts) and any(
+            fact["normed"] is True and fact["score_function"] == "softmax" for fact in facts):
+        text += ["", "softmax(logits[chosen]) is softmax(logits)[chosen], divided by its sum."]
     if same:
         text += ["", "In all of them:", *same]
     return "\n".join(text)

@@ -1016,6 +1016,7 @@ ACT_FNS = {
     "torch.nn.functional.silu": "swiglu",
     "transformers.activations.GELUTanh": "geglu",
     "transformers.activations.ReLUSquaredActivation": "relu2",
+    "torch.nn.modules.activation.ReLU": "relu",
 }
 
 
@@ -2279,9 +2280,14 @@ INEXPRESSIBLE = dict(columns("""
     openai_privacy_filter      it is a classifier of tokens, no language model
     dots3_note_vision_encoder  it is an encoder of images, no language model
     vitpose_backbone           it has no router: an expert belongs to a data set
-    nllb-moe                   its experts are ReLU with biases; the layer has no ReLU
-    switch_transformers        its experts are ReLU; the layer has only ReLU²
 """, 2))
+# NLLB's reasons are those of its config: the block of transformers 5.24 runs only experts 0 and 1.
+INEXPRESSIBLE |= {
+    "nllb-moe": "dropout acts on its experts' outputs, as a factor in eval mode; in training an "
+                "expert takes a fixed number of tokens",
+    "switch_transformers": "an expert takes a fixed number of tokens of each sequence, in eval "
+                           "mode too; in training dropout acts on its activation",
+}
 
 
 # Further names of types: those of outer configs, and those in published files.

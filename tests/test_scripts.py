@@ -7,6 +7,7 @@ The words of the sections: sources, train, bench, steps, docs.
 """
 import ast
 import copy
+import dataclasses
 import doctest
 import gzip
 import importlib
@@ -45,10 +46,11 @@ from moe import (
     record_routing, replay_routing, set_aux_loss_scale)
 from ranks import parallel
 from ranks.parallel import ProcessGroups
-from ranks.test_ranks import free_port, full, mesh_of, over_ranks, own_part
+from ranks.test_ranks import (
+    check_gradients, free_port, full, mesh_of, over_ranks, own_part, whole_and_mine)
 from test_moe import (
-    BIASED, TwoLayers, WAYS, about_the_cpu, agree, close, compiled, fresh_start, grads, leaf,
-    same, saved_bytes, slow, slow_but, small_config, switch_loss_loop)
+    BIASED, PRODUCTS, TwoLayers, WAYS, about_the_cpu, agree, close, compiled, fresh_start, grads,
+    leaf, same, saved_bytes, slow, slow_but, small_config, switch_loss_loop)
 from tests.test_graphs import SOURCES
 
 HERE = Path(__file__).resolve().parents[1]
@@ -1248,6 +1250,63 @@ def test_docs_bytes_kept():
     assert both == rows["autocast"] + 4 * T * H
 
 
+@about_the_cpu("it stands in for a card")
+@pytest.mark.parametrize("who, more", slow_but(
+    [("a loop", 0)], [("a loop", 0), ("native", 1)]))
+def test_docs_bytes_kept_in_a_graph(monkeypatch, who, more):
+    """By the layer itself: 8·E less than results.md says for eager mode, and T·K more where the
+    product is torch's own."""
+    PRODUCTS[who](monkeypatch)
+    T, H, F_, E, K = 40, 24, 16, 10, 3
+    layer = MoELayer(MoEConfig(H, F_, E, topk=K, params_dtype=torch.bfloat16))
+    x = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True)
+    function = compiled(layer, "inductor")
+    base = 2 * T * H + 4 * T * K * F_ + 28 * T * K + 12 * E
+    kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
+    assert kept == base - 8 * E + more * T * K
+    assert kept + 8 * E - more * T * K + 2 * T * K * F_ == saved_bytes(
+        lambda: layer(x), exclude=layer.parameters())
+
+
+def test_docs_first_compile(capsys):
+    names = {}
+    exec(example("first compile").replace("fullgraph=True", 'backend="aot_eager"'), names)
+    assert capsys.readouterr().out.count(" s\n") == 3
+
+
+def test_docs_unequal_microbatches():
+    """The gradients are the mean of the microbatches' own, weighted by their tokens; without a
+    balance loss on counts they are those of one batch."""
+    names = {}
+    exec(example("unequal"), names)
+    texts = [torch.randint(256, (length + 1,)) for length in (40, 9, 25)]
+    for coeff in (0.3, 0.0):
+        losses = dict(load_balancing_type="aux_loss", aux_loss_coeff=coeff) if coeff else {}
+        config = MoEConfig(64, 32, 8, topk=2, init_std=0.3, z_loss_coeff=0.1, **losses)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(256, 64), MoELayer(config), torch.nn.Linear(64, 256)).double()
+        per_token = names["config"].calculate_per_token_loss
+        names["model"] = copy.deepcopy(model)
+        names["model"][1].set_config(
+            dataclasses.replace(config, calculate_per_token_loss=per_token))
+        names["backward"](texts)
+        set_aux_loss_scale(1.0)
+        for text in texts:
+            loss = F.cross_entropy(model(text[:-1]), text[1:])
+            loss.backward()
+            for parameter in model.parameters():
+                total = getattr(parameter, "total", 0.0)
+                parameter.total = total + parameter.grad * (len(text) - 1) / 74
+                parameter.grad = None
+        got = [parameter.grad for parameter in names["model"].parameters()]
+        close(got, [parameter.total for parameter in model.parameters()], 1e-6)
+        if not coeff:
+            ids = torch.cat([text[:-1] for text in texts])
+            labels = torch.cat([text[1:] for text in texts])
+            F.cross_entropy(model(ids), labels).backward()
+            close(got, [parameter.grad for parameter in model.parameters()], 1e-6)
+
+
 def test_docs_rows_sent():
     """The table of docs/ranks.md: to how many ranks a token goes."""
     torch.manual_seed(0)
@@ -1322,6 +1381,77 @@ def test_docs_router_of_your_own():
     same(compiled(layer)(x), y)
     y.sum().backward()
     assert load_balancing_metrics(layer)["tokens_per_expert"].sum() == (indices < 16).sum()
+
+
+def test_docs_expert_choice():
+    """Each expert takes its C best tokens without padding; with a smaller topk a token keeps its
+    best experts. Output and gradients are those of a loop over experts, the graph's too."""
+    names = {}
+    exec(example("expert choice"), names)
+    T, E, mean = 30, 16, 2
+    x = leaf(T, 64)
+    padding = torch.arange(T) % 9 == 3
+    for topk in (E, 3):
+        config = MoEConfig(64, 32, E, topk=topk, init_std=0.3, params_dtype=torch.float64,
+                           router_dtype=torch.float64)
+        layer = MoELayer(config)
+        layer.router = names["ExpertChoice"](config)
+
+        def loop(x):
+            scores = (x @ layer.router.weight.T).softmax(1)
+            taken = torch.zeros(T, E, dtype=torch.bool)
+            for e in range(E):
+                own = scores[:, e].masked_fill(padding, -1.0)
+                taken[own.argsort(descending=True)[:math.ceil(T * mean / E)], e] = True
+            y = torch.zeros_like(x)
+            for t in range(T):
+                chosen = sorted(taken[t].nonzero().flatten(), key=lambda e: -scores[t, e])[:topk]
+                for e in chosen:
+                    gate, up = layer.experts.fc1[e] @ x[t]
+                    y[t] = y[t] + scores[t, e] * (layer.experts.fc2[e] @ (F.silu(gate) * up))
+            return y
+
+        def ours(x):
+            return layer(x, padding)
+        upstream = torch.randn(T, 64, dtype=torch.float64)
+        leaves = [x, *layer.parameters()]
+        want = loop(x)
+        want_grads = grads(want, leaves, upstream)
+        for got in (ours(x), compiled(ours)(x)):
+            close(got, want)
+            close(grads(got, leaves, upstream), want_grads)
+    layer = names["layer"]
+    layer(torch.randn(40, 64)).sum().backward()
+    assert load_balancing_metrics(layer)["tokens_per_expert"].tolist() == [[5] * 16]
+
+
+@over_ranks(2)
+def test_docs_loss_of_your_own(rank, ranks):
+    """Two ranks with unequal parts of a sequence have the loss and the gradients of one process."""
+    scope = {}
+    exec(example("own loss"), scope)
+    layer = scope["layer"]
+    layer(torch.randn(40, 64)).sum().backward()
+    groups = ProcessGroups.from_mesh(mesh_of(cp=ranks))
+    config = MoEConfig(
+        hidden_size=6, ffn_hidden_size=5, num_experts=4, topk=2, init_std=0.5,
+        params_dtype=torch.float64, router_dtype=torch.float64, load_balancing_type="aux_loss",
+        aux_loss_coeff=0.1)
+    whole, mine = whole_and_mine(config, groups, kind=scope["EvenScores"])
+    x = torch.randn(12, 1, 6, dtype=torch.float64)
+    mask = (torch.arange(12) < 2)[:, None]
+    scores = (x[2:, 0] @ whole.weight.T).softmax(1).mean(0)
+    loss = (scores * (4 * scores).log()).sum()
+    (attached,) = torch.autograd.grad(0.1 * loss, whole.weight, retain_graph=True)
+    (main,) = torch.autograd.grad(whole.eval().route(x, mask)[0].sin().sum(), whole.weight)
+    whole.train().route(x, mask)[0].sin().sum().backward()
+    close(whole.weight.grad, main + attached)
+    mine.route(x.tensor_split([5])[rank], mask.tensor_split([5])[rank])[0].sin().sum().backward()
+    check_gradients(mine, whole)
+    both = [load_balancing_metrics(router, reduce=router is mine)["load_balancing_loss"]
+            for router in (mine, whole)]
+    close(both[0].double(), both[1].double(), 1e-5)
+    close(both[1].double(), loss.detach()[None], 1e-5)
 
 
 @pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
