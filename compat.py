@@ -236,12 +236,18 @@ def always_holds(condition: bool) -> bool:
     return statically_known_true(condition)
 
 
+# Dynamo of torch 2.11 would take every graph for one of an export.
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
 def holds_in_this_graph(condition: bool) -> bool:
     """Whether a condition on sizes holds. The compiler makes another graph for sizes where that is
     otherwise. An export has no other graph, so there it is whether the condition always holds. It
     does not hold for sizes that are known only when the graph runs.
     """
-    return always_holds(condition) if torch.compiler.is_exporting() else guard_or_false(condition)
+    return always_holds(condition) if is_exporting() else guard_or_false(condition)
 
 
 def _tensors_in(value):

@@ -975,9 +975,8 @@ class _Signature(NamedTuple):
 @torch.compiler.assume_constant_result           # Dynamo cannot trace inspect.signature
 def _signature_of(function, bound, named):
     """The _Signature of a function, without its first `bound` parameters; `named` have values."""
-    called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        parameters = [*inspect.signature(called).parameters.values()][bound:]
+        parameters = [*inspect.signature(function).parameters.values()][bound:]
     except ValueError:
         raise ValueError(f"{function} does not say which parameters it has; needs a function "
                          f"written in Python around it") from None
@@ -1002,9 +1001,13 @@ def signature_of(function) -> _Signature:
         bound += len(function.args)
         named = (*named, *function.keywords)
         function = function.func
-    if isinstance(function, types.MethodType):           # Dynamo takes none for a constant
+    # Dynamo takes neither a method nor a module for a constant, so both become a function of self.
+    if isinstance(function, types.MethodType):
         bound += 1
         function = function.__func__
+    elif isinstance(function, torch.nn.Module):
+        bound += 1
+        function = type(function).forward
     return _signature_of(function, bound, named)
 
 
@@ -1215,9 +1218,9 @@ def activation(
     tensor([2.])
     """
     function = activation_of(kind, **constants)
-    parts, _, takes_expert = signature_of(function)
-    if takes_expert:
+    if signature_of(function).takes_expert:
         raise ValueError(f"{function} takes the row's expert, which only expert_mlp knows")
+    parts = parts_of(function)
     check_activation(y, weights, parts)
 
     def value(y, weights):

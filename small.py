@@ -262,11 +262,16 @@ def few_experts(x, probs, indices, fc1, fc2):
     return cast(rows.masked_fill((indices == len(fc1))[..., None], 0.0).sum(1), x.dtype)
 
 
+@torch.compiler.assume_constant_result       # Dynamo of torch 2.11 would take every graph for one
+def is_exporting():
+    return torch.compiler.is_exporting()
+
+
 def holds_in_this_graph(condition):
     """Whether a condition on sizes holds. For other sizes the compiler makes another graph, but in
     an export, which has one: there, whether it holds for all sizes.
     """
-    return (statically_known_true if torch.compiler.is_exporting() else bool)(condition)
+    return (statically_known_true if is_exporting() else bool)(condition)
 
 
 def refuse_second_derivative():
