@@ -31,9 +31,9 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
     """Decorator: registers a function as a custom op. Its annotations are the op's schema.
 
     The compiler calls the op as it is; autocast does not reach inside. `fake` takes the same
-    arguments and returns empty results. cudagraph_unsafe: the host reads the device in it, so CUDA
-    graphs leave it out. `flops` takes shapes in place of tensors and returns what
-    torch.utils.flop_counter counts.
+    arguments and returns empty results. cudagraph_unsafe: the host reads values in it, which a CUDA
+    graph would not read again, so CUDA graphs leave it out. `flops` takes shapes in place of
+    tensors and returns what torch.utils.flop_counter counts.
     """
     tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
 
@@ -273,7 +273,8 @@ class NotePurity(torch.utils._python_dispatch.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in op.tags:
             self.found.add("draws numbers")
         made = set(map(_memory_of, self._made))
-        for argument, value in zip(op._schema.arguments, args):
+        for i, argument in enumerate(op._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             if writes and not made.issuperset(map(_memory_of, _tensors_in(value))):
                 self.found.add("writes to a tensor that it did not make")
@@ -281,6 +282,23 @@ class NotePurity(torch.utils._python_dispatch.TorchDispatchMode):
         out = op(*args, **kwargs)
         self._made += [x for x in _tensors_in(out) if _memory_of(x) not in given]
         return out
+
+
+@contextlib.contextmanager
+def undisturbed():
+    """A context in which nothing of what runs outside, such as a checkpoint, sees the ops."""
+    def pack(x):
+        return x, x._version
+
+    def unpack(packed):                          # with hooks autograd does not look itself
+        x, version = packed
+        if x._version != version:
+            raise RuntimeError("a tensor that the gradient needs was changed in place")
+        return x
+
+    with (torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode(False),
+          torch.autograd.graph.saved_tensors_hooks(pack, unpack)):
+        yield
 
 
 def version_of(x: Tensor) -> int:

@@ -20,6 +20,7 @@ docstring says otherwise.
 """
 import functools
 import inspect
+import itertools
 import math
 import types
 from typing import Callable, NamedTuple
@@ -352,7 +353,7 @@ def topk_routing(
     if narrow and torch.compiler.is_compiling():
         # The rounded probs, with the gradient of the steps that the compiler can see.
         rounded_TK = _rounded_probs(logits_TE.detach(), indices_TK, copies_TK, *steps)
-        probs_TK = Adjoint.apply(probs_TK, (_second, _first), rounded_TK)
+        probs_TK = _InPlaceOf.apply(probs_TK, rounded_TK)
     return probs_TK.to(probs_dtype or logits.dtype), indices_TK
 
 
@@ -385,14 +386,6 @@ def _rounded_probs(
     probs_TK = _probs_of_chosen(
         logits, indices, copies, score_function, over_chosen, normalised, norm_eps, scaling_factor)
     return probs_TK.contiguous()
-
-
-def _first(x, y):
-    return x
-
-
-def _second(x, y):
-    return y.clone()
 
 
 def only_best_groups(scores, num_groups, group_topk, group_score_topk):
@@ -983,13 +976,17 @@ def _signature_of(function, bound, named):
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise ValueError(f"{function} takes any number of arguments; needs a function of one part, "
                          f"or of gate and up")
-    parameters = {p.name: p for p in parameters}
-    takes_expert = parameters.pop("expert", None) is not None
-    parts = [name for name, p in parameters.items() if p.default is p.empty and name not in named]
-    for name in parts:
-        if parameters[name].kind == inspect.Parameter.KEYWORD_ONLY:
-            raise ValueError(f"{function} has no value for {name}; bind one by functools.partial")
-    constants = tuple(name for name in parameters if name not in parts)
+    names = [p.name for p in parameters if p.name != "expert"]
+    parts = [p.name for p in parameters
+             if p.default is p.empty and p.name in names and p.name not in named]
+    for p in parameters:
+        if p.name in parts and p.kind == p.KEYWORD_ONLY:
+            raise ValueError(f"{function} has no value for {p.name}; bind one by functools.partial")
+    for name in named:
+        if parts and name in names[:names.index(parts[-1])]:
+            raise ValueError(f"{name} comes before {parts[-1]} in {function}; bind it by position")
+    constants = tuple(name for name in names if name not in parts)
+    takes_expert = any(p.name == "expert" for p in parameters) and "expert" not in named
     return _Signature(len(parts), constants, takes_expert)
 
 
@@ -1085,53 +1082,63 @@ def check_result(function, out, shape) -> None:
                          f"dtype and the shape of a part, {[*shape]}")
 
 
-def check_pure(
-    function, parts: int, columns: int = 6, like: Tensor | None = None, owner=None,
-) -> None:
+def check_pure(function, parts: int, columns: int, like: Tensor | None = None, owner=None) -> None:
     """ValueError unless the function may be computed again in the backward: it draws no numbers,
-    writes to nothing that it did not make, keeps nothing, and returns a tensor in the shape of a
-    part. It is run a few times, on two rows of so many columns, in the dtype (fp32 at least) and on
-    the device of `like`, by default the CPU. owner: a module whose attributes it must not change.
+    writes to no tensor that it did not make, keeps nothing, and returns a tensor in the shape of a
+    part. It is run three times, on two rows of so many columns, in the dtype (fp32 at least) and on
+    the device of `like`, by default the CPU. If it does not run there, nothing is said.
+
+    Of what a function may keep, attributes and variables of its closure are seen, and what was put
+    into lists and dicts there, but no global. owner: the module whose attributes these are.
     """
-    dtype, device = torch.float32, "cpu"
+    dtype, device = torch.float32, torch.device("cpu")
     if like is not None:
-        dtype, device = upcast(like.new_empty(0)).dtype, like.device
+        dtype, device = torch.promote_types(like.dtype, torch.float32), like.device
     numbers = torch.linspace(-2.5, 3.0, 2 * columns * parts, dtype=dtype, device=device)
     if not compat.has_values(numbers):
         return
-    values = [x.clone() for x in numbers.view(2, columns, parts).unbind(-1)]
+    called = function
     if signature_of(function).takes_expert:
         expert = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        function = functools.partial(function, expert=expert)
+        called = functools.partial(function, expert=expert)
 
-    def run(call):
-        """The result and its gradients, from new tensors."""
-        inputs = [x.clone().requires_grad_() for x in values]
-        try:
-            with noted:
-                out = call(*inputs)
-            check_result(function, out, values[0].shape)
-            if not out.requires_grad:
-                return [out]
-            slopes = torch.autograd.grad(out, inputs, values[0], allow_unused=True)
-        except RuntimeError as failed:
-            raise ValueError(f"{function} fails on {dtype} {[2, columns]}: {failed}") from failed
-        return [out, *[x if slope is None else slope for x, slope in zip(values, slopes)]]
-
-    noted = compat.NotePurity()
     before = _kept_by(function, owner)
-    with torch.inference_mode(False), torch.enable_grad(), compat.without_autocast(numbers):
-        first, second, checkpointed = [
-            run(call) for call in (function, function, functools.partial(again, function))]
-    found = sorted(noted.found)
+    with compat.undisturbed(), torch.enable_grad(), compat.without_autocast(numbers), device:
+        runs = [_run_noted(call, numbers.view(2, columns, parts).unbind(-1))
+                for call in (called, called, functools.partial(again, called))]
+    if None in runs:
+        return
+    found = sorted(set.union(*[noted for noted, _ in runs]))
     after = _kept_by(function, owner)
     if len(before) != len(after) or any(a is not b for a, b in zip(before, after)):
         found.append("keeps a state")
-    if not all(map(_same_values, first * 2, second + checkpointed)):
+    results = [result for _, result in runs]
+    if any(len(x) != len(results[0]) or not all(map(_same_values, results[0], x)) for x in results):
         found.append("gives other numbers when it is called again")
     if found:
         raise ValueError(f"{function} {', '.join(found)}; needs to be pure, because the backward "
                          f"computes it once more")
+
+
+def _run_noted(function, values):
+    """({what it does that is not pure}, [its result, its gradients]) for new copies of the parts;
+    None if it does not run.
+    """
+    inputs = [x.clone().requires_grad_() for x in values]
+    noted = compat.NotePurity()
+    try:
+        with noted:
+            out = function(*inputs)
+    except Exception:
+        return None
+    check_result(function, out, inputs[0].shape)
+    if not out.requires_grad:
+        return noted.found, [out]
+    try:
+        slopes = torch.autograd.grad(out, inputs, inputs[0].detach(), allow_unused=True)
+    except RuntimeError as failed:
+        raise ValueError(f"{function} has no gradient: {failed}") from failed
+    return noted.found, [out.detach(), *[x for x in slopes if x is not None]]
 
 
 def _same_values(a, b):
@@ -1139,17 +1146,22 @@ def _same_values(a, b):
 
 
 def _kept_by(function, owner):
-    """What a function may keep from call to call: its object's attributes, its closure's values."""
+    """The values that a function may keep from call to call, with those in lists and dicts."""
     while isinstance(function, functools.partial):
         function = function.func
-    owner = owner or getattr(function, "__self__", None) or function
-    kept = []
+    if owner is None:
+        owner = getattr(function, "__self__", function)
+    places = []
     for part in owner.modules() if isinstance(owner, torch.nn.Module) else [owner]:
-        attributes = getattr(part, "__dict__", {})
-        for own in (attributes, attributes.get("_buffers", {}), attributes.get("_parameters", {})):
-            kept += own.values()
-    for cell in getattr(function, "__closure__", None) or ():
-        kept.append(cell.cell_contents)
+        places.append(getattr(part, "__dict__", {}))
+    variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    kept = []
+    for value in itertools.chain(variables.values(), *[place.values() for place in places]):
+        kept.append(value)
+        if isinstance(value, dict):
+            kept += [*value, *value.values()]
+        elif isinstance(value, (list, set)):
+            kept += value
     return kept
 
 
@@ -1179,10 +1191,10 @@ class _StoreFp8(torch.autograd.Function):
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """The exact value, with the gradient of the one from the store."""
+    """The second value, with the gradient of the first."""
 
     @staticmethod
-    def forward(ctx, from_store, exact):
+    def forward(ctx, value, exact):
         return exact.view_as(exact)
 
     @staticmethod
@@ -1207,10 +1219,11 @@ def activation(
     "gelu"), times weights [.., 1] of any dtype -> [.., F] in y.dtype, computed in fp32 at least and
     rounded once.
 
-    kind: a name in ACTIVATIONS, or a function of one or two parts. constants: its parameters with a
-    default. Kept for the backward are y and weights; with fp8_input_store y as fp8 e4m3, clamped to
-    ±448, while the forward uses the unrounded y. ValueError: an unknown kind or constant, or shapes
-    that do not fit.
+    kind: a name in ACTIVATIONS, or a function of one or two parts, which has to be pure (see
+    check_pure; it is not checked here). constants: its parameters with a default. Kept for the
+    backward are y and weights; with fp8_input_store y as fp8 e4m3, clamped to ±448, while the
+    forward uses the unrounded y. ValueError: an unknown kind or constant, or shapes that do not
+    fit.
 
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])

@@ -322,8 +322,7 @@ class Experts(MoEModule):
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
     # number of each row's expert among this rank's, [.., 1]. It has to be pure: see docs/change.md.
-    activate = None
-    _is_checked = False
+    _checked = ()                                        # the activate that check_own has checked
 
     def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -358,8 +357,9 @@ class Experts(MoEModule):
         if compat.is_any_autocast():
             tokens, *weights = _as_autocast(tokens, *weights)
         activation = self.config.activation_function
-        if self.activate is not None:
-            activation = self._while_unchanged(self.activate)
+        activate = getattr(self, "activate", None)
+        if activate is not None:
+            activation = self._while_unchanged(activate)
         out = kernels.expert_mlp(
             tokens, probs, plan, *weights, kind=activation,
             fp8_input_store=self.config.activation_fp8_input_store, indices=indices)
@@ -367,54 +367,68 @@ class Experts(MoEModule):
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def check_own(self) -> None:
-        """ValueError, once: activate has not the config's parts, or is not pure (see
-        kernels.check_pure); or, over ep, a parameter of a subclass may be one per expert, but is in
-        neither table, so that gradients of different experts would be summed.
+        """ValueError, in the first forward with this activate: it has not the config's parts, or is
+        not pure (see kernels.check_pure); or, over ep, a parameter of a subclass may have a row for
+        each expert and is not in `sharded`, so that gradients of different experts would be summed.
         """
-        if self._is_checked or not compat.has_values(self.fc1):
+        activate = getattr(self, "activate", None)
+        function = getattr(activate, "__func__", activate)
+        if self._checked is function or not compat.has_values(self.fc1):
             return
         if self.pg_collection.size("ep") > 1:
-            self.refuse_undeclared(self)
-        if self.activate is not None:
-            parts = kernels.parts_of(self.activate)
+            _refuse_undeclared(self, self.sharded)
+        if activate is not None:
+            parts = kernels.parts_of(activate)
             if parts != self.config.parts:
                 raise ValueError(f"activate takes {parts} parts; needs {self.config.parts}, as the "
                                  f"config's activation, {self.config.activation!r}")
+            if self.fc1.is_inference():                  # autograd could not try it
+                return
             columns = self.config.ffn_hidden_size
-            kernels.check_pure(self.activate, parts, columns, like=self.fc1, owner=self)
-        self._is_checked = True
-
-    def refuse_undeclared(self, module: nn.Module) -> None:
-        """ValueError if `module`, which has these experts, has a parameter that may be one per
-        expert, and neither per_expert nor sharded names it.
-        """
-        for path, parameter in module.named_parameters():
-            owner, name = owner_of(module, path)
-            if owner is self and parameter.shape[:1] == self.fc1.shape[:1]:
-                if name not in self.per_expert and name not in self.sharded:
-                    raise ValueError(
-                        f"{name} has shape {list(parameter.shape)}, and there are {len(self.fc1)} "
-                        f"experts; if it has a row for each, name it in per_expert and sharded of "
-                        f'{type(self).__name__}, else in sharded as ("tp", None, "tp_dp_cp")')
+            kernels.check_pure(activate, parts, columns, like=self.fc1, owner=self)
+        vars(self)["_checked"] = function                # a module is not to be registered here
 
     def _while_unchanged(self, activate):
-        """activate, which raises a RuntimeError in the backward if the parameters are others by
-        then: it is computed once more there, and would read those.
+        """activate, which raises a RuntimeError in the backward if a parameter that it may read is
+        another by then: it is computed once more there, and would read that one.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return activate
-        before = [(p, compat.version_of(p)) for p in self.parameters()]
 
-        @functools.wraps(activate)
+        def versions():
+            return {path: (p, compat.version_of(p)) for path, p in self.named_parameters()
+                    if owner_of(self, path)[1] not in Experts.per_expert}
+
+        before = versions()
+
+        @functools.wraps(activate.forward if isinstance(activate, nn.Module) else activate)
         def checked(*parts, **expert):
-            now = [(p, compat.version_of(p)) for p in self.parameters()]
-            if any(p is not q or m != n for (p, m), (q, n) in zip(before, now)):
-                raise RuntimeError(
-                    "a parameter of the experts was changed or replaced between forward and "
-                    "backward; call backward before that, under functional_call inside of it")
+            for path, (p, version) in versions().items():
+                old, old_version = before[path]
+                if p is not old or version != old_version:
+                    raise RuntimeError(
+                        f"{path} was changed or replaced between forward and backward, and the "
+                        f"backward computes activate once more; call backward before the change, "
+                        f"and with functional_call inside the function that it calls")
             return activate(*parts, **expert)
 
         return checked
+
+
+def _refuse_undeclared(experts, declared):
+    """ValueError if a parameter or buffer of the experts may have a row for each of them, and its
+    name is not in `declared`.
+    """
+    for path, tensor in [*experts.named_parameters(), *experts.named_buffers()]:
+        _, name = owner_of(experts, path)
+        # A module such as nn.PReLU has a tensor of one number, and there may be one expert.
+        module_of_one = len(experts.fc1) == 1 and "." in name
+        fits = tensor.shape[:1] == experts.fc1.shape[:1] and not module_of_one
+        if fits and name not in declared:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, and there are {len(experts.fc1)} experts; "
+                f"if it has a row for each, name it in per_expert and sharded of "
+                f'{type(experts).__name__}, else in sharded as ("tp", None, "tp_dp_cp")')
 
 
 # ---- Latent experts: from H to ℓ dimensions, and back ----
@@ -476,7 +490,9 @@ def select_experts(
     if not all(0 <= e < E for e in experts):
         raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
     config = replace(layer.config, num_experts=len(experts))
-    layer.experts.refuse_undeclared(layer)
+    if isinstance(layer.experts, Experts):
+        whole = [name for name, (_, axis, _) in layer.experts.sharded.items() if axis is None]
+        _refuse_undeclared(layer.experts, [*layer.experts.per_expert, *whole])
     new = copy.deepcopy(layer)
     new.set_config(config)
     chosen = torch.tensor(experts, device=layer.router.weight.device)
@@ -660,7 +676,7 @@ def _refused_experts(c):
             yield "activation", "needs one positional parameter without a default, or gate and up"
         if takes_expert:
             yield "activation", "only a method Experts.activate gets each row's expert"
-        kernels.check_pure(c.activation, parts)
+        kernels.check_pure(c.activation, parts, columns=c.ffn_hidden_size)
     if c.activation_fp8_input_store and c.activation != "swiglu":
         yield ("activation_fp8_input_store activation",
                'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')

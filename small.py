@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils.checkpoint import checkpoint
 
 if torch.__version__ < (2, 11, "dev0"):
@@ -45,7 +45,7 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 def op(fake, mutates_args=(), cudagraph_unsafe=False):
     """Decorator: the compiler calls the function as it is. `fake` returns empty results.
-    cudagraph_unsafe: the host reads the device in it, so CUDA graphs leave it out.
+    cudagraph_unsafe: the host reads values in it, so CUDA graphs leave it out.
     """
     def register(function):                  # by the module's name, so that copies do not collide
         name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
@@ -268,10 +268,10 @@ def is_exporting():
 
 
 def holds_in_this_graph(condition):
-    """Whether a condition on sizes holds. For other sizes the compiler makes another graph, but in
-    an export, which has one: there, whether it holds for all sizes.
+    """Whether a condition on sizes holds. The compiler makes another graph for sizes where it does
+    not. An export has one graph, so there: whether it always holds.
     """
-    return (statically_known_true if is_exporting() else bool)(condition)
+    return (statically_known_true if is_exporting() else guard_or_false)(condition)
 
 
 def refuse_second_derivative():

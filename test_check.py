@@ -783,6 +783,72 @@ def test_check_refuses_most_cases_strictly(tmp_path, run):
     assert run("router", "mine.py:none", "--case", "random logits")[0] == 0
 
 
+def test_check_refuses_most_cases_strictly(tmp_path, run):
+    """--strict has a status of its own for a function that refuses more than half of the cases. A
+    wrong case comes before it, and with all refused nothing is checked."""
+    (tmp_path / "mine.py").write_text(
+        "def route(logits, bias, least=9):\n"
+        "    if len(logits) > least:\n"
+        "        raise NotImplementedError\n"
+        "    p, i = logits.topk(2)\n"
+        "    return p.softmax(-1), i\n"
+        "def half(logits, bias):\n"
+        "    return route(logits, bias, least=9999 if logits.requires_grad else 0)\n"
+        "def wrong(logits, bias):\n"
+        "    p, i = route(logits, bias)\n"
+        "    return p * 2, i\n"
+        "def none(logits, bias):\n"
+        "    return route(logits, bias, least=-1)\n")
+    for name, plain, strict, end in (
+            ("route", 0, 3, "REFUSED of ALL cases are refused"), ("wrong", 1, 1, "are refused"),
+            ("none", 2, 2, "no case ran; ALL of ALL cases are refused")):
+        for args, want in (((), plain), (("--strict",), strict)):
+            status, out, _ = run("router", f"mine.py:{name}", *args)
+            refused, cases = out.count("refused: "), len(out.splitlines()) - 2
+            assert status == want, (name, args, out)
+            assert out.endswith(end.replace("REFUSED", str(refused)).replace("ALL", str(cases))
+                                + "\n"), out
+            assert 2 * refused > cases
+    status, out, _ = run("router", "mine.py:half", "--strict")
+    assert status == 0 and " 0 of " not in out and out.endswith(" cases are refused\n")
+    status, out, _ = run("router", "mine.py:none", "--strict", "--case", "random logits")
+    assert status == 3 and out.endswith("no case ran; 1 of 1 cases are refused\n")
+    assert run("router", "mine.py:none", "--case", "random logits")[0] == 0
+
+
+def test_check_refuses_most_cases_strictly(tmp_path, run):
+    """--strict has a status of its own for a function that refuses more than half of the cases. A
+    wrong case comes before it, and with all refused nothing is checked."""
+    (tmp_path / "mine.py").write_text(
+        "def route(logits, bias, least=9):\n"
+        "    if len(logits) > least:\n"
+        "        raise NotImplementedError\n"
+        "    p, i = logits.topk(2)\n"
+        "    return p.softmax(-1), i\n"
+        "def half(logits, bias):\n"
+        "    return route(logits, bias, least=9999 if logits.requires_grad else 0)\n"
+        "def wrong(logits, bias):\n"
+        "    p, i = route(logits, bias)\n"
+        "    return p * 2, i\n"
+        "def none(logits, bias):\n"
+        "    return route(logits, bias, least=-1)\n")
+    for name, plain, strict, end in (
+            ("route", 0, 3, "REFUSED of ALL cases are refused"), ("wrong", 1, 1, "are refused"),
+            ("none", 2, 2, "no case ran; ALL of ALL cases are refused")):
+        for args, want in (((), plain), (("--strict",), strict)):
+            status, out, _ = run("router", f"mine.py:{name}", *args)
+            refused, cases = out.count("refused: "), len(out.splitlines()) - 2
+            assert status == want, (name, args, out)
+            assert out.endswith(end.replace("REFUSED", str(refused)).replace("ALL", str(cases))
+                                + "\n"), out
+            assert 2 * refused > cases
+    status, out, _ = run("router", "mine.py:half", "--strict")
+    assert status == 0 and " 0 of " not in out and out.endswith(" cases are refused\n")
+    status, out, _ = run("router", "mine.py:none", "--strict", "--case", "random logits")
+    assert status == 3 and out.endswith("no case ran; 1 of 1 cases are refused\n")
+    assert run("router", "mine.py:none", "--case", "random logits")[0] == 0
+
+
 def test_check_lists_cases(run):
     experts, router = [*check.EXPERT_CASES], [*check.router_cases(16, False)]
     for args, cases in ((["router", "x"], router), (["experts"], experts), ([], experts + router),

@@ -1628,6 +1628,7 @@ def test_config_takes_an_activation():
         small_config(activation=torch.add) => does not say which parameters it has; needs a function
         small_config(activation=lambda *parts: 1) => takes any number of arguments; needs a function
         small_config(activation=lambda y, *, by: y) => has no value for by; bind one by functools.p
+        small_config(activation=functools.partial(leaky, slope=0.1)) => slope comes before y in <fun
         small_config(activation=lambda y, expert: y) => only a method Experts.activate gets each row
         small_config(activation=torch.nn.PReLU()) => its parameters would be in no layer; give Exper
         small_config(score_function=bilinear) => needs one of softmax, sigmoid
@@ -1702,7 +1703,20 @@ def not_pure(how: str):
         count.add_(1)
         return y.relu()
 
+    def counts_by_out(y):
+        torch.maximum(count, y.detach().amax(), out=count)
+        return y.relu()
+
+    made, seen = {}, []
+
+    def makes_and_keeps(y):
+        made.setdefault(0, torch.zeros(())).add_(1)
+        return y.relu()
+
     functions = {
+        "out": counts_by_out,
+        "keeps": makes_and_keeps,
+        "list": lambda y: (seen.append(1), y.relu())[1],
         "dropout": lambda gate, up: F.dropout(gate, 0.5) * up,
         "noise": lambda y: y + torch.randn_like(y),
         "in place": lambda gate, up: F.relu(gate).mul_(up),
@@ -1724,20 +1738,28 @@ def test_config_refuses_an_activation_that_is_not_pure():
     error). Nothing is drawn from the default generator meanwhile."""
     state = torch.get_rng_state()
     small_config(activation=lambda gate, up: (gate * 1.0).mul_(up.detach()))       # its own tensor
+    wide, elsewhere = torch.ones(4), torch.ones(3, device="meta")
+    small_config(activation=lambda gate, up: gate * up * wide)                     # F = 4
+    small_config(activation=lambda gate, up: gate * up * elsewhere)                # of another device
+    with torch.device("meta"):
+        small_config(activation=lambda y: torch.where(y > 0, y, torch.tensor(0.1) * y))
     assert torch.get_rng_state().equal(state)
     check_error_table("""
         small_config(activation=not_pure("dropout")) => draws numbers
         small_config(activation=not_pure("noise")) => draws numbers
-        small_config(activation=not_pure("in place")) => modified by an inplace operation
+        small_config(activation=not_pure("in place")) => has no gradient: a tensor that the gradient
         small_config(activation=not_pure("on its input")) => writes to a tensor that it did not make
         small_config(activation=not_pure("counts")) => writes to a tensor that it did not make; need
+        small_config(activation=not_pure("out")) => writes to a tensor that it did not make; needs t
+        small_config(activation=not_pure("keeps")) => keeps a state
+        small_config(activation=not_pure("list")) => keeps a state
         small_config(activation=not_pure("amax")) => keeps a state; needs to be pure
         small_config(activation=not_pure("parity")) => gives other numbers when it is called again
-        small_config(activation=not_pure("None")) => returns a NoneType; needs a tensor [2, 6]
-        small_config(activation=not_pure("complex")) => returns torch.complex64 [2, 6]; needs a flo
+        small_config(activation=not_pure("None")) => returns a NoneType; needs a tensor [2, 4]
+        small_config(activation=not_pure("complex")) => returns torch.complex64 [2, 4]; needs a flo
         small_config(activation=not_pure("one column")) => returns torch.float32 [2, 1]; needs a flo
         small_config(activation=not_pure("0-d")) => returns torch.float32 []; needs a floating dtype
-        small_config(activation=not_pure("integers")) => returns torch.int64 [2, 6]; needs a floatin
+        small_config(activation=not_pure("integers")) => returns torch.int64 [2, 4]; needs a floatin
         activation(torch.ones(2, 3), lambda y, expert: y) => takes the row's expert, which only expe
         activation(torch.ones(2, 3), not_pure("0-d")) => returns torch.float32 []; needs a floating
         """, **globals())
@@ -1837,28 +1859,73 @@ def test_experts_activate_with_the_expert_of_each_row():
 
 
 def test_experts_refuse_a_parameter_that_may_be_one_per_expert():
-    """Where it is in neither table it stayed as it was in select_experts."""
+    """select_experts would leave it as it is. It may be said to be whole."""
     layer = slope_layer()
+    refused = "ValueError: other has shape [8], and there are 8 experts; if it has a row for each"
     layer.experts.other = torch.nn.Parameter(torch.zeros(8))
-    text = error(moe.select_experts, layer, [0, 1, 2])
-    assert text.startswith("ValueError: other has shape [8], and there are 8 experts; if it"), text
+    for entry in ({}, {"other": ("ep", 0, "expt_dp")}):
+        layer.experts.sharded = {**SlopePerExpert.sharded, **entry}
+        assert error(moe.select_experts, layer, [0, 1, 2]).startswith(refused)
     layer.experts.sharded = {**SlopePerExpert.sharded, "other": ("tp", None, "tp_dp_cp")}
     assert moe.select_experts(layer, [0, 1, 2]).experts.other.shape == (8,)
+    layer.experts.register_buffer("another", torch.zeros(8))
+    assert "another has shape [8]" in error(moe.select_experts, layer, [0, 1, 2])
 
 
 def test_experts_recompute_with_the_parameters_of_the_forward():
-    """Others would be read in the backward, without an error."""
+    """Others would be read in the backward, without an error. The weights may change, since
+    autograd looks after them: by an optimizer in the backward, for example."""
     layer = exact_layer(activation="relu2")
     layer.experts = XIELU(layer.config)
     x = leaf(4, 1, 6)
     others = {name: p.detach() * 1.5 for name, p in layer.named_parameters()}
     y = torch.func.functional_call(layer, others, (x,))
-    assert "changed or replaced between forward and backward" in error(y.sum().backward)
+    assert "alpha was changed or replaced between forward and" in error(y.sum().backward)
     y = layer(x)
     with torch.no_grad():
         layer.experts.alpha.add_(1.0)
-    assert "changed or replaced between forward and backward" in error(y.sum().backward)
+    assert "alpha was changed or replaced between forward and" in error(y.sum().backward)
+
+    def half(p):
+        with torch.no_grad():
+            p.mul_(0.5)
+    for p in layer.parameters():
+        p.register_post_accumulate_grad_hook(half)
+    before = layer.experts.fc2.detach().clone()
     layer(x).sum().backward()
+    same(layer.experts.fc2, before / 2)
+
+
+FIRST_WAYS = ["plain", "reentrant", "non-reentrant", "selective", "compiled",
+              "compiled inside non-reentrant", "compiled around non-reentrant"]
+
+
+@pytest.mark.parametrize("way", FIRST_WAYS)
+def test_experts_are_checked_beside_a_checkpoint(way):
+    """In the first forward, whose checkpoint sees nothing of it."""
+    layer = exact_layer(activation="relu2")
+    layer.experts = XIELU(layer.config)
+    x = leaf(4, 1, 6)
+    got = outcome(run_as(way, layer), x)
+    close(got, outcome(layer, x))
+
+
+def test_experts_check_each_activate():
+    """A module too, which torch keeps beside the attributes; one that is set later; a copy."""
+    layer = exact_layer(activation="relu2", shared_expert_intermediate_size=None)
+    layer.experts.activate = torch.nn.SiLU()
+    x = leaf(5, 1, 6)
+    agree(layer, twin(layer, activation=lambda y: F.silu(y)), x)
+    agree(compiled(layer), layer, x)
+    again = copy.deepcopy(layer)
+    del again.experts.activate
+    again.experts.activate = lambda y: F.dropout(y, 0.5)
+    assert "draws numbers" in error(again, x)
+    layer(x)
+    with torch.inference_mode():
+        made = exact_layer(activation="relu2")
+        made.experts = XIELU(made.config)
+        made(x.detach())
 
 
 @about_the_cpu("it stands in for a card")
