@@ -1740,7 +1740,7 @@ def test_config_refuses_an_activation_that_is_not_pure():
     small_config(activation=lambda gate, up: (gate * 1.0).mul_(up.detach()))       # its own tensor
     wide, elsewhere = torch.ones(4), torch.ones(3, device="meta")
     small_config(activation=lambda gate, up: gate * up * wide)                     # F = 4
-    small_config(activation=lambda gate, up: gate * up * elsewhere)                # of another device
+    small_config(activation=lambda gate, up: gate * up * elsewhere)                # on a card, say
     with torch.device("meta"):
         small_config(activation=lambda y: torch.where(y > 0, y, torch.tensor(0.1) * y))
     assert torch.get_rng_state().equal(state)

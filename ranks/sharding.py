@@ -410,7 +410,7 @@ def reduce_gradients(module: nn.Module) -> None:
 
     The ranks are tp_dp_cp for router and latent weights, dp_cp for the shared expert (its gate:
     tp_dp_cp with sequence_parallel), expt_dp for experts, and tp_dp_cp for the parameters of other
-    modules in them, as an nn.PReLU in the experts. A missing gradient counts as zero. A
+    modules, such as an nn.PReLU in the experts. A missing gradient counts as zero. A
     parametrization's parameters (LoRA) go with the one that they make. ValueError: that one is
     sharded along an axis that they lack.
     """
