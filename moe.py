@@ -322,7 +322,7 @@ class Experts(MoEModule):
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
     # number of each row's expert among this rank's, [.., 1]. It has to be pure: see docs/change.md.
-    _checked = ()                                        # the activate that check_own has checked
+    _checked = ()                        # the activate that check_own has checked, in a tuple
 
     def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -373,7 +373,7 @@ class Experts(MoEModule):
         """
         activate = getattr(self, "activate", None)
         function = getattr(activate, "__func__", activate)
-        if self._checked is function or not compat.has_values(self.fc1):
+        if self._checked == (function,) or not compat.has_values(self.fc1):
             return
         if self.pg_collection.size("ep") > 1:
             _refuse_undeclared(self, self.sharded)
@@ -386,7 +386,7 @@ class Experts(MoEModule):
                 return
             columns = self.config.ffn_hidden_size
             kernels.check_pure(activate, parts, columns, like=self.fc1, owner=self)
-        vars(self)["_checked"] = function                # a module is not to be registered here
+        self._checked = (function,)          # by itself a module would become a part of this one
 
     def _while_unchanged(self, activate):
         """activate, which raises a RuntimeError in the backward if a parameter that it may read is
