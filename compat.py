@@ -165,9 +165,9 @@ def exact_fp32():
     has replaced them by TF32 or bf16. For bodies of ops: a graph cannot change these global
     settings.
 
-    A lower precision is set to IEEE for the time of the product, which other threads see. A setting
-    equal to the one above it is inherited afterwards. XPU's switch torch.backends.mkldnn.allow_tf32
-    stays.
+    Where a setting allows less, it is set to IEEE during the product. Other threads see that. If it
+    had the value of the setting above it, it inherits that value afterwards, as if nobody had set
+    it. torch.backends.mkldnn.allow_tf32, the switch of XPUs, is not changed.
     """
     with _precision_lock:
         found = [(setting, setting.fp32_precision) for setting in _PRECISIONS]

@@ -230,8 +230,9 @@ def _plan_batches(ends):
     """(alone, parts) of the offsets `ends`: every expert with rows is in one of them.
 
     An expert with a twelfth of all rows or more is alone. The others form classes of similar size.
-    A class takes experts in descending order, each with as many slots as its first has rows, until
-    all slots so far would exceed 1.3 times the rows.
+    The experts come in descending order of their rows, and each gets as many slots as the first of
+    its class has rows. A new class begins with the expert whose slots would make all slots so far
+    exceed 1.3 times all rows so far.
 
     Parts bound the memory of a product: lists of batches (experts, size), each one torch.bmm. A
     part ends with the expert that completes a quarter of all slots, or four slots an expert if that

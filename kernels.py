@@ -15,12 +15,11 @@ Masks     A padding_mask is bool; True means padding.
 Autocast  is not followed: a product is in its operands' dtype, the router's in router_dtype.
 
 No function keeps a state or knows the config. Two tables, SCORE_FUNCTIONS and ACTIVATIONS, are for
-you to add to. Each function is one graph, forward and backward, for every T from 2 on, unless its
-docstring says otherwise.
+you to add to. Compiled, each function is one graph, forward and backward. The second T that it
+meets makes another graph, which then serves every T from 2 on, unless its docstring says otherwise.
 """
 import functools
 import inspect
-import itertools
 import math
 import types
 from typing import Callable, NamedTuple
@@ -295,10 +294,10 @@ def topk_routing(
 
     4. The probs are multiplied by `scaling_factor`.
 
-    Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, or
-    probs_dtype. With that the arithmetic is in the wider of the two; if that is bf16 or fp16, every
-    step is rounded, in a graph too, and the choice is the top K of the rounded scores. ValueError:
-    an unknown score function, or sizes that do not fit.
+    Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, unless
+    probs_dtype gives another. Then the arithmetic is in the wider of the two dtypes. If the wider
+    one is bf16 or fp16, every step is rounded, in a graph too, and the choice is the top K of the
+    rounded scores. ValueError: an unknown score function, or sizes that do not fit.
 
     >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
     >>> probs, indices = topk_routing(logits, topk=1, use_pre_softmax=True)
@@ -1154,9 +1153,9 @@ def _kept_by(function, owner):
     places = []
     for part in owner.modules() if isinstance(owner, torch.nn.Module) else [owner]:
         places.append(getattr(part, "__dict__", {}))
-    variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    kept = []
-    for value in itertools.chain(variables.values(), *[place.values() for place in places]):
+    cells = getattr(function, "__closure__", None) or ()
+    kept = [cell.cell_contents for cell in cells if cell != types.CellType()]       # not empty
+    for value in [*kept, *[value for place in places for value in place.values()]]:
         kept.append(value)
         if isinstance(value, dict):
             kept += [*value, *value.values()]
@@ -1176,7 +1175,9 @@ def _activate_from_fp8(value, y, weights):
 
 
 class _StoreFp8(torch.autograd.Function):
-    """y -> (y as fp8 e4m3, zeros that take no memory, whose gradient is that of y)."""
+    """y -> (y as fp8 e4m3, zeros in the shape and dtype of y, which take no memory). Autograd gives
+    the fp8 tensor no gradient. So what is added to the zeros gives y its gradient by them.
+    """
 
     @staticmethod
     def forward(ctx, y):
@@ -1284,8 +1285,9 @@ class ToExperts(torch.autograd.Function):
 
 class FromExperts(torch.autograd.Function):
     """rows [N, I] -> tokens y [T, H]: y_t = Σ_k weight[e] · rows[inverse[t, k]], for weight
-    [E, H, I]: ToExperts turned round. Kept are rows and weight. With `exact` the forward takes that
-    in place of the rows, whose values are of a store in fp8.
+    [E, H, I]: ToExperts turned round. Kept are rows and weight. With a store in fp8 the rows come
+    from there, so that the backward can make them again, and the forward multiplies `exact`, the
+    unrounded rows, in their place.
     """
 
     @staticmethod
@@ -1355,8 +1357,9 @@ def expert_mlp(
     tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
     not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, relu, gelu), fc2 [E, H, F],
     fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
-    kind, fp8_input_store and constants are `activation`'s. Without gradients, in a graph for few
-    tokens, the plan is not needed if the `indices` [T, K] int64 of which it was made are given.
+    kind, fp8_input_store and constants are `activation`'s. A graph without gradients, for few
+    tokens, reads the indices and not the plan: give the `indices` [T, K] int64 that the plan was
+    made of, and it need not be computed there.
 
     fc1 and fc2 may be transposed views, gate and up interleaved; no weight is copied as long as P
     and F are adjacent in memory. The probs are multiplied in before fc2, so fc2's output is not

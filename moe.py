@@ -82,8 +82,9 @@ _CONSTANTS = {
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """What a layer computes. A config that cannot work is a ValueError, which names the fields and
-    the way out. (One is refused only in training: topk = 1 with normalised probs.)
+    """What a layer computes. A config that cannot work is refused when it is made: the ValueError
+    names the fields and the way out. (topk = 1 with normalised probs is refused later, in a forward
+    in training, because it can be evaluated.)
 
     Most names are Megatron's, without moe_ or moe_router_. H is hidden_size, F is ffn_hidden_size
     (of one expert), E is num_experts, K is topk. For score_function to scaling_factor see
@@ -214,13 +215,13 @@ class MoELayer(MoEModule):
     layer.latent_up (see LatentDown) and layer.shared_experts; the last three are None if not
     configured.
 
-    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph (CUDA graphs:
-    without shared_expert_overlap). The same input and state give bitwise the same output and
-    gradients, unless input_jitter_eps or force_load_balancing draw numbers. Under ep each rank has
-    E / ep experts and tokens of its own, and must run every forward and backward, even with T = 0.
-    pad_to_capacity needs the same T on all ranks, sequence_parallel the same S over tp. ValueError:
-    sizes that ep or tp do not divide, tp without sequence_parallel or with batch_first, wrong
-    shapes.
+    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. It may become a
+    CUDA graph, except with shared_expert_overlap. The same input and state give bitwise the same
+    output and gradients, unless input_jitter_eps or force_load_balancing draw numbers. Under ep
+    each rank has E / ep experts and tokens of its own, and must run every forward and backward,
+    even with T = 0. pad_to_capacity needs the same T on all ranks, sequence_parallel the same S
+    over tp. ValueError: sizes that ep or tp do not divide, tp without sequence_parallel or with
+    batch_first, wrong shapes.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape

@@ -272,8 +272,8 @@ class TopKRouter(Router):
     gating(input)    -> logits
     choose(logits)   -> (probs [T, K], indices [T, K]): override it for a routing of your own
 
-    In training the gradients of balance losses and z-loss come through the probs and logits: do not
-    add the losses. Counts are in `counts`, a RouterCounts.
+    In training the backward of the probs and logits adds the gradients of the balance losses and
+    the z-loss, so do not add these losses to yours. Counts are in `counts`, a RouterCounts.
 
     >>> router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> probs, indices = router.route(torch.randn(5, 3, 8))
@@ -525,7 +525,8 @@ class TopKRouter(Router):
         """(each token's sequence [T], how many there are)."""
         token_T = torch.arange(math.prod(axes), device=device)
         if cu_seqlens is not None:
-            # Counted is a sequence 0 too, which has no tokens: n = 1 would have a graph of its own.
+            # The numbers begin at 1. An empty sequence 0 is counted with them, so that there are
+            # always two or more: the compiler would make a graph of its own for one sequence.
             return torch.searchsorted(cu_seqlens.long(), token_T, right=True), len(cu_seqlens)
         if len(axes) == 1:
             return torch.zeros_like(token_T), 1

@@ -166,8 +166,9 @@ class _ToSideStream(torch.autograd.Function):
             grad if needed else None for grad, needed in zip(grad_weights, needs_weights)]
 
         def join(grad, others):
-            # A graph keeps the order of ops by their arguments. So the join follows what the side
-            # stream does with the gradient only if it reads a view that was taken there.
+            # In a graph an op is sure to come after those that make its arguments, and after no
+            # others. So the join takes a view that is made on the side stream: then it comes after
+            # what the side stream does with the gradient.
             with ctx.stream:
                 grad = grad.view_as(grad)
             return _join_stream(grad, [other for other in others if other is not None])
@@ -204,9 +205,9 @@ class _FromSideStream(torch.autograd.Function):
     """A copy of output, after the current stream has waited for the side stream; in the backward
     the other way round.
 
-    A non-reentrant checkpoint recomputes at the first node of the backward that unpacks a tensor,
-    on that node's stream. This node is the first, on the current stream: nobody would wait for a
-    recomputation on the side stream.
+    A non-reentrant checkpoint recomputes when the first node of the backward unpacks a tensor, on
+    that node's stream. If that were the side stream, nobody would wait for the recomputation. So
+    this node, which is on the current stream, comes first and unpacks one.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ The weights of a Mixtral or Qwen3-MoE block of transformers, with norm_topk_prob
         "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2W, H] -> [E, 2, W, H]
 
 T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of an
-expert. Where a name ends in capitals, they are the tensor's axes: x_TH is [T, H]. The same input
+expert. Capitals at the end of a name are the axes of that tensor, so x_TH is [T, H]. The same input
 gives bitwise the same output and gradients.
 """
 import re
@@ -98,8 +98,9 @@ def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Ten
     return [order_N, row_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
 
 
-# In bf16 torch's product (`native`) reads the offsets on an H100, a B200 and a CPU with AVX-512.
-# Elsewhere the host reads them: sort_by_expert copies a card's, once for all six products.
+# `native` is torch's own product, which takes bf16 and reads the offsets on their device: on an
+# H100, a B200 and a CPU with AVX-512. Elsewhere the host has to read them. So for a card
+# sort_by_expert copies them to the host, once for all six products.
 @torch.compiler.assume_constant_result
 def capability(device) -> int:
     """NVIDIA's 9 (H100, H200) or 10 (B200, B300); 0 for a CPU with AVX-512; -1 for all else."""
@@ -391,7 +392,8 @@ class MoE(nn.Module):
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
         E, H, W = self.fc2.shape
         dtype, autocast = self.fc2.dtype, torch.is_autocast_enabled(x.device.type)
-        casts = autocast and torch.float64 not in (x.dtype, dtype)     # autocast leaves fp64 alone
+        # Autocast casts no fp64, so where x or the weights are in fp64, nothing is cast here.
+        casts = autocast and torch.float64 not in (x.dtype, dtype)
         if x.ndim < 2 or x.shape[-1] != H or x.dtype != dtype and not casts:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; needs {dtype} [.., T, {H}]")
         if padding_mask is not None:

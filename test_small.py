@@ -155,6 +155,17 @@ def test_small_reads_the_weights_of_few_tokens_in_place(dtype, backend):
         assert graphs_made() == (2 if dynamic and most > 1 else 1 if dynamic else 3)
 
 
+def test_small_takes_as_many_tokens_as_a_mask_has():
+    """A size that is known only when the graph runs: no guard can ask whether they are few."""
+    layer = layer_of("plain").eval()
+
+    def of_some(x, mask):
+        return layer(x[mask])
+    x, mask = torch.randn(9, H), torch.arange(9) % 3 == 0
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        close(compiled(of_some)(x, mask), of_some(x, mask), 1e-6)
+
+
 @on_the_cpu
 def test_small_takes_the_products_of_the_layer(monkeypatch):
     """torch's in bf16, on a CPU with instructions for that; else a loop, in fp32 if there are none
