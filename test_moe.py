@@ -2351,7 +2351,7 @@ def test_layer_prune_and_grow():
 
 def test_layer_selects_what_a_router_declares():
     """A tensor of a router of one's own goes along if its class names it in `per_expert`; else it
-    stays, even if its length happens to be E. A parametrized parameter is taken by its parts."""
+    stays, even if its length happens to be E; of experts the same, but for that length. A parametrized parameter is taken by its parts."""
     class Mine(TopKRouter):
         per_expert = (*TopKRouter.per_expert, "load")
 
@@ -2363,7 +2363,7 @@ def test_layer_selects_what_a_router_declares():
 
     layer = small_layer(num_experts=2, topk=1, pre_softmax=True)
     layer.router = Mine(layer.config)
-    layer.experts.whole, layer.experts.act = torch.nn.PReLU(2), torch.nn.PReLU(2)
+    layer.experts.whole, layer.experts.act = torch.nn.PReLU(3), torch.nn.PReLU(2)
     layer.experts.per_expert = (*moe.Experts.per_expert, "act.weight")
     layer.experts.act.weight.data = torch.tensor([0.3, 0.7])
     torch.nn.utils.parametrize.register_parametrization(layer.experts, "fc2", torch.nn.Tanh())
