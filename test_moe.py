@@ -2350,8 +2350,9 @@ def test_layer_prune_and_grow():
 
 
 def test_layer_selects_what_a_router_declares():
-    """A tensor of a router of one's own goes along if its class names it in `per_expert`; else it
-    stays, even if its length happens to be E; of experts the same, but for that length. A parametrized parameter is taken by its parts."""
+    """A tensor of a router or of experts of one's own goes along if its class names it in
+    `per_expert`; else it stays, in a router even if its length happens to be E. A parametrized
+    parameter is taken by its parts."""
     class Mine(TopKRouter):
         per_expert = (*TopKRouter.per_expert, "load")
 
