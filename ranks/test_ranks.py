@@ -465,8 +465,9 @@ def test_groups_activate_under_fsdp(rank, ranks):
         layer.experts = SlopePerExpert(config)
         return layer
     whole, mine = whole_and_mine(exact_config(activation="relu2"), None, layer_of)
-    fully_shard(mine.experts)
-    fully_shard(mine)
+    mesh = mesh_of(world=ranks)
+    fully_shard(mine.experts, mesh=mesh)
+    fully_shard(mine, mesh=mesh)
     x = leaf(8, 6)
     for _ in range(2):
         mine(x.detach().chunk(ranks)[rank]).sin().sum().backward()
