@@ -242,14 +242,14 @@ kernel write kernel scatter_columns product_in product_in addmm""")
 @pytest.mark.parametrize("count, fields", [
     (24, dict(latent_size=256, latent_norm=True)),
     pytest.param(15, dict(), marks=slow),
-    pytest.param(15 + compat.cpu_multiplies_in(torch.bfloat16), dict(params_dtype=torch.bfloat16),
-                 marks=slow),
+    pytest.param(15 + 3 * compat.cpu_multiplies_in(torch.bfloat16),
+                 dict(params_dtype=torch.bfloat16), marks=slow),
     pytest.param(15, dict(latent_size=256), marks=slow)])
 def test_compile_loops_and_bytes(count, fields, no_cpp_compiler):
-    """How many loops Inductor's kernels hold says what is fused; one more where the product is
-    torch's own. Kept for the backward: T·H + 2·T·ℓ + N·2F elements, in eager mode another N·F,
-    indices and probs, and at most 1% more. The norm of latent experts keeps another T·ℓ, and more
-    in eager mode."""
+    """How many loops Inductor's kernels hold says what is fused; three more where the product is
+    torch's own, two of which make unrouted rows zeros. Kept for the backward: T·H + 2·T·ℓ + N·2F
+    elements, in eager mode another N·F, indices and probs, and at most 1% more. The norm of latent
+    experts keeps another T·ℓ, and more in eager mode."""
     T, H, F_, K = 512, 512, 256, 8
     layer = MoELayer(MoEConfig(H, F_, 16, topk=K, **fields))
     function = compiled(layer, "inductor")
