@@ -48,34 +48,45 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     check_one_dtype(rows=rows, weights=weights)
     if offsets.dtype != torch.int32:
         raise TypeError(f"offsets is {offsets.dtype}; needs torch.int32")
-    return _GroupedMM.apply(rows, weights, offsets)
+    read = where_read(offsets, rows.shape[0], rows, weights)
+    return linear(rows, weights.mT, read)
 
 
-class _GroupedMM(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, weights, offsets):
-        read = where_read(offsets, rows.shape[0], rows, weights)
-        ctx.native = read.native
-        ctx.save_for_backward(rows, weights, read.offsets, read.index)
-        return product(rows, weights, read)
+    def forward(ctx, rows, weight, bias, native, offsets, index):
+        ctx.native = native
+        ctx.save_for_backward(rows, weight, offsets, index)
+        return product(rows, weight.mT, Read(offsets, index, native), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows, weights, *read = ctx.saved_tensors
-        read = Read(*read, ctx.native)
-        need_rows, need_weights, _ = ctx.needs_input_grad
+        rows, weight, offsets, index = ctx.saved_tensors
+        read = Read(offsets, index, ctx.native)
+        need_rows, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad = grad.contiguous()
         if not _begins_aligned(grad):
             grad = grad.clone()
-        grad_rows = grad_weights = None
-        # grad_rows = grad · weightsᵀ, grad_weights = rowsᵀ · grad
+        grad_rows = grad_weight = grad_bias = None
+        # grad_rows = grad · weight, grad_weight = gradᵀ · rows, grad_bias = Σ grad
         if need_rows:
-            grad_rows = product(grad, weights.mT, read)
-        if need_weights:
-            grad_weights = weight_grad(rows, grad, read)
-        # rows, weights, offsets
-        return grad_rows, grad_weights, None
+            grad_rows = product(grad, weight, read)
+        if need_weight:
+            grad_weight = weight_grad(grad, rows, read)
+        if need_bias:
+            grad_bias = bias_grad(grad, read)
+        # rows, weight, bias, native, offsets, index
+        return grad_rows, grad_weight, grad_bias, None, None, None
+
+
+def linear(rows: Tensor, weight: Tensor, read: "Read", bias: Tensor | None = None) -> Tensor:
+    """rows [N, I] -> [N, O]: weight[e] · row + bias[e] for the rows of expert e, weight [E, O, I],
+    bias [E, O]. Unrouted rows are zeros without a gradient. read: where_read's, for all products of
+    these offsets.
+    """
+    # Read is taken apart, since no tensor may be in two arguments of a compiled function.
+    return _Linear.apply(rows, weight, bias, read.native, read.offsets, read.index)
 
 
 # ---- Which way: each product is native, or an op ----
@@ -101,23 +112,20 @@ def where_read(offsets, num_rows, *operands):
     return Read(*_read_in_batches(offsets, num_rows))
 
 
-# With a token_N the rows are x[token_N]. They are gathered inside the op, just before they are
-# multiplied: so a CPU finds them in its cache, and the compiler cannot keep them for the backward.
-
-def product(x, weights, read, token_N=None, bias=None):
+def product(rows, weights, read, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]. Unrouted
     rows are zeros.
     """
     if read.native:
-        return _native_product(_rows(x, token_N), weights, read.offsets, bias)
-    return _rows_times_weights(x, token_N, weights, bias, read.offsets, read.index)
+        return _native_product(rows, weights, read.offsets, bias)
+    return _rows_times_weights(rows, weights, bias, read.offsets, read.index)
 
 
-def weight_grad(a, b, read, token_a=None, token_b=None):
+def weight_grad(a, b, read):
     """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block."""
     if read.native:
-        return _native_weight_grad(_rows(a, token_a), _rows(b, token_b), read.offsets)
-    return _rows_times_rows(a, token_a, b, token_b, read.offsets, read.index)
+        return _native_weight_grad(a, b, read.offsets)
+    return _rows_times_rows(a, b, read.offsets, read.index)
 
 
 def bias_grad(rows, read):
@@ -129,14 +137,6 @@ def bias_grad(rows, read):
 
 def _ones_beside(rows):
     return rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
-
-
-def _count(x, token_N):
-    return (x if token_N is None else token_N).shape[0]
-
-
-def _rows(x, token_N, block=slice(None)):
-    return x[block] if token_N is None else x.index_select(0, token_N[block])
 
 
 # ---- Native: torch's product, where it reads the offsets on their device ----
@@ -348,38 +348,26 @@ def _parts(offsets, index):
     return row_L, parts
 
 
-def _in_slots(token_N, row_L, N):
-    """Which row of x is in each slot: any in a spare one."""
-    row_L = row_L.clamp(max=N - 1)
-    return row_L if token_N is None else token_N[row_L]
-
-
-@op(lambda x, token_N, weights, *_: x.new_empty(_count(x, token_N), weights.shape[2]),
-    flops=lambda x, token_N, weights, *_: 2 * math.prod(token_N or x[:1]) * math.prod(weights[1:]),
-    cudagraph_unsafe=True)
+@op(lambda rows, weights, *_: rows.new_empty(rows.shape[0], weights.shape[2]),
+    flops=lambda rows, weights, *_: 2 * rows[0] * math.prod(weights[1:]), cudagraph_unsafe=True)
 def _rows_times_weights(
-    x: Tensor, token_N: Tensor | None, weights: Tensor, bias: Tensor | None, offsets: Tensor,
-    index: Tensor | None,
+    rows: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, index: Tensor | None,
 ) -> Tensor:
-    N = _count(x, token_N)
-    out = x.new_empty(N if index is None else N + 1, weights.shape[2])
-    for e, rows in _alone(offsets, index):
-        bias_e = bias if bias is None else bias[e]
-        _mm(_rows(x, token_N, rows), weights[e], bias_e, out=out[rows])
+    N = rows.shape[0]
+    out = rows.new_empty(N if index is None else N + 1, weights.shape[2])
+    for e, block in _alone(offsets, index):
+        _mm(rows[block], weights[e], None if bias is None else bias[e], out=out[block])
     if index is not None:
-        _batches_times_weights(out, x, token_N, weights, bias, offsets, index)
+        _batches_times_weights(out, rows, weights, bias, offsets, index)
     out[offsets[-1]:].zero_()
     return out[:N]
 
 
-def _batches_times_weights(out, x, token_N, weights, bias, offsets, index):
+def _batches_times_weights(out, rows, weights, bias, offsets, index):
     """Writes their rows of out [N + 1, O]. Spare slots write to row N."""
     row_L, parts = _parts(offsets, index)
-    if not parts:
-        return
-    token_L = _in_slots(token_N, row_L, len(out) - 1)
     for part, batches in parts:
-        block = x.index_select(0, token_L[part])
+        block = rows.index_select(0, row_L[part].clamp(max=len(rows) - 1))     # any for a spare one
         product = out.new_empty(len(block), out.shape[1])
         for experts, slots, size in batches:
             batch, of_batch = [y[slots].unflatten(0, (-1, size)) for y in (block, product)]
@@ -389,35 +377,26 @@ def _batches_times_weights(out, x, token_N, weights, bias, offsets, index):
         del block, product, batch, of_batch              # before the next part needs memory
 
 
-@op(lambda a, token_a, b, token_b, offsets, index:
-        a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
-    flops=lambda a, token_a, b, *_: 2 * math.prod(token_a or a[:1]) * a[1] * b[1],
-    cudagraph_unsafe=True)
-def _rows_times_rows(
-    a: Tensor, token_a: Tensor | None, b: Tensor, token_b: Tensor | None, offsets: Tensor,
-    index: Tensor | None,
-) -> Tensor:
+@op(lambda a, b, offsets, index: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
+    flops=lambda a, b, *_: 2 * a[0] * a[1] * b[1], cudagraph_unsafe=True)
+def _rows_times_rows(a: Tensor, b: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
     out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
     if 0 in offsets.diff(prepend=offsets.new_zeros(1)):
         out.zero_()                                      # for experts without rows
-    for e, rows in _alone(offsets, index):
-        _mm(_rows(a, token_a, rows).t(), _rows(b, token_b, rows), out=out[e])
+    for e, block in _alone(offsets, index):
+        _mm(a[block].t(), b[block], out=out[e])
     if index is not None:
-        _batches_times_rows(out, a, token_a, b, token_b, offsets, index)
+        _batches_times_rows(out, a, b, offsets, index)
     return out
 
 
-def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
+def _batches_times_rows(out, a, b, offsets, index):
     """Writes their matrices of out [E, I, O]. Spare slots hold zeros."""
-    N = _count(a, token_a)
     row_L, parts = _parts(offsets, index)
-    if not parts:
-        return
-    spare_L1 = (row_L == N)[:, None]
-    sources = (a, _in_slots(token_a, row_L, N)), (b, _in_slots(token_b, row_L, N))
     for part, batches in parts:
-        blocks = [x.index_select(0, token_L[part]).masked_fill_(spare_L1[part], 0.0)
-                  for x, token_L in sources]
+        spare_L1 = (row_L[part] == len(a))[:, None]
+        row_l = row_L[part].clamp(max=len(a) - 1)
+        blocks = [x.index_select(0, row_l).masked_fill_(spare_L1, 0.0) for x in (a, b)]
         for experts, slots, size in batches:
             batch_a, batch_b = [block[slots].unflatten(0, (-1, size)) for block in blocks]
             out[experts] = torch.bmm(batch_a.mT, batch_b)
@@ -429,4 +408,4 @@ def _batches_times_rows(out, a, token_a, b, token_b, offsets, index):
     cudagraph_unsafe=True)
 @exact_fp32()
 def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
-    return _rows_times_rows(rows, None, _ones_beside(rows), None, offsets, index)[..., 0].clone()
+    return _rows_times_rows(rows, _ones_beside(rows), offsets, index)[..., 0].clone()

@@ -32,16 +32,14 @@ from torch.utils.checkpoint import checkpoint
 if __package__:
     from . import compat, grouped
     from .compat import (
-        as_number, cast, check_known, check_one_dtype, check_shapes, copy_after, exact_fp32,
+        as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
         holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
-    from .grouped import Read
 else:
     import compat
     import grouped
     from compat import (
-        as_number, cast, check_known, check_one_dtype, check_shapes, copy_after, exact_fp32,
+        as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
         holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
-    from grouped import Read
 
 
 # ---- The definition ----
@@ -1245,76 +1243,7 @@ def activation(
     return again(value, y, weights)
 
 
-# ---- Experts: to the experts, activation, and from them ----
-
-class ToExperts(torch.autograd.Function):
-    """tokens x [T, H] -> rows [N, O]: row n is weight[e] · x[its token] + bias[e], for weight
-    [E, O, H]. Kept are x and weight, not the gathered rows.
-    """
-
-    # The arguments have names: without grad, Dynamo up to torch 2.14 calls a forward that takes
-    # *args without its ctx. Read is taken apart, since no tensor may come twice.
-    @staticmethod
-    def forward(ctx, native, x, weight, bias, order, inverse, offsets, index):
-        ctx.native = native
-        ctx.save_for_backward(x, weight, order, inverse, offsets, index)
-        token_N = order // inverse.shape[1]
-        read = Read(offsets, index, native)
-        return grouped.product(x, weight.mT, read, token_N, bias=bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight, order, inverse, offsets, index = ctx.saved_tensors
-        read = Read(offsets, index, ctx.native)
-        _, need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = grad_bias = None
-        # grad_x = Σ_k (grad · weight)[inverse], grad_weight = gradᵀ · x[token]
-        if need_x:
-            grad_x = _sum_rows(grouped.product(grad, weight, read), inverse)
-        if need_weight:
-            # Without the copy the compiler could gather the rows in the forward, since no gradient
-            # is needed for that, and keep them until the backward.
-            token_N = copy_after(order, grad) // inverse.shape[1]
-            grad_weight = grouped.weight_grad(grad, x, read, token_b=token_N)
-        if need_bias:
-            grad_bias = grouped.bias_grad(grad, read)
-        # native, x, weight, bias, order, inverse, offsets, index
-        return None, grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-class FromExperts(torch.autograd.Function):
-    """rows [N, I] -> tokens y [T, H]: y_t = Σ_k weight[e] · rows[inverse[t, k]], for weight
-    [E, H, I]: ToExperts turned round. Kept are rows and weight. With a store in fp8 the rows come
-    from there, so that the backward can make them again, and the forward multiplies `exact`, the
-    unrounded rows, in their place.
-    """
-
-    @staticmethod
-    def forward(ctx, native, rows, exact, weight, order, inverse, offsets, index):
-        ctx.native = native
-        ctx.save_for_backward(rows, weight, order, inverse, offsets, index)
-        rows = rows if exact is None else exact
-        out = grouped.product(rows, weight.mT, Read(offsets, index, native))
-        return _sum_rows(out, inverse)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        rows, weight, order, inverse, offsets, index = ctx.saved_tensors
-        read = Read(offsets, index, ctx.native)
-        _, need_rows, _, need_weight, *_ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        token_N = copy_after(order, grad) // inverse.shape[1]          # as in ToExperts
-        grad_rows = grad_weight = None
-        # grad_rows = grad[token] · weight, grad_weight = grad[token]ᵀ · rows
-        if need_rows:
-            grad_rows = grouped.product(grad, weight, read, token_N)
-        if need_weight:
-            grad_weight = grouped.weight_grad(grad, rows, read, token_a=token_N)
-        # native, rows, exact, weight, order, inverse, offsets, index
-        return None, grad_rows, None, grad_weight, None, None, None, None
-
+# ---- Experts ----
 
 def _add_output_bias(y, probs, plan, fc2_bias):
     """y_t + Σ_k p_tk · fc2_bias[i_tk] in y.dtype, as probs [T, E] · fc2_bias in fp32 at least."""
@@ -1326,23 +1255,81 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     return (y + bias_TH).to(y.dtype)
 
 
-def _mlp_of_few_tokens(
-    tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert,
-):
-    """expert_mlp in a graph without gradients, with flat fc1 [E, O, H]: each assignment reads its
-    expert's weights in place, and the compiler makes no tensor of them.
+def _flat_weights(fc1, fc1_bias):
+    """(fc1 [E, P·F, H], its bias [E, P·F], the axis of the parts in [.., P, F]: -1 if P is last).
+
+    No weight is copied: where gate and up of a row are neighbours in memory, P comes last. They are
+    flat because strides of [E, P, F, H] may look unaligned to torch's grouped product.
+    """
+    axis = -2
+    if fc1.stride(1) < fc1.stride(2):
+        axis = -1
+        fc1, fc1_bias = [x if x is None else x.transpose(1, 2) for x in (fc1, fc1_bias)]
+    return fc1.flatten(1, 2), fc1_bias if fc1_bias is None else fc1_bias.flatten(1), axis
+
+
+def _are_few(probs, fc1):
+    """Whether this is a graph without gradients of so few assignments that they are quicker without
+    a plan. How many was measured on CPUs: "Decoding" in docs/results.md. Transposed weights are
+    read more slowly. On a card nobody has measured, and 2·E assignments would read up to twice what
+    a grouped product reads.
+    """
+    if torch.is_grad_enabled() or not torch.compiler.is_compiling():
+        return False
+    quick = probs.is_cpu and fc1.stride(2) == 1
+    most = 2 * len(fc1) if quick else len(fc1) // 2
+    return holds_in_this_graph(probs.numel() <= most)
+
+
+def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate):
+    """expert_mlp of few tokens: each assignment reads its expert's weights where they are, and the
+    compiler makes no tensor of them.
     """
     E = len(fc1)
     expert_TK = indices.clamp(max=E - 1)
     hidden_TKO = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
     if fc1_bias is not None:
         hidden_TKO = hidden_TKO + fc1_bias[expert_TK]
-    expert = expert_TK[..., None] if takes_expert else None
-    act_TKF = activate(hidden_TKO, probs[..., None], expert=expert)
+    act_TKF = activate(hidden_TKO, probs[..., None], expert_TK[..., None])
     out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]
     return cast(out_TKH.masked_fill((indices >= E)[..., None], 0.0).sum(1), tokens.dtype)
+
+
+def _mlp_of_rows(
+    tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert, fp8_input_store,
+):
+    """expert_mlp of any number of tokens: their rows in expert order, between two products."""
+    read = grouped.where_read(plan.offsets, plan.order.shape[0], fc1, fc2)
+    expert_N1 = _expert_of_rows(plan) if takes_expert else None
+
+    def to_experts(tokens):
+        return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
+
+    def value(hidden, probs):
+        return activate(hidden, gather_probs(probs, plan), expert_N1)
+
+    def from_experts(act):
+        return grouped.linear(act, fc2, read)
+
+    # The tokens and `hidden` are kept. The backward makes the rows and the activation again.
+    hidden = again(to_experts, tokens)
+    if fp8_input_store and torch.is_grad_enabled():
+        act, exact = _activate_from_fp8(value, hidden, probs)
+        with torch.no_grad():
+            out = from_experts(exact)
+        # A graph leaves the first product out, as nobody reads it.
+        rows = _InPlaceOf.apply(from_experts(act), out)
+    else:
+        rows = from_experts(again(value, hidden, probs))
+    y = combine_rows(rows, plan)
+    return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
+
+
+def _expert_of_rows(plan):
+    row_N1 = torch.arange(plan.order.shape[0], device=plan.order.device)[:, None]
+    return grouped.expert_of(row_N1, plan.offsets).clamp(max=len(plan.offsets) - 1)
 
 
 def expert_mlp(
@@ -1380,49 +1367,16 @@ def expert_mlp(
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
-    P, axis = fc1.shape[1], -2
-    if fc1.stride(1) < fc1.stride(2):                    # gate and up of a row are neighbours
-        axis = -1
-        fc1, fc1_bias = [x if x is None else x.transpose(1, 2) for x in (fc1, fc1_bias)]
-    # The weights are flat from here, since strides of [E, P, F, H] may look unaligned to
-    # where_read.
-    fc1 = fc1.flatten(1, 2)
-    if fc1_bias is not None:
-        fc1_bias = fc1_bias.flatten(1)
+    fc1, fc1_bias, axis = _flat_weights(fc1, fc1_bias)
+    weights = fc1, fc2, fc1_bias, fc2_bias
 
-    # How many assignments at most are quicker without a plan was measured on CPUs: "Decoding" in
-    # docs/results.md. Transposed weights are read more slowly. On a card nobody has measured, and
-    # 2·E assignments would read up to twice what a grouped product reads.
-    quick = tokens.is_cpu and fc1.stride(2) == 1
-    most = 2 * len(fc1) if quick else len(fc1) // 2
-    without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if without_grad and holds_in_this_graph(probs.numel() <= most):
+    def activate(hidden, probs, expert):
+        beside = {"expert": expert} if signature.takes_expert else {}
+        return activated(hidden, probs, function, signature.parts, axis, **beside)
+
+    if _are_few(probs, fc1):
         if indices is None:
             indices = grouped.expert_of(plan.inverse, plan.offsets)
-        activate = functools.partial(activated, function=function, parts=P, axis=axis)
-        return _mlp_of_few_tokens(
-            tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate,
-            takes_expert=signature.takes_expert)
-
-    order, inverse, counts, offsets = plan
-    *read, native = grouped.where_read(offsets, order.shape[0], fc1, fc2)
-    # hidden = x[token] · fc1ᵀ + fc1_bias, act = p · activation(hidden), y = Σ_k act · fc2ᵀ
-    hidden = ToExperts.apply(native, tokens, fc1, fc1_bias, order, inverse, *read)
-
-    expert = None
-    if signature.takes_expert:
-        row_N = torch.arange(order.shape[0], device=order.device)
-        expert = grouped.expert_of(row_N, offsets).clamp(max=len(fc1) - 1)[:, None]
-
-    def value(hidden, probs):
-        return activated(hidden, gather_probs(probs, plan), function, P, axis, expert)
-
-    exact = None
-    if fp8_input_store:
-        act, exact = _activate_from_fp8(value, hidden, probs)
-    else:
-        act = again(value, hidden, probs)
-    y = FromExperts.apply(native, act, exact, fc2, order, inverse, *read)
-    if fc2_bias is not None:
-        y = _add_output_bias(y, probs, plan, fc2_bias)
-    return y
+        return _mlp_in_place(tokens, probs, indices, *weights, activate)
+    return _mlp_of_rows(
+        tokens, probs, plan, *weights, activate, signature.takes_expert, fp8_input_store)

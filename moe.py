@@ -21,7 +21,7 @@ Where is it?
     counts, when recomputed     RouterCounts; _WriteInBackward
     host syncs                  grouped.where_read; ranks.parallel.ExpertParallel
     the router alone            TopKRouter; copy all seven files, since MoEConfig is in moe.py
-    kept for the backward       kernels.ToExperts, again, FromExperts
+    kept for the backward       kernels.again; kernels._mlp_of_rows
     index E                     "Unrouted" at the top of kernels.py
     the all-to-all, its waits   ranks.parallel.ExpertParallel; ranks.parallel.AllToAll
     a dispatcher of your own    MoELayer.dispatch; base.Dispatch

@@ -1451,7 +1451,7 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
     monkeypatch.setattr(grouped, "_mm", counted)
     offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
     grouped._rows_times_weights(
-        torch.randn(9, 6), None, torch.randn(5, 6, 4), torch.randn(5, 4), offsets, None)
+        torch.randn(9, 6), torch.randn(5, 6, 4), torch.randn(5, 4), offsets, None)
     assert multiplied == [4, 5]
 
 

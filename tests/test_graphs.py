@@ -226,16 +226,16 @@ def test_compile_what_a_step_runs(no_cpp_compiler):
 product_in topk kernel plan_permutation kernel rows_times_weights kernel
 rows_times_weights kernel
 
-copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
-copy_after kernel rows_times_rows count_experts kernel write kernel
-scatter_columns product_in product_in kernel""")
+kernel rows_times_weights kernel rows_times_rows rows_times_weights
+rows_times_rows count_experts kernel write kernel scatter_columns product_in
+product_in kernel""")
     assert_expected_inline(ran(latent_size=16, latent_norm=True), """\
 product_in topk kernel plan_permutation mm kernel rows_times_weights kernel
 rows_times_weights kernel mm
 
-mm mm kernel copy_after kernel rows_times_weights kernel rows_times_rows
-rows_times_weights kernel copy_after kernel rows_times_rows mm count_experts
-kernel write kernel scatter_columns product_in product_in addmm""")
+mm mm kernel rows_times_weights kernel rows_times_rows rows_times_weights
+rows_times_rows kernel mm count_experts kernel write kernel scatter_columns
+product_in product_in addmm""")
 
 
 @about_the_cpu("the code of its compiler")
@@ -635,10 +635,9 @@ def test_compile_ops_pass_opcheck(monkeypatch):
     """
     indices = random_indices(9, 4, 2)
     plan = plan_permutation(indices, 4)
-    token = plan.order // 2
     offsets = plan.offsets
     x, w, b = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 6)
-    h = torch.randn(18, 6)
+    rows, h = torch.randn(18, 8), torch.randn(18, 6)
     many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
     of_many = torch.randn(16, 8, 6)
     of_all = offsets.new_tensor([2, 2, 9])                   # leaves no row unrouted
@@ -659,14 +658,13 @@ def test_compile_ops_pass_opcheck(monkeypatch):
         (kernels._sinkhorn, x, 1e-4, x[:, 0] > 0),
         (kernels.place_in_expert, indices, None, 4),
         (kernels.place_in_expert, indices, torch.rand(9, 2), 4),
-        (grouped._rows_times_weights, x, token, w.transpose(1, 2), b, offsets, None),
-        (grouped._rows_times_weights, h, None, w, None, offsets, None),
-        (grouped._rows_times_rows, x, token, h, None, offsets, None),
-        (grouped._rows_times_rows, h, None, x, token, offsets, None),
+        (grouped._rows_times_weights, rows, w.transpose(1, 2), b, offsets, None),
+        (grouped._rows_times_weights, h, w, None, offsets, None),
+        (grouped._rows_times_rows, rows, h, offsets, None),
         (grouped._read_in_batches, offsets, 18),
         (grouped._read_in_batches, many, 18),
-        (grouped._rows_times_weights, x, token, of_many, None, many, index),
-        (grouped._rows_times_rows, x, token, h, None, many, index),
+        (grouped._rows_times_weights, rows, of_many, None, many, index),
+        (grouped._rows_times_rows, rows, h, many, index),
         (kernels._product_in, torch.randn(4, 9), x, torch.float64, fp32),
         (kernels._product_in, torch.randn(4, 9), x, fp32, fp32),
         *[(kernels._rounded_scores, x.to(bf16), score) for score in kernels.SCORE_FUNCTIONS],
@@ -678,7 +676,7 @@ def test_compile_ops_pass_opcheck(monkeypatch):
         (kernels._sum_tokens, x),
         (kernels._sum_weighted, x, torch.rand(8), None),
         (kernels._sum_weighted, x, torch.rand(3, 8), torch.arange(9) % 3),
-        (kernels.sequence_counts, torch.rand(18, 4) < 0.5, token % 3, 3),
+        (kernels.sequence_counts, torch.rand(9, 4) < 0.5, torch.arange(9) % 3, 3),
         (grouped._block_sums, h, offsets, None),
         (router_file._write, torch.zeros(4), torch.ones(4), x, True),
         (router_file._running_mean, torch.zeros(4), torch.zeros(()), torch.ones(4)),
