@@ -8,6 +8,7 @@ expert. On a card the launches of so many small products would take longer than 
 there it multiplies batches of experts of similar size.
 """
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -225,52 +226,82 @@ def _mm(a, b, bias=None, out=None):
     return torch.baddbmm(bias[:, None], a, b, out=out)
 
 
-@functools.lru_cache(maxsize=128)                # shared by the products of a forward
-def _plan_batches(ends):
-    """(alone, parts) of the offsets `ends`: every expert with rows is in one of them.
-
-    An expert with a twelfth of all rows or more is alone. The others form classes of similar size.
-    The experts come in descending order of their rows, and each gets as many slots as the first of
-    its class has rows. A new class begins with the expert whose slots would make all slots so far
-    exceed 1.3 times all rows so far.
-
-    Parts bound the memory of a product: lists of batches (experts, size), each one torch.bmm. A
-    part ends with the expert that completes a quarter of all slots, or four slots an expert if that
-    is more. A batch is of one class, with at most a third of the experts, unless they are
-    neighbours, whose weights are not copied.
+class Batch(NamedTuple):
+    """Experts with similarly many rows, for one torch.bmm. Each has `size` slots, as many as the
+    largest has rows; its spare slots come after its rows.
     """
-    rows = {e: end - start for e, (start, end) in enumerate(zip((0, *ends), ends)) if end > start}
-    alone = [e for e in rows if 12 * rows[e] >= ends[-1]]
-    classes = {}                                 # by size
-    size = total = slots = 0
-    for e in sorted(rows.keys() - alone, key=lambda e: (-rows[e], e)):
-        total += rows[e]
-        if not classes or 10 * (slots + size) > 13 * total:
-            size = rows[e]
-        classes.setdefault(size, []).append(e)
-        slots += size
+    experts: list[int]     # ascending
+    size: int
+    places: slice          # of these experts among those of all batches, which the index lists
+    slots: slice           # of all their rows among the slots of the part
 
-    others = len(rows) - len(alone)
-    quarter = max(slots / 4, 4 * others)
-    parts = []
-    left = 0                                     # of this part's quarter
-    for size, experts in classes.items():
-        experts.sort()
-        while experts:
-            if left <= 0:
-                parts.append([])
-                left = quarter
-            taken = experts[:math.ceil(left / size)]
-            if not _neighbours(taken):
-                taken = taken[:math.ceil(others / 3)]
-            experts = experts[len(taken):]
-            left -= len(taken) * size
-            parts[-1].append((taken, size))
-    return alone, parts
+    def which(self, ids):
+        """What selects its experts from [E, ..]: a slice if they are neighbours, so that no weight
+        is copied. ids: the experts of all batches.
+        """
+        if _neighbours(self.experts):
+            return slice(self.experts[0], self.experts[-1] + 1)
+        return ids[self.places]
+
+    def of(self, part):
+        """Its rows of a part [slots, ..] -> [its experts, size, ..], a view."""
+        return part[self.slots].unflatten(0, (-1, self.size))
 
 
 def _neighbours(experts):
     return experts[-1] - experts[0] < len(experts)
+
+
+@functools.lru_cache(maxsize=128)                # shared by the products of a forward
+def _plan_batches(ends):
+    """(alone, parts) of the offsets `ends`: every expert with rows is in one of them.
+
+    An expert with a twelfth of all rows or more is alone. The others are in batches. The parts
+    bound the memory of a product: the rows of a part's batches are gathered at once. A part ends
+    with the expert that completes a quarter of all slots, or four slots an expert if that is more.
+    A batch is of one class, with at most a third of the experts, unless they are neighbours.
+    """
+    rows = {e: end - start for e, (start, end) in enumerate(zip((0, *ends), ends)) if end > start}
+    alone = [e for e in rows if 12 * rows[e] >= ends[-1]]
+    others = {e: rows[e] for e in rows if e not in alone}
+    classes = _classes_of(others)
+    slots = sum(size * len(experts) for size, experts in classes)
+    of_a_part = max(slots / 4, 4 * len(others))
+    parts = []
+    place = slot = 0
+    for size, experts in classes:
+        while experts:
+            if not parts or slot >= of_a_part:
+                parts.append([])
+                slot = 0
+            taken = experts[:math.ceil((of_a_part - slot) / size)]
+            if not _neighbours(taken):
+                taken = taken[:math.ceil(len(others) / 3)]
+            experts = experts[len(taken):]
+            of_places = slice(place, place + len(taken))
+            of_slots = slice(slot, slot + len(taken) * size)
+            parts[-1].append(Batch(taken, size, of_places, of_slots))
+            place, slot = of_places.stop, of_slots.stop
+    return alone, parts
+
+
+def _classes_of(rows):
+    """[(size, experts)], the largest first, of the experts with so many rows, {expert: rows}.
+
+    They come in descending order of their rows, and each gets as many slots as the first of its
+    class has rows. A new class begins with the expert whose slots would make all slots so far
+    exceed 1.3 times all rows so far.
+    """
+    classes = []
+    size = total = slots = 0
+    for e in sorted(rows, key=lambda e: (-rows[e], e)):
+        total += rows[e]
+        if not classes or 10 * (slots + size) > 13 * total:
+            size = rows[e]
+            classes.append((size, []))
+        classes[-1][1].append(e)
+        slots += size
+    return [(size, sorted(experts)) for size, experts in classes]
 
 
 @op(lambda offsets, num_rows: (
@@ -280,22 +311,22 @@ def _neighbours(experts):
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
-    The index [E + L] int32 holds the experts of the batches in order, then the row of each of its L
-    slots, N for a spare one. L = 13·N // 10.
+    The index [E + L] int32 holds the experts of the batches in order, then the row of each of their
+    slots, part after part, N for a spare one. L = 13·N // 10.
     """
     on_host = offsets.to("cpu", copy=True)
-    ends = tuple(on_host.tolist())
-    starts = 0, *ends
-    L = 13 * num_rows // 10
+    ends = on_host.tolist()
+    starts = [0, *ends]
     ids, slot_ends, shifts, row_ends = [], [], [], []
     slot = 0
-    for experts, size in sum(_plan_batches(ends)[1], []):
-        for e in experts:
+    for batch in itertools.chain(*_plan_batches(tuple(ends))[1]):
+        for e in batch.experts:
             ids.append(e)
-            shifts.append(starts[e] - slot)
-            slot += size
+            shifts.append(starts[e] - slot)              # from a slot to its row
+            slot += batch.size
             slot_ends.append(slot)
             row_ends.append(ends[e])
+    L = 13 * num_rows // 10
     # Slots beyond the last batch belong to an expert without rows.
     table = [
         column + [beyond] * (len(starts) - len(column))
@@ -323,29 +354,16 @@ def _alone(offsets, index):
 
 
 def _parts(offsets, index):
-    """(row [L] of each slot, N for a spare one; parts [(slice of its slots, batches)]). A batch is
-    (experts, a slice if they are neighbours; slice of its slots in the part; size).
-    """
+    """(the experts of all batches [E], [(a part's batches, the row of each of its slots)])."""
     ends = tuple(offsets.tolist())
-    _, plan = _plan_batches(ends)
-    if not plan:
-        return None, []
     id_E, row_L = index.long().tensor_split([len(ends)])
     parts = []
-    n = stop = 0
-    for part in plan:
-        batches = []
+    start = 0
+    for batches in _plan_batches(ends)[1]:
+        stop = start + batches[-1].slots.stop
+        parts.append((batches, row_L[start:stop]))
         start = stop
-        for experts, size in part:
-            ids = id_E[n:n + len(experts)]
-            if _neighbours(experts):
-                ids = slice(experts[0], experts[-1] + 1)         # a view of the weights
-            n += len(experts)
-            slots = slice(stop - start, stop - start + len(experts) * size)
-            stop = start + slots.stop
-            batches.append((ids, slots, size))
-        parts.append((slice(start, stop), batches))
-    return row_L, parts
+    return id_E, parts
 
 
 @op(lambda rows, weights, *_: rows.new_empty(rows.shape[0], weights.shape[2]),
@@ -364,17 +382,17 @@ def _rows_times_weights(
 
 
 def _batches_times_weights(out, rows, weights, bias, offsets, index):
-    """Writes their rows of out [N + 1, O]. Spare slots write to row N."""
-    row_L, parts = _parts(offsets, index)
-    for part, batches in parts:
-        block = rows.index_select(0, row_L[part].clamp(max=len(rows) - 1))     # any for a spare one
-        product = out.new_empty(len(block), out.shape[1])
-        for experts, slots, size in batches:
-            batch, of_batch = [y[slots].unflatten(0, (-1, size)) for y in (block, product)]
-            bias_b = bias if bias is None else bias[experts]
-            _mm(batch, weights[experts], bias_b, out=of_batch)
-        out.index_copy_(0, row_L[part], product)
-        del block, product, batch, of_batch              # before the next part needs memory
+    """Writes their rows of out [N + 1, O]. Spare slots multiply any row, and write to row N."""
+    ids, parts = _parts(offsets, index)
+    for batches, row_l in parts:
+        gathered = rows.index_select(0, row_l.clamp(max=len(rows) - 1))
+        product = out.new_empty(len(gathered), out.shape[1])
+        for batch in batches:
+            which = batch.which(ids)
+            bias_b = None if bias is None else bias[which]
+            _mm(batch.of(gathered), weights[which], bias_b, out=batch.of(product))
+        out.index_copy_(0, row_l, product)
+        del gathered, product                            # before the next part needs memory
 
 
 @op(lambda a, b, offsets, index: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
@@ -392,15 +410,15 @@ def _rows_times_rows(a: Tensor, b: Tensor, offsets: Tensor, index: Tensor | None
 
 def _batches_times_rows(out, a, b, offsets, index):
     """Writes their matrices of out [E, I, O]. Spare slots hold zeros."""
-    row_L, parts = _parts(offsets, index)
-    for part, batches in parts:
-        spare_L1 = (row_L[part] == len(a))[:, None]
-        row_l = row_L[part].clamp(max=len(a) - 1)
-        blocks = [x.index_select(0, row_l).masked_fill_(spare_L1, 0.0) for x in (a, b)]
-        for experts, slots, size in batches:
-            batch_a, batch_b = [block[slots].unflatten(0, (-1, size)) for block in blocks]
-            out[experts] = torch.bmm(batch_a.mT, batch_b)
-        del blocks, batch_a, batch_b                     # before the next part needs memory
+    ids, parts = _parts(offsets, index)
+    for batches, row_l in parts:
+        spare_l1 = (row_l == len(a))[:, None]
+        row_l = row_l.clamp(max=len(a) - 1)
+        gathered = [x.index_select(0, row_l).masked_fill_(spare_l1, 0.0) for x in (a, b)]
+        for batch in batches:
+            of_a, of_b = map(batch.of, gathered)
+            out[batch.which(ids)] = torch.bmm(of_a.mT, of_b)
+        del gathered, of_a, of_b                         # before the next part needs memory
 
 
 # It is an op because of exact_fp32: a sum must not be rounded as products may be.
