@@ -388,18 +388,15 @@ def of_one_file(kind: type, case: Case, layer: moe.MoELayer) -> nn.Module:
     return other
 
 
-# What one writes first, and the best of plain code: steps 2 and 4 of examples/steps.py.
-PLAIN = {"sorted rows": steps.Sorted, "gathers both ways": steps.Gathers}
-
-
-def plain_code(case: Case, layer: moe.MoELayer, x: Tensor, grads: list) -> dict[str, Candidate]:
-    """Compiled only in bf16: F.grouped_mm refuses fp32 in a graph of torch 2.13."""
-    candidates = {}
+def sorted_rows(case: Case, layer: moe.MoELayer, x: Tensor, grads: list) -> dict[str, Candidate]:
+    """What one writes first, step 2 of examples/steps.py. Compiled only in bf16: F.grouped_mm
+    refuses fp32 in a graph of torch 2.13.
+    """
     x_TH, grad_TH = x.detach().flatten(0, 1).requires_grad_(), grads[0].flatten(0, 1)
-    for name, kind in PLAIN.items():
-        candidates |= Candidate(of_one_file(kind, case, layer), [x_TH], [grad_TH]).both(name)
-        if case.dtype != BF16:
-            del candidates[f"{name}, compiled"]
+    plain = of_one_file(steps.Sorted, case, layer)
+    candidates = Candidate(plain, [x_TH], [grad_TH]).both("sorted rows")
+    if case.dtype != BF16:
+        del candidates["sorted rows, compiled"]
     return candidates
 
 
@@ -454,7 +451,7 @@ def bench_case(report: Report, case: Case) -> None:
     layer, x, grads = layer_and_input(case.config(), case.T)
     candidates = Candidate(layer, [x], grads).both("layer")
     candidates |= Candidate(of_one_file(small.MoE, case, layer), [x], grads).both("small.py")
-    candidates |= plain_code(case, layer, x, grads)
+    candidates |= sorted_rows(case, layer, x, grads)
     if HAS_TRANSFORMERS:
         for how in ("grouped_mm", "eager"):
             block = hugging_face_block(case, layer, how)

@@ -1304,7 +1304,7 @@ def _mlp_of_rows(
     read = grouped.where_read(plan.offsets, plan.order.shape[0], fc1, fc2)
     expert_N1 = _expert_of_rows(plan) if takes_expert else None
 
-    def to_experts(tokens):
+    def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
 
     def value(hidden, probs):
@@ -1314,7 +1314,7 @@ def _mlp_of_rows(
         return grouped.linear(act, fc2, read)
 
     # The tokens and `hidden` are kept. The backward makes the rows and the activation again.
-    hidden = again(to_experts, tokens)
+    hidden = again(to_experts, tokens, fc1)
     if fp8_input_store and torch.is_grad_enabled():
         act, exact = _activate_from_fp8(value, hidden, probs)
         with torch.no_grad():

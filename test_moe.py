@@ -1455,6 +1455,18 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
     assert multiplied == [4, 5]
 
 
+@pytest.mark.parametrize("name", ["x", "fc1", "fc2"])
+def test_experts_refuse_a_backward_after_a_change(name):
+    """The backward makes rows and activation again: of what the forward had, or not at all."""
+    layer = small_layer()
+    x = fp32_leaf(7, 8) * 1
+    y = layer(x)
+    with torch.no_grad():
+        (x if name == "x" else getattr(layer.experts, name)).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
     """indices [T, K] of different loads. An expert may come twice for a token; E is nowhere."""
     power = (1 / torch.arange(1.0, E + 1)).cumsum(0)

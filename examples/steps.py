@@ -1,4 +1,4 @@
-"""From a loop to the layer in five steps. Each is a class that computes the same, with one change.
+"""From a loop to the layer in four steps. Each is a class that computes the same, with one change.
 
     python examples/steps.py [--shape T H F E K] [--dtype bf16] [--device cpu]
 
@@ -7,6 +7,7 @@ docs/compile.md. T tokens, H hidden size, E experts, K experts per token, N = TÂ
 of an expert; capitals at the end of a name are the tensor's axes.
 """
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -17,6 +18,7 @@ import torch._inductor.metrics
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -89,16 +91,6 @@ def again(function, *args):
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def spread(x_TH, order_N, inverse_TK):
-    """[N, H]: the token of each row."""
-    return x_TH[order_N // inverse_TK.shape[1]]
-
-
-def combine(rows_NH, order_N, inverse_TK):
-    """[T, H]: the sum of each token's rows."""
-    return sum(rows_NH[row_T].float() for row_T in inverse_TK.unbind(1)).to(rows_NH.dtype)
-
-
 class Checkpoints(Sorted):
     """3. The prob goes in front of fc2, and two checkpoints say what to keep: x and fc1's output.
 
@@ -110,78 +102,27 @@ class Checkpoints(Sorted):
     def forward(self, x_TH: Tensor) -> Tensor:
         chosen_TK, indices_TK = again(self.logits, x_TH).topk(self.topk)
         order_N, offsets_E = self.sort(indices_TK)
-        inverse_TK = order_N.argsort().view_as(indices_TK)           # assignment -> row
         prob_N1 = chosen_TK.softmax(-1).flatten()[order_N, None]
-        hidden_NF = again(self.up, x_TH, order_N, inverse_TK, offsets_E)
+        hidden_NF = again(self.up, x_TH, order_N, offsets_E)
         rows_NH = again(self.down, hidden_NF, prob_N1, offsets_E)
-        return self.combine(rows_NH, order_N, inverse_TK)
+        # The rows of each token, added in their order
+        inverse_TK = order_N.argsort().view_as(indices_TK)           # assignment -> row
+        return sum(rows_NH[row_T].float() for row_T in inverse_TK.unbind(1)).to(x_TH.dtype)
 
-    def up(self, x_TH, order_N, inverse_TK, offsets_E):
-        rows_NH = self.spread(x_TH, order_N, inverse_TK)
-        return self.product(rows_NH, self.fc1.flatten(1, 2), offsets_E)
+    def up(self, x_TH, order_N, offsets_E):
+        rows_NH = x_TH[order_N // self.topk]
+        return F.grouped_mm(rows_NH, self.fc1.flatten(1, 2).mT, offs=offsets_E)
 
     def down(self, hidden_NF, prob_N1, offsets_E):
-        return self.product(self.swiglu(hidden_NF, prob_N1), self.fc2, offsets_E)
-
-    def product(self, rows, weight, offsets_E):
-        """rows [N, I], weight [E, O, I] -> [N, O]"""
-        return F.grouped_mm(rows, weight.mT, offs=offsets_E)
-
-    spread = staticmethod(spread)
-    combine = staticmethod(combine)
+        act_NF = self.swiglu(hidden_NF, prob_N1)
+        return F.grouped_mm(act_NF, self.fc2.mT, offs=offsets_E)
 
 
-class Moved(torch.autograd.Function):
-    """way(x, *plan), whose gradient is back(grad, *plan)."""
-    @staticmethod
-    def forward(ctx, x, way, back, *plan):
-        ctx.back = back
-        ctx.save_for_backward(*plan)
-        return way(x, *plan)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # x, way, back, order, inverse
-        return ctx.back(grad, *ctx.saved_tensors), None, None, None, None
-
-
-class GroupedLinear(torch.autograd.Function):
-    """rows [N, I], weight [E, O, I] -> [N, O]. The weight's gradient is made as [E, O, I] too."""
-    @staticmethod
-    def forward(ctx, rows, weight, offsets):
-        ctx.save_for_backward(rows, weight, offsets)
-        return F.grouped_mm(rows, weight.mT, offs=offsets)
-
-    @staticmethod
-    def backward(ctx, grad):
-        rows, weight, offsets = ctx.saved_tensors
-        grad_rows = F.grouped_mm(grad, weight, offs=offsets)
-        return grad_rows, F.grouped_mm(grad.t(), rows, offs=offsets), None
-
-
-class Gathers(Checkpoints):
-    """4. A gather has a gather for its gradient, and a weight's gradient the weight's layout.
-
-    Autograd's gradient of x[token] adds rows to tokens with atomics, in another order in each run.
-    But which rows a token has is known: their sum is a gather too. And the gradient of weight.mT
-    is a transposed tensor, which the optimizer would copy.
-    """
-
-    def product(self, rows, weight, offsets_E):
-        return GroupedLinear.apply(rows, weight, offsets_E)
-
-    def spread(self, x_TH, *plan):
-        return Moved.apply(x_TH, spread, combine, *plan)
-
-    def combine(self, rows_NH, *plan):
-        return Moved.apply(rows_NH, combine, spread, *plan)
-
-
-# 5. small.py: the products gather and sum themselves, so the checkpoint stands around the
-# activation alone. That buys eager mode in which no product runs twice, trainers' own checkpoints
-# that have their say, other dtypes in a graph, padding, and autocast.
+# 4. small.py: its `experts` has the same checkpoints. Autograd's gradient of x[token] adds rows to
+# tokens with atomics, in another order in each run. But which rows a token has is known, so small's
+# Moved makes it a gather too. Its GroupedLinear gives a weight's gradient the layout of the weight.
 STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Checkpoints,
-         "4 gathers both ways": Gathers, "5 small.py": small.MoE}
+         "4 small.py": small.MoE}
 
 
 # ---- The table ----
@@ -202,6 +143,10 @@ def bytes_kept(forward, parameters) -> int:
     return sum(kept.values())
 
 
+# What a graph runs: kernels that the compiler wrote, and ops, in Inductor's Python code.
+CALLS = re.compile(r"\b(?:cpp_fused\w*|triton_\w+\.run|(?:extern_kernels|torch\.ops)[\w.]+)\(")
+
+
 class Measured:
     """A step on one input. It is compiled, but for the loop."""
 
@@ -211,12 +156,12 @@ class Measured:
         self.parameters = list(layer.parameters())
         self.function = layer if type(layer) is Loop else torch.compile(layer, fullgraph=True)
         self.ms = []
-        counted = torch._inductor.metrics
-        counted.reset()
-        self.kept = bytes_kept(lambda: self.function(x.clone().requires_grad_()), self.parameters)
-        forward = counted.generated_kernel_count
+        torch._inductor.metrics.reset()
+        _, codes = run_fw_bw_and_get_code(self.forward)
+        self.kernels = " + ".join(str(len(CALLS.findall(code))) for code in codes)
+        self.loops = torch._inductor.metrics.generated_kernel_count
+        self.kept = bytes_kept(self.forward, self.parameters)
         first = self.step()
-        self.kernels = f"{forward} + {counted.generated_kernel_count - forward}"
         self.repeats = all(torch.equal(*pair) for _ in range(5) for pair in zip(first, self.step()))
 
     def graphs(self) -> int:
@@ -225,6 +170,9 @@ class Measured:
         for part in (2, 3, 4):
             self.step(len(self.x) // part)
         return 1 + counters["stats"]["unique_graphs"] - before
+
+    def forward(self) -> Tensor:
+        return self.function(self.x.clone().requires_grad_())
 
     def step(self, tokens: int | None = None) -> list[Tensor]:
         """The output, and the gradients of x and of the parameters."""
@@ -279,15 +227,15 @@ def main() -> None:
                 step.time()
 
     print(f"{'step':21}{'kB kept a token':>16}{'ms':>9}{'/ last':>8}   the same bits   "
-          f"kernels   graphs for 4 T")
-    last = statistics.median(steps["5 small.py"].ms)
+          f"kernels   loops   graphs for 4 T")
+    last = statistics.median(steps["4 small.py"].ms)
     for name in STEPS:
         if name in refused:
             print(f"{name:21}refused: {refused[name]}")
             continue
         step = steps[name]
         ms = statistics.median(step.ms)
-        compiled = f"{step.kernels:10}{step.graphs()}" if step.function is not step.layer else "-"
+        compiled = f"{step.kernels:10}{step.loops:<8}{step.graphs()}" if step.function is not step.layer else "-"
         print(f"{name:21}{step.kept / T / 1e3:16.2f}{ms:9.1f}{ms / last:8.2f}   "
               f"{'yes' if step.repeats else 'no':16}{compiled}")
 

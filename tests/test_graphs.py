@@ -837,7 +837,7 @@ def test_compile_nothing_is_float64_without_a_float64_input(name):
     config = dataclasses.replace(VARIANTS[name], shared_expert_overlap=True)
     with Watch(no_float64, into=SOURCES):
         with pytest.raises(TypeError, match="no float64"):
-            kernels.copy_after(torch.ones(2).double(), torch.ones(2))
+            kernels._product_in(*[torch.ones(2, 2)] * 2, torch.float64, torch.float64)
         layer = MoELayer(config)
         x = leaf(5, 3, 8, dtype=config.params_dtype)
         layer(x, torch.rand(5, 3) < 0.2).sum().backward()
