@@ -356,11 +356,11 @@ def test_overlap_every_wait_is_needed():
         lines.append("")
     assert_expected_inline("\n".join(lines), """\
 _fork_stream waits, forward: aten::mm reads on side before main is done
-_fork_stream records, forward: memory is given to aten::floor_divide on main before side is done
+_fork_stream records, forward: memory is given to aten::arange on main before side is done
 _join_stream waits, forward: aten::clone reads on main before side is done
 _join_stream records, forward: no race
 _fork_stream waits, backward: aten::mul.Tensor reads on side before main is done
-_fork_stream records, backward: memory is given to copy_after on main before side is done
+_fork_stream records, backward: memory is given to aten::arange on main before side is done
 backward waits, backward: no race
 _join_stream waits, backward: aten::clone reads on main before side is done
 _join_stream records, backward: no race

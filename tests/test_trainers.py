@@ -278,7 +278,8 @@ FROZEN = {
     (FROZEN, "eager"), (["experts"], "compiled"),
     pytest.param(FROZEN, "compiled", marks=slow)])
 def test_trainer_frozen_parameters_cost_nothing(cases, how):
-    """Products in the backward: of the experts, the router and the latent pair. The other gradients
+    """Products in the backward: of the experts, the router and the latent pair. In eager mode one
+    more makes the rows of fc1 again, if anything needs a gradient from there. The other gradients
     stay as they are."""
     layer = exact_layer(
         add_bias_linear=True, router_bias=True, pre_softmax=True, latent_size=7, latent_norm=True,
@@ -300,6 +301,8 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how):
         counted = [calls.count(op) for op in (
             "rows_times_weights", "rows_times_rows", "block_sums", "mm", "product_in",
             "sum_tokens")]
+        reaches_fc1 = layer.experts.fc1.requires_grad or not frozen.startswith("x latent")
+        counted[0] -= how == "eager" and reaches_fc1
         assert counted == FROZEN[frozen], frozen
 
 
