@@ -462,7 +462,7 @@ def bench_case(report: Report, case: Case) -> None:
     candidates |= dense_ffn(case, x, grads) | bare_products(layer, x)
     for what in (FORWARD, BOTH):
         report.compare(
-            case, what, candidates, ["products", PEER, "small.py, compiled", *PLAIN])
+            case, what, candidates, ["products", PEER, "small.py, compiled", "sorted rows"])
 
     N = case.T * case.K
     needed = (case.T * case.H + N * 2 * case.F) * case.dtype.itemsize   # the input, fc1's output
@@ -471,7 +471,7 @@ def bench_case(report: Report, case: Case) -> None:
         ratio = (candidates[name].bytes_kept() - plan) / needed
         report.figure(case, f"bytes kept / (T·H + N·2F), {name}", value=ratio)
     for name, candidate in candidates.items():
-        if name.startswith(("layer", "small.py", *PLAIN, "Hugging Face")):
+        if name.startswith(("layer", "small.py", "sorted rows", "Hugging Face")):
             kept = candidate.bytes_kept() / case.T / 1e3
             report.figure(case, f"kB kept a token, {name}", value=kept)
 

@@ -130,11 +130,10 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 class _ToSideStream(torch.autograd.Function):
-    """(input, *weights) -> (input and weights for the side stream, input for the current stream).
+    """(input, *weights) -> (input for the current stream; input and weights for the side stream).
 
     With `wait` the side stream waits for its input, a copy. In the backward the current stream
-    waits for the side stream's gradients. That join has the gradient of the current stream's path
-    as an argument: so in a graph it comes after that path, and the two overlap.
+    waits for the side stream's gradients.
     """
 
     # *tensors: without grad, Dynamo up to torch 2.14 calls a forward without its ctx if that fits
@@ -144,47 +143,48 @@ class _ToSideStream(torch.autograd.Function):
         ctx.stream = stream
         ctx.set_materialize_grads(False)
         input = tensors[0]
-        tensors = *tensors, input
-        outputs = [tensor.view_as(tensor) for tensor in tensors]
         if wait:
-            outputs[0] = _fork_stream(input)
+            side_input = _fork_stream(input)
         else:
             input.record_stream(stream)
-        frozen = [y for x, y in zip(tensors, outputs) if not x.requires_grad]
+            side_input = input.view_as(input)
+        main_input, *weights = [x.view_as(x) for x in tensors]
+        outputs = main_input, side_input, *weights
+        frozen = [y for x, y in zip((input, *tensors), outputs) if not x.requires_grad]
         ctx.mark_non_differentiable(*frozen)
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     @compat.once_differentiable
-    def backward(ctx, grad_side, *grads):
-        *grad_weights, grad_main = grads
-        _, _, needs_input, *needs_weights = ctx.needs_input_grad
+    def backward(ctx, grad_main, *grads):
         # In a graph what needs no gradient gets zeros, which nothing is to wait for.
-        if not needs_input:
-            grad_side = grad_main = None
-        grad_weights = [
-            grad if needed else None for grad, needed in zip(grad_weights, needs_weights)]
-
-        def join(grad, others):
-            # In a graph an op is sure to come after those that make its arguments, and after no
-            # others. So the join takes a view that is made on the side stream: then it comes after
-            # what the side stream does with the gradient.
-            with ctx.stream:
-                grad = grad.view_as(grad)
-            return _join_stream(grad, [other for other in others if other is not None])
-
-        if grad_side is not None:
-            grad_side = join(grad_side, others=[*grad_weights, grad_main])
-        else:                                            # the input needs none: join at a weight's
-            for i, grad in enumerate(grad_weights):
-                if grad is not None:
-                    grad_weights[i] = join(grad, others=grad_weights[i + 1:])
-                    break
+        _, _, *needed = ctx.needs_input_grad
+        grad_main = grad_main if needed[0] else None
+        grads = [grad if need else None for grad, need in zip(grads, needed)]
+        grad_side, *grad_weights = _joined(grads, grad_main, ctx.stream)
         grad_input = grad_main if grad_side is None else grad_side
         if grad_side is not None and grad_main is not None:
             grad_input = grad_side + grad_main
         # stream, wait, input, *weights
         return None, None, grad_input, *grad_weights
+
+
+def _joined(grads, grad_main, stream):
+    """The side stream's gradients, some of them None, after the current stream has waited for them.
+
+    The join has grad_main, the gradient of the current stream's path, as an argument: so in a graph
+    it comes after that path, and the two overlap.
+    """
+    i = next((i for i, grad in enumerate(grads) if grad is not None), None)
+    if i is None:
+        return grads
+    # In a graph an op is sure to come after those that make its arguments, and after no others. So
+    # the join takes a view that is made on the side stream: then it comes after what the side
+    # stream does with the gradient.
+    with stream:
+        grad = grads[i].view_as(grads[i])
+    others = [x for x in (*grads[i + 1:], grad_main) if x is not None]
+    return [*grads[:i], _join_stream(grad, others), *grads[i + 1:]]
 
 
 class _BackwardStreamWait(torch.autograd.Function):
@@ -318,19 +318,19 @@ class SharedExpertMLP(MoEModule):
             raise RuntimeError("pre_forward_comm needs whole weights, found a DTensor: fully_shard "
                                "gathers them for a call, not for steps; shard the layer, not its "
                                "shared expert alone")
-        main_input = input
-        tensors = [x for x in (input, self.fc1, self.fc2, self.gate_weight) if x is not None]
+        weights = [x for x in (self.fc1, self.fc2, self.gate_weight) if x is not None]
+        main_input = side_input = input
         if self.stream is not None:
-            *tensors, main_input = _ToSideStream.apply(
-                self.stream, wait_current_stream, *tensors)
-            if torch.compiler.is_compiling() and not tensors[0].requires_grad:
+            main_input, side_input, *weights = _ToSideStream.apply(
+                self.stream, wait_current_stream, input, *weights)
+            if torch.compiler.is_compiling() and not side_input.requires_grad:
                 # Without gradients nothing but this ties the main path to the fork, and a graph
                 # might launch the fork last.
-                main_input = compat.copy_after(main_input, tensors[0])
-        input, *self._weights = tensors
+                main_input = compat.copy_after(main_input, side_input)
+        self._weights = weights
         with self._beside():
-            self.gate_score = self._score(input, *self._weights[2:])
-            self.cached_fc1_input = self._enter(input)
+            self.gate_score = self._score(side_input, *weights[2:])
+            self.cached_fc1_input = self._enter(side_input)
         return main_input
 
     @overlap_state_check(_State.PRE_FORWARD_COMM_DONE, _State.FC1_FORWARD_DONE)

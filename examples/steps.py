@@ -235,7 +235,9 @@ def main() -> None:
             continue
         step = steps[name]
         ms = statistics.median(step.ms)
-        compiled = f"{step.kernels:10}{step.loops:<8}{step.graphs()}" if step.function is not step.layer else "-"
+        compiled = "-"
+        if step.function is not step.layer:
+            compiled = f"{step.kernels:10}{step.loops:<8}{step.graphs()}"
         print(f"{name:21}{step.kept / T / 1e3:16.2f}{ms:9.1f}{ms / last:8.2f}   "
               f"{'yes' if step.repeats else 'no':16}{compiled}")
 
