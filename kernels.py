@@ -1162,16 +1162,6 @@ def _kept_by(function, owner):
     return kept
 
 
-def _activate_from_fp8(value, y, weights):
-    """(value(y, weights) of y as it is kept, in fp8; of y itself, without a gradient)."""
-    stored, zeros = _StoreFp8.apply(y)
-    from_store = again(
-        lambda stored, zeros, weights: value(stored.to(zeros.dtype) + zeros, weights),
-        stored, zeros, weights)
-    with torch.no_grad():
-        return from_store, value(y, weights)
-
-
 class _StoreFp8(torch.autograd.Function):
     """y -> (y as fp8 e4m3, zeros in the shape and dtype of y, which take no memory). Autograd gives
     the fp8 tensor no gradient. So what is added to the zeros gives y its gradient by them.
@@ -1187,6 +1177,11 @@ class _StoreFp8(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _, grad):
         return grad
+
+
+def _of_stored(value):
+    """value(y, weights), as a function of what _StoreFp8 makes of y, and of the weights."""
+    return lambda stored, zeros, weights: value(stored.to(zeros.dtype) + zeros, weights)
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -1238,9 +1233,12 @@ def activation(
     def value(y, weights):
         return activated(y, weights, function, parts)
 
-    if fp8_input_store:
-        return _InPlaceOf.apply(*_activate_from_fp8(value, y, weights))
-    return again(value, y, weights)
+    if not fp8_input_store:
+        return again(value, y, weights)
+    act = again(_of_stored(value), *_StoreFp8.apply(y), weights)
+    with torch.no_grad():
+        exact = value(y, weights)
+    return _InPlaceOf.apply(act, exact)
 
 
 # ---- Experts ----
@@ -1307,22 +1305,28 @@ def _mlp_of_rows(
     def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
 
+    def to_store(tokens, fc1):
+        hidden = to_experts(tokens, fc1)
+        return hidden.detach(), *_StoreFp8.apply(hidden)
+
     def value(hidden, probs):
         return activate(hidden, gather_probs(probs, plan), expert_N1)
 
     def from_experts(act):
         return grouped.linear(act, fc2, read)
 
-    # The tokens and `hidden` are kept. The backward makes the rows and the activation again.
-    hidden = again(to_experts, tokens, fc1)
-    if fp8_input_store and torch.is_grad_enabled():
-        act, exact = _activate_from_fp8(value, hidden, probs)
-        with torch.no_grad():
-            out = from_experts(exact)
-        # A graph leaves the first product out, as nobody reads it.
-        rows = _InPlaceOf.apply(from_experts(act), out)
-    else:
+    if not fp8_input_store or not torch.is_grad_enabled():
+        # The tokens and `hidden` are kept. The backward makes the rows and the activation again.
+        hidden = again(to_experts, tokens, fc1)
         rows = from_experts(again(value, hidden, probs))
+    else:
+        hidden, stored, zeros = again(to_store, tokens, fc1)
+        act = again(_of_stored(value), stored, zeros, probs)
+        with torch.no_grad():
+            # What the forward does not use, a graph would not keep, but compute again with `hidden`.
+            exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
+        # A graph leaves the first product out, as nobody reads it.
+        rows = _InPlaceOf.apply(from_experts(act), exact)
     y = combine_rows(rows, plan)
     return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
 

@@ -238,6 +238,7 @@ rows_times_weights kernel mm
 mm mm kernel rows_times_weights kernel rows_times_rows rows_times_weights
 rows_times_rows kernel mm count_experts kernel write kernel scatter_columns
 product_in product_in addmm""")
+    assert_expected_inline(ran(activation_fp8_input_store=True), "")
 
 
 @about_the_cpu("the code of its compiler")
