@@ -1323,7 +1323,7 @@ def _mlp_of_rows(
         hidden, stored, zeros = again(to_store, tokens, fc1)
         act = again(_of_stored(value), stored, zeros, probs)
         with torch.no_grad():
-            # What the forward does not use, a graph would not keep, but compute again with `hidden`.
+            # A graph keeps only what its forward uses. Else it would compute `stored` again.
             exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
         # A graph leaves the first product out, as nobody reads it.
         rows = _InPlaceOf.apply(from_experts(act), exact)
