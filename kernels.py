@@ -250,13 +250,13 @@ def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
     return SCORE_FUNCTIONS[score_function](logits).contiguous()
 
 
-def _with_copies(chosen, copies, as_logits):
-    """The chosen scores, or logits, where n copies of an expert count n times."""
-    if not as_logits:
-        return chosen * copies
-    # n · exp(x) = exp(x + log n); finite for n = 0 too
-    log_n = copies.to(chosen.dtype).log()
-    return chosen + log_n.clamp(min=torch.finfo(chosen.dtype).min)
+def _what_sums_to_1(score_function, topk, use_pre_softmax, norm_topk_prob):
+    """How a token's K probs are normalised: "softmax", "sum" or None. See topk_routing, step 3."""
+    if norm_topk_prob is not None:
+        return "sum" if norm_topk_prob else None
+    if score_function == "softmax":
+        return None if use_pre_softmax else "softmax"
+    return "sum" if topk > 1 else None
 
 
 def topk_routing(
@@ -334,12 +334,8 @@ def topk_routing(
         indices_TK = ranked_TE.topk(topk, dim=1).indices
 
     # Its probs
-    over_chosen = norm_topk_prob is None and score_function == "softmax" and not use_pre_softmax
-    if norm_topk_prob is None:
-        norm_topk_prob = score_function != "softmax" and topk > 1
-    if over_chosen:
-        norm_topk_prob = False
-    steps = score_function, over_chosen, norm_topk_prob, norm_eps, scaling_factor
+    normalised = _what_sums_to_1(score_function, topk, use_pre_softmax, norm_topk_prob)
+    steps = score_function, normalised, norm_eps, scaling_factor
     probs_TK = _probs_of_chosen(logits_TE, indices_TK, copies_TK, *steps)
     if narrow and torch.compiler.is_compiling():
         # The rounded probs, with the gradient of the steps that the compiler can see.
@@ -349,18 +345,22 @@ def topk_routing(
 
 
 def _probs_of_chosen(
-    logits_TE, indices_TK, copies_TK, score_function, over_chosen, normalised, norm_eps,
-    scaling_factor,
+    logits_TE, indices_TK, copies_TK, score_function, normalised, norm_eps, scaling_factor,
 ):
-    """Steps 3 and 4 of topk_routing."""
-    score = SCORE_FUNCTIONS[score_function]
-    probs_TK = pick(logits_TE if over_chosen else score(logits_TE), indices_TK)
-    if copies_TK is not None:
-        probs_TK = _with_copies(probs_TK, copies_TK, as_logits=over_chosen)
-    if over_chosen:
-        probs_TK = probs_TK.softmax(-1)
-    elif normalised:
-        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
+    """Steps 3 and 4 of topk_routing. An expert counts as often as copies_TK says, if given."""
+    if normalised == "softmax":
+        chosen_TK = pick(logits_TE, indices_TK)
+        if copies_TK is not None:
+            # n · exp(x) = exp(x + log n), with a finite log n for n = 0 too
+            log_n = copies_TK.to(chosen_TK.dtype).log()
+            chosen_TK = chosen_TK + log_n.clamp(min=torch.finfo(chosen_TK.dtype).min)
+        probs_TK = chosen_TK.softmax(-1)
+    else:
+        probs_TK = pick(SCORE_FUNCTIONS[score_function](logits_TE), indices_TK)
+        if copies_TK is not None:
+            probs_TK = probs_TK * copies_TK
+        if normalised == "sum":
+            probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
     if scaling_factor is not None:
         probs_TK = probs_TK * scaling_factor
     if copies_TK is not None:
@@ -371,11 +371,11 @@ def _probs_of_chosen(
 # It is an op for the same reason as _rounded_scores.
 @op(lambda logits, indices, *_: logits.new_empty(indices.shape))
 def _rounded_probs(
-    logits: Tensor, indices: Tensor, copies: Tensor | None, score_function: str, over_chosen: bool,
-    normalised: bool, norm_eps: float, scaling_factor: float | None,
+    logits: Tensor, indices: Tensor, copies: Tensor | None, score_function: str,
+    normalised: str | None, norm_eps: float, scaling_factor: float | None,
 ) -> Tensor:
     probs_TK = _probs_of_chosen(
-        logits, indices, copies, score_function, over_chosen, normalised, norm_eps, scaling_factor)
+        logits, indices, copies, score_function, normalised, norm_eps, scaling_factor)
     return probs_TK.contiguous()
 
 
