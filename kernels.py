@@ -16,7 +16,8 @@ Autocast  is not followed: a product is in its operands' dtype, the router's in 
 
 No function keeps a state or knows the config. Two tables, SCORE_FUNCTIONS and ACTIVATIONS, are for
 you to add to. Compiled, each function is one graph, forward and backward. The second T that it
-meets makes another graph, which then serves every T from 2 on, unless its docstring says otherwise.
+meets makes another graph, which then serves every T from 2 on. On torch 2.13 to 2.15 a sort of more
+than 32,767 rows makes one more, and a sum over more than 4,096 tokens may.
 """
 import functools
 import inspect
@@ -64,14 +65,6 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 
 # ---- Gate: tokens -> logits ----
-
-# Sums over tokens are ops. For plain code on a CPU, Inductor would compile again where T crosses
-# 4096, and add row after row, which rounds more than the blocks that torch adds.
-@op(lambda x: x.new_empty(x.shape[1]))
-def _sum_tokens(x: Tensor) -> Tensor:
-    """x [rows, columns] -> [columns], in x.dtype."""
-    return x.sum(0)
-
 
 # It is an op because of exact_fp32, which a graph cannot enter. As plain code a graph would also
 # make the backward's fp32 copies of its operands in the forward, and keep them.
@@ -129,7 +122,7 @@ class _LinearIn(torch.autograd.Function):
             grad_weight = _product_in(
                 grad.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
         if need_bias:
-            grad_bias = _sum_tokens(upcast(grad)).to(ctx.bias_dtype)
+            grad_bias = upcast(grad).sum(0).to(ctx.bias_dtype)
         # dtype, tokens, weight, bias
         return None, grad_tokens, grad_weight, grad_bias
 
@@ -154,15 +147,14 @@ def router_gating_linear(
 
 # ---- Route: logits -> which experts, with which probs ----
 
-# It is an op because Inductor's code for CPUs may read a scatter's target before all is written
-# (pytorch #185509).
-@op(lambda values, indices, columns, fill=0:
-     values.new_empty(values.shape[0], columns))
 def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
     """[T, columns] of `fill`, with values[t, k] in column indices[t, k]; `columns` is left out."""
-    out = values.new_full((values.shape[0], columns + 1), fill)
-    out.scatter_(1, indices, values)
-    return out[:, :columns].contiguous()
+    # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
+    column_C = torch.arange(columns, device=indices.device)
+    out = values.new_full((values.shape[0], columns), fill)
+    for index_T1, value_T1 in zip(indices.split(1, dim=1), values.split(1, dim=1)):
+        out = torch.where(index_T1 == column_C, value_T1, out)
+    return out
 
 
 def _gather_columns(values, indices):
@@ -256,13 +248,13 @@ def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
     return SCORE_FUNCTIONS[score_function](logits).contiguous()
 
 
-def _with_copies(chosen, copies, as_logits):
-    """The chosen scores, or logits, where n copies of an expert count n times."""
-    if not as_logits:
-        return chosen * copies
-    # n · exp(x) = exp(x + log n); finite for n = 0 too
-    log_n = copies.to(chosen.dtype).log()
-    return chosen + log_n.clamp(min=torch.finfo(chosen.dtype).min)
+def _what_sums_to_1(score_function, topk, use_pre_softmax, norm_topk_prob):
+    """How a token's K probs are normalised: "softmax", "sum" or None. See topk_routing, step 3."""
+    if norm_topk_prob is not None:
+        return "sum" if norm_topk_prob else None
+    if score_function == "softmax":
+        return None if use_pre_softmax else "softmax"
+    return "sum" if topk > 1 else None
 
 
 def topk_routing(
@@ -340,12 +332,8 @@ def topk_routing(
         indices_TK = ranked_TE.topk(topk, dim=1).indices
 
     # Its probs
-    over_chosen = norm_topk_prob is None and score_function == "softmax" and not use_pre_softmax
-    if norm_topk_prob is None:
-        norm_topk_prob = score_function != "softmax" and topk > 1
-    if over_chosen:
-        norm_topk_prob = False
-    steps = score_function, over_chosen, norm_topk_prob, norm_eps, scaling_factor
+    normalised = _what_sums_to_1(score_function, topk, use_pre_softmax, norm_topk_prob)
+    steps = score_function, normalised, norm_eps, scaling_factor
     probs_TK = _probs_of_chosen(logits_TE, indices_TK, copies_TK, *steps)
     if narrow and torch.compiler.is_compiling():
         # The rounded probs, with the gradient of the steps that the compiler can see.
@@ -355,18 +343,22 @@ def topk_routing(
 
 
 def _probs_of_chosen(
-    logits_TE, indices_TK, copies_TK, score_function, over_chosen, normalised, norm_eps,
-    scaling_factor,
+    logits_TE, indices_TK, copies_TK, score_function, normalised, norm_eps, scaling_factor,
 ):
-    """Steps 3 and 4 of topk_routing."""
-    score = SCORE_FUNCTIONS[score_function]
-    probs_TK = pick(logits_TE if over_chosen else score(logits_TE), indices_TK)
-    if copies_TK is not None:
-        probs_TK = _with_copies(probs_TK, copies_TK, as_logits=over_chosen)
-    if over_chosen:
-        probs_TK = probs_TK.softmax(-1)
-    elif normalised:
-        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
+    """Steps 3 and 4 of topk_routing. An expert counts as often as copies_TK says, if given."""
+    if normalised == "softmax":
+        chosen_TK = pick(logits_TE, indices_TK)
+        if copies_TK is not None:
+            # n · exp(x) = exp(x + log n), with a finite log n for n = 0 too
+            log_n = copies_TK.to(chosen_TK.dtype).log()
+            chosen_TK = chosen_TK + log_n.clamp(min=torch.finfo(chosen_TK.dtype).min)
+        probs_TK = chosen_TK.softmax(-1)
+    else:
+        probs_TK = pick(SCORE_FUNCTIONS[score_function](logits_TE), indices_TK)
+        if copies_TK is not None:
+            probs_TK = probs_TK * copies_TK
+        if normalised == "sum":
+            probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + norm_eps)
     if scaling_factor is not None:
         probs_TK = probs_TK * scaling_factor
     if copies_TK is not None:
@@ -377,11 +369,11 @@ def _probs_of_chosen(
 # It is an op for the same reason as _rounded_scores.
 @op(lambda logits, indices, *_: logits.new_empty(indices.shape))
 def _rounded_probs(
-    logits: Tensor, indices: Tensor, copies: Tensor | None, score_function: str, over_chosen: bool,
-    normalised: bool, norm_eps: float, scaling_factor: float | None,
+    logits: Tensor, indices: Tensor, copies: Tensor | None, score_function: str,
+    normalised: str | None, norm_eps: float, scaling_factor: float | None,
 ) -> Tensor:
     probs_TK = _probs_of_chosen(
-        logits, indices, copies, score_function, over_chosen, normalised, norm_eps, scaling_factor)
+        logits, indices, copies, score_function, normalised, norm_eps, scaling_factor)
     return probs_TK.contiguous()
 
 
@@ -441,13 +433,6 @@ def compute_routing_scores_for_aux_loss(
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
 
-@op(lambda scores, factors, sequence: scores.new_empty(()))
-def _sum_weighted(scores: Tensor, factors: Tensor, sequence: Tensor | None) -> Tensor:
-    if sequence is None:
-        return (scores.sum(0) * factors).sum()           # an op: see _sum_tokens
-    return (scores * factors[sequence]).sum()
-
-
 def weighted_token_sum(
     scores: Tensor, factors: Tensor, sequence: Tensor | None = None,
 ) -> Tensor:
@@ -462,7 +447,9 @@ def weighted_token_sum(
     shape = scores.shape
     # If they were arguments of Adjoint, a checkpoint would replace them by recomputed ones.
     def add(x):
-        return _sum_weighted(x, factors, sequence)
+        if sequence is None:
+            return (x.sum(0) * factors).sum()
+        return (x * factors[sequence]).sum()
 
     def spread(grad):
         if sequence is None:
@@ -496,14 +483,12 @@ def switch_load_balancing_loss_func(
     return weighted_token_sum(probs, tokens_per_expert.to(probs.dtype) / T / T * scale)
 
 
-@op(lambda routing_map, sequence, num_sequences: routing_map.new_empty(
-    num_sequences, routing_map.shape[1] + 1, dtype=torch.int64))
 def sequence_counts(routing_map: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """counts [n, E + 1] int64 of n sequences: each expert's tokens, then all tokens. routing_map
     [T, E] bool; sequence [T] int64 in [0, n), the sequence of each token.
     """
     counts = sequence.new_zeros(num_sequences, routing_map.shape[1] + 1)
-    return counts.index_add_(0, sequence, F.pad(routing_map.long(), (0, 1), value=1))
+    return counts.index_add(0, sequence, F.pad(routing_map.long(), (0, 1), value=1))
 
 
 def switch_loss_of_sequences(
@@ -589,9 +574,6 @@ def get_capacity(
     return max(capacity, min_capacity or 0)
 
 
-# It is an op because Inductor's own sort is for up to 32,767 rows: for more, a graph would be made
-# again.
-@op(lambda indices, probs, num_experts: indices.new_empty(indices.shape))
 def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     """[T, K] int64: how many assignments of the same expert come before this one: those with a
     higher prob, or equal and earlier; without probs the earlier ones. indices [T, K], probs [T, K].
@@ -602,14 +584,14 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
             [0]])
     """
     ids_N = indices.flatten()
-    row_N = torch.arange(len(ids_N), device=ids_N.device)
-    first_N = row_N
-    if probs is not None:
+    if probs is None:
+        sorted_N, order_N = _sort_by_expert(ids_N, num_experts)
+    else:
         first_N = probs.flatten().argsort(descending=True, stable=True)
-    order_N = first_N[ids_N[first_N].argsort(stable=True)]
-    place_N = torch.empty_like(order_N).scatter_(0, order_N, row_N)
-    before_E = count_experts(indices, num_experts).cumsum(0)         # assignments up to expert e
-    return (place_N - F.pad(before_E, (1, 0))[ids_N]).view_as(indices)
+        sorted_N, order_N = _sort_by_expert(ids_N[first_N], num_experts)
+        order_N = first_N[order_N]
+    start_E = F.pad(_ends(sorted_N, num_experts), (1, 0))            # index E too
+    return (order_N.argsort() - start_E[ids_N]).view_as(indices)
 
 
 def place_by_position(routing_map):
@@ -678,7 +660,11 @@ def required_bias_histogram(
         slots_TE = torch.arange(E, device=scores.device) * num_bins + bins_TE
         if padding_mask is not None:
             slots_TE = slots_TE.masked_fill(padding_mask[:, None], E * num_bins)     # not counted
-        return count_experts(slots_TE, E * num_bins).view(E, num_bins).int()
+        # A sum of integers is the same in any order.
+        counts = torch.zeros(E * num_bins + 1, dtype=torch.int32, device=scores.device)
+        slots_N = slots_TE.flatten()
+        counts = counts.scatter_add(0, slots_N, torch.ones_like(slots_N, dtype=torch.int32))
+        return counts[:-1].view(E, num_bins)
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
@@ -707,17 +693,34 @@ def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> T
     return torch.where(running[0, -1] > 0, new_E, expert_bias)
 
 
-@op(lambda indices, num_experts: indices.new_empty(num_experts))
+_INTEGERS = torch.uint8, torch.int16, torch.int32, torch.int64
+
+
+def _sort_by_expert(ids_N, num_experts):
+    """(the ids_N sorted, their order [N]); the tokens of an expert stay in order."""
+    # A card sorts digit by digit, so it is quicker in a dtype that has few of them.
+    narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
+    return ids_N.to(narrow).sort(stable=True)
+
+
+def _ends(sorted_N, num_experts):
+    """[E] int32: where each expert's rows end in the sorted ids."""
+    expert_E = torch.arange(num_experts, dtype=sorted_N.dtype, device=sorted_N.device)
+    return torch.searchsorted(sorted_N, expert_E, right=True, out_int32=True)
+
+
+def _counts_between(ends_E):
+    return ends_E.diff(prepend=ends_E.new_zeros(1)).long()
+
+
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
     """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; E is not counted.
 
     >>> count_experts(torch.tensor([[0, 2], [2, 3]]), 3)
     tensor([1, 0, 2])
     """
-    ids_N = indices.flatten()
-    counts = ids_N.new_zeros(num_experts + 1)
-    counts.scatter_add_(0, ids_N, ids_N.new_ones(1).expand_as(ids_N))
-    return counts[:num_experts].clone()
+    sorted_N, _ = _sort_by_expert(indices.flatten(), num_experts)
+    return _counts_between(_ends(sorted_N, num_experts))
 
 
 # ---- Permute, index form: what the layer runs on ----
@@ -732,29 +735,6 @@ class Plan(NamedTuple):
     offsets: Tensor    # [E] int32      running sums of the counts; unrouted rows come after
 
 
-_INTEGERS = torch.uint8, torch.int16, torch.int32, torch.int64
-
-
-def _empty_plan(indices, num_experts):
-    T, K = indices.shape
-    new = indices.new_empty
-    return new(T * K), new(K, T), new(num_experts), new(num_experts).int()
-
-
-@op(_empty_plan)
-def _plan_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids_N = indices.flatten()
-    # A card sorts digit by digit, so it is quicker in a dtype that has few of them.
-    narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
-    # The sort is stable, so the tokens of an expert stay in order.
-    order_N = ids_N.to(narrow).argsort(stable=True)
-    rows_N = torch.arange(len(ids_N), device=ids_N.device)
-    inverse_N = torch.empty_like(order_N).scatter_(0, order_N, rows_N)
-    inverse_KT = inverse_N.view(indices.shape).t().contiguous()
-    counts_E = count_experts(indices, num_experts)
-    return order_N, inverse_KT, counts_E, counts_E.cumsum(0).int()
-
-
 def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
     """The Plan of indices [T, K] int64 in [0, E].
 
@@ -767,9 +747,11 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
     """
     if indices.ndim != 2 or indices.dtype != torch.int64:
         _refuse_indices(indices)
-    order, inverse_KT, counts, offsets = _plan_permutation(indices, num_experts)
-    # In memory it stays [K, T], so that the rows of the k-th choice are read one after the other.
-    return Plan(order, inverse_KT.t(), counts=counts, offsets=offsets)
+    sorted_N, order_N = _sort_by_expert(indices.flatten(), num_experts)
+    # In memory it is [K, T], so that the rows of the k-th choice are read one after the other.
+    inverse_KT = order_N.argsort().view(indices.shape).t().contiguous()
+    offsets_E = _ends(sorted_N, num_experts)
+    return Plan(order_N, inverse_KT.t(), counts=_counts_between(offsets_E), offsets=offsets_E)
 
 
 def _refuse_indices(indices):
@@ -870,20 +852,19 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
     """
     E = len(plan.counts)
     N = plan.order.shape[0]
-    counts = torch.full_like(plan.counts, capacity)
-    # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
-    offsets = (capacity * torch.arange(1, E + 1, device=counts.device)).int()
-
-    # By how much the rows of an expert move: their new start minus their old one.
-    moved_E = (offsets - counts) - (plan.offsets - plan.counts)
+    start_E = F.pad(plan.offsets, (1, 0))                # of the unrouted rows too
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
-    inverse = plan.inverse + moved_E[expert_TK.clamp(max=E - 1)]
-    inverse = inverse.masked_fill(expert_TK == E, E * capacity)
+    place_TK = plan.inverse - start_E[expert_TK]
+    inverse = torch.where(expert_TK < E, expert_TK * capacity + place_TK, E * capacity)
 
-    assignment_1N = torch.arange(N, device=counts.device)[None]
-    order = scatter_columns(assignment_1N, inverse.reshape(1, -1), columns=E * capacity, fill=N)
-    order = F.pad(order.flatten(), (0, 1))               # the last one is masked
-    return Plan(order, inverse, counts=counts, offsets=offsets)
+    place_C = torch.arange(capacity, device=inverse.device)
+    row_EC = torch.where(place_C < plan.counts[:, None], start_E[:-1, None] + place_C, N)
+    order = F.pad(plan.order, (0, 1), value=N)[row_EC.flatten()]
+    order = F.pad(order, (0, 1))                         # the last one is masked
+    # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
+    offsets = (capacity * torch.arange(1, E + 1, device=inverse.device)).int()
+    return Plan(
+        order, inverse, counts=torch.full_like(plan.counts, capacity), offsets=offsets)
 
 
 # ---- Activations: functions of the parts of fc1's output ----

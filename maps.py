@@ -11,10 +11,10 @@ from torch import Tensor
 
 if __package__:
     from . import kernels
-    from .compat import check_known, check_shapes, is_integer, op, upcast
+    from .compat import check_known, check_shapes, is_integer, upcast
 else:
     import kernels
-    from compat import check_known, check_shapes, is_integer, op, upcast
+    from compat import check_known, check_shapes, is_integer, upcast
 
 
 # ---- Choice ----
@@ -73,14 +73,9 @@ def _as_map(routing_map):
     return routing_map.bool()
 
 
-# This is an op because Inductor's own sort serves up to 32,767 rows only: with it a graph that has
-# met few rows would be compiled again for more.
-@op(lambda keys: torch.empty_like(keys, dtype=torch.int64))
-def _place_by_key(keys: Tensor) -> Tensor:
+def _place_by_key(keys):
     """[T, E] int64: each key's place in its column, the largest first, equal ones in order."""
-    order_TE = keys.argsort(dim=0, descending=True, stable=True)
-    place_T1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    return torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(keys))
+    return keys.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
 
 
 def apply_router_token_dropping(
@@ -172,10 +167,9 @@ def permute(
     row = torch.arange(num_out_tokens, device=tokens.device)
     if drop_and_pad:
         capacity = num_out_tokens // E
-        slot_TE = kernels.place_by_position(routing_map).clamp(max=capacity)      # C: in no row
-        token_ET = torch.arange(T, device=tokens.device).expand(E, T)
-        token_EC = kernels.scatter_columns(token_ET, slot_TE.t(), columns=capacity, fill=T)
-        token = token_EC.flatten()
+        # The routed tokens of each expert, then the others; T where it has no more.
+        token_TE = (~routing_map).byte().argsort(dim=0, stable=True)
+        token = F.pad(token_TE.t(), (0, max(capacity - T, 0)), value=T)[:, :capacity].flatten()
         expert = row // max(capacity, 1)
     else:
         # Row i is the map's i-th one, column by column, found by bisection.

@@ -576,10 +576,9 @@ class TopKRouter(Router):
         local_E = routing_map.sum(0)
         counts_E = ranks.sum(local_E, "tp_dp_cp").float()
         sums_E, steps = self.global_tokens_per_expert, self.ga_steps
-        mean_E = _running_mean(sums_E, steps, counts_E)
-        # The mean is attached before the probs, so that the compiler computes it in the forward. In
-        # the backward it would read sums that other microbatches have changed since.
-        probs = kernels.Adjoint.apply(probs, (compat.copy_after, lambda grad, mean: grad), mean_E)
+        # Otherwise the compiler might compute the mean in the backward, of sums that other
+        # microbatches have changed since.
+        probs, mean_E = keep_in_forward(probs, (sums_E + counts_E) / (steps + 1))
         mean_E = mean_E.to(scores_for_aux_loss.dtype)
         probs = self.counts.write(probs, sums_E, counts_E, add=True)
         probs = self.counts.write(probs, steps, torch.ones_like(steps), add=True)
@@ -709,12 +708,12 @@ def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
     buffer.copy_(buffer + value if add else value)
 
 
-@compat.op(lambda sums, steps, counts: torch.empty_like(sums))
-def _running_mean(sums: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-    """[E]: the mean of the forwards in the sums and of this one. It is an op because the compiler
-    would compute a plain sum again in the backward, from sums that have changed since.
-    """
-    return (sums + counts) / (steps + 1)
+def keep_in_forward(activation: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as they are. The compiler computes the value in the forward and keeps it."""
+    # The result of an op is not made again, and the forward needs it for the activation's copy.
+    value = compat.copy_after(value, activation.detach())
+    functions = compat.copy_after, lambda grad, value: grad
+    return kernels.Adjoint.apply(activation, functions, value), value
 
 
 class _WriteInBackward(torch.autograd.Function):
