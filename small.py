@@ -497,6 +497,7 @@ class MoE(nn.Module):
                     len(self.router), dtype=torch.float32, device=device, requires_grad=True)
                 keep = old is not None and not old.is_meta
                 leaf.grad = old.grad.to(device) if keep else torch.zeros_like(leaf)
+            torch._dynamo.mark_static(leaf)      # else a graph may take its length for that of x
             self.leaf = leaf
 
     def __getstate__(self):                              # pickle leaves out the gradient of a leaf

@@ -8,8 +8,10 @@ import copy
 import functools
 import importlib.util
 import os
+import pickle
 import re
 import socket
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -193,7 +195,7 @@ def test_small_takes_the_products_of_the_layer(monkeypatch):
         step(layer.to(dtype), torch.randn(64, 16, dtype=dtype, requires_grad=True))
         assert set(calls) == want, (cpu, dtype, calls)
 
-    calls.clear()                                        # one token: its two experts, seven products
+    calls.clear()                                        # one token: two experts, seven products
     _, _, _, *weights = step(MoE(16, 8, 64, 2), torch.randn(1, 16, requires_grad=True))
     assert calls == 14 * ["mm torch.float32"]
     assert all(weight.flatten(1).any(1).sum() == 2 for weight in weights)
@@ -450,6 +452,102 @@ def test_small_under_a_checkpoint(reentrant, backend):
     same(layer.counts, 2 * counts)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_small_counts_once_for_each_backward(backend):
+    """With a frozen router too, and three forwards in flight. A forward without a backward is not
+    counted, nor one in eval mode. One graph, and one tensor that zero_grad leaves alone."""
+    layer = layer_of("all")
+    layer.router.requires_grad_(False)
+    function = compiled(layer, backend)
+    x = torch.randn(20, H, requires_grad=True)
+    place = layer.counts.data_ptr()
+    for n in (3, 6, 9):
+        outputs = [function(x) for _ in range(4)]
+        for y in outputs[1:]:
+            y.sum().backward()
+        torch.optim.SGD(layer.parameters()).zero_grad()
+        layer.zero_grad()
+        assert layer.counts.sum() == n * 20 * K and layer.counts.dtype == torch.float32
+    assert layer.counts.data_ptr() == place
+    assert backend is None or graphs_made() == 1
+    with torch.no_grad():
+        function(x)
+    layer.eval()(x).sum().backward()
+    assert layer.counts.sum() == 9 * 20 * K
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "dtype", "assign", "fully_shard"])
+def test_small_counts_stay_one_tensor(way):
+    """What was counted stays, in fp32, and the next step adds to it."""
+    layer = layer_of("bias")
+    x = torch.randn(20, H, requires_grad=True)
+    step(layer, x)
+    counts = layer.counts.clone()
+    first = layer
+    if way == "deepcopy":
+        layer = copy.deepcopy(layer)
+    elif way == "pickle":
+        layer = pickle.loads(pickle.dumps(layer))
+    elif way == "dtype":
+        layer = layer.double().bfloat16().float()
+    elif way == "assign":
+        layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+    else:                                                # it moves all but the counts
+        with torch.device("meta"):
+            layer = MoE(H, F_, E, K, **CASES["bias"])
+        layer.expert_bias = first.expert_bias
+        for name, weight in first.named_parameters():
+            setattr(layer, name, torch.nn.Parameter(weight.detach().clone()))
+        step(layer, x)
+    same(layer.counts, counts)
+    before = layer.counts
+    step(layer, x)
+    step(layer, x, function=compiled(layer))
+    same(layer.counts, 3 * counts)
+    assert layer.counts is before and layer.leaf.grad is before
+    assert layer is first or first.counts is not before and first.counts.equal(counts)
+    assert not {id(layer.leaf), id(before)} & {
+        id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+
+
+def test_small_says_if_nothing_was_counted():
+    """torch.autograd.grad counts nothing, and .backward() once is enough."""
+    layer = layer_of("bias")
+    x = torch.randn(20, H, requires_grad=True)
+    bias = layer.expert_bias.clone()
+    grads(layer(x), [x, *layer.parameters()])
+    with pytest.warns(UserWarning, match="no token was counted") as caught:
+        layer.update_bias()
+    assert caught[0].filename == __file__
+    same(layer.expert_bias, bias)
+    layer(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.update_bias()
+    assert not layer.expert_bias.equal(bias)
+
+
+def test_small_bias_of_counts_beyond_fp32():
+    """Their sum is made of integers: in fp32 it would be rounded, and this step be 0 for all."""
+    layer = MoE(H, F_, 4, 2, expert_bias=True)
+    layer.counts.fill_(2**24)
+    layer.counts[0] -= 1
+    layer.update_bias(rate=1.0)
+    assert layer.expert_bias.tolist() == [1.0, -1.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=slow)])
+def test_small_plan_in_a_graph(dynamic):
+    """Inductor's sort and scatter, whose target other loops read: eager mode's plan."""
+    def plan(indices):
+        order, row_KT, offsets = small.sort_by_expert(indices, E)
+        return order, row_KT, offsets, small.rows_of_each(offsets), row_KT + order[0]
+    function = compiled(plan, "inductor", dynamic=dynamic)
+    for n in range(30):
+        indices = torch.randint(E + 1, (2 + 37 * n if dynamic else 500, K))
+        same(function(indices), plan(indices))
+
+
 def test_small_repeats_to_the_bit():
     layer = layer_of("all")
     x = torch.randn(40, H, requires_grad=True)
@@ -623,6 +721,24 @@ def over_two_ranks(rank: int, port: int) -> None:
     torch.distributed.all_reduce(again.counts)           # counts summed twice change no sign
     again.update_bias(group=everyone)
     same(layer.expert_bias, again.expert_bias)
+
+    if rank == 0:                                        # counts of one rank are enough
+        layer(torch.randn(5, H, requires_grad=True)).sum().backward()
+    for warns in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layer.update_bias(group=everyone)
+        assert any("no token was counted" in str(one.message) for one in caught) == warns
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    sharded = torch.distributed.fsdp.fully_shard(copy.deepcopy(whole), mesh=mesh)
+    x = torch.randn(20, H)
+    for n in (1, 2):
+        whole(x).sum().backward()
+        sharded(x).sum().backward()
+        sharded.zero_grad()
+        same(sharded.counts, whole.counts)
+        assert sharded.counts.sum() == n * 20 * K
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
