@@ -291,6 +291,7 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
     finally:
         torch.set_default_dtype(torch.float32)
     assert made.router.dtype == torch.bfloat16 and made.expert_bias.dtype == torch.float32
+    assert made.counts.dtype == made.leaf.dtype == torch.float32
     made.load_state_dict({name: value.bfloat16() for name, value in state.items()}, assign=True)
     made.counts[0] = 9
     made.update_bias()
