@@ -20,6 +20,7 @@ expert. Capitals at the end of a name are the axes of that tensor, so x_TH is [T
 gives bitwise the same output and gradients.
 """
 import re
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -43,32 +44,17 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
     return y
 
 
-def op(fake, mutates_args=(), cudagraph_unsafe=False):
+def op(fake, cudagraph_unsafe=False):
     """Decorator: the compiler calls the function as it is. `fake` returns empty results.
     cudagraph_unsafe: the host reads values in it, so CUDA graphs leave it out.
     """
     def register(function):                  # by the module's name, so that copies do not collide
         name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
         tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
-        registered = torch.library.custom_op(name, function, mutates_args=mutates_args, tags=tags)
+        registered = torch.library.custom_op(name, function, mutates_args=(), tags=tags)
         registered.register_fake(fake)
         return registered
     return register
-
-
-@op(lambda value, grad: torch.empty_like(value))
-def copy_after(value: Tensor, grad: Tensor) -> Tensor:
-    # What needs no gradient, such as the gathered rows, the compiler may compute in the forward and
-    # keep for the backward. This copy needs the gradient, so it is made in the backward, and so is
-    # all that is computed from it.
-    return value.clone()
-
-
-@op(lambda total, counts: None, mutates_args=("total",))
-def add_counts(total: Tensor, counts: Tensor) -> None:
-    # The counts come from copy_after. Otherwise a graph would run this op in the forward, and lose
-    # what other backwards add to the total in between.
-    total.add_(counts)
 
 
 def cast(x, dtype):
@@ -81,33 +67,34 @@ def upcast(x):
     return cast(x, torch.promote_types(x.dtype, torch.float32))
 
 
-@op(lambda indices, num_experts, on_host: [
-    *map(indices.new_empty, (indices.numel(), indices.t().shape, num_experts)),
-    torch.empty(num_experts, dtype=torch.int32, device="cpu" if on_host else indices.device)],
-    cudagraph_unsafe=True)
-def sort_by_expert(indices: Tensor, num_experts: int, on_host: bool) -> list[Tensor]:
+def sort_by_expert(indices, num_experts):
     """indices [T, K] -> order [N] (row -> assignment t·K + k), row_KT [K, T] (assignment -> row),
-    counts [E], offsets [E] int32 (where an expert's rows end). Index E, unrouted, comes last.
+    offsets [E] int32 (where an expert's rows end). Index E, unrouted, comes last.
     """
-    numbers = lambda n: torch.arange(n, device=indices.device)
     ids_N, order_N = indices.flatten().sort(stable=True)     # an expert's tokens stay in order
-    row_N = torch.empty_like(order_N).scatter_(0, order_N, numbers(len(order_N)))
+    number_N = torch.arange(order_N.shape[0], device=indices.device)
+    row_N = torch.empty_like(order_N).scatter_(0, order_N, number_N)
     row_KT = row_N.view(indices.shape).t().contiguous()
-    offsets_E = torch.searchsorted(ids_N, numbers(num_experts), right=True, out_int32=True)
-    counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)).long()
-    return [order_N, row_KT, counts_E, offsets_E.cpu() if on_host else offsets_E]
+    experts_E = torch.arange(num_experts, device=indices.device)
+    offsets_E = torch.searchsorted(ids_N, experts_E, right=True, out_int32=True)
+    return order_N, row_KT, offsets_E
 
 
-# `native` is torch's own product, which takes bf16 and reads the offsets on their device: on an
-# H100, a B200 and a CPU with AVX-512. Elsewhere the host has to read them. So for a card
-# sort_by_expert copies them to the host, once for all six products.
+def rows_of_each(offsets):
+    """offsets [E] -> how many rows each expert has, [E]."""
+    return offsets.diff(prepend=offsets.new_zeros(1))
+
+
+# Torch's own product takes bf16 and reads the offsets on their device, where it runs. Elsewhere the
+# host has to read them, so on a card they are copied to the host, once for all products.
 @torch.compiler.assume_constant_result
-def capability(device) -> int:
-    """NVIDIA's 9 (H100, H200) or 10 (B200, B300); 0 for a CPU with AVX-512; -1 for all else."""
+def native_product(device) -> str:
+    """Where torch's own product runs: "H100" (or H200), "B200" (or B300), "AVX-512"; else "none".
+    """
     if device.type == "cuda" and torch.version.hip is None:
-        return torch.cuda.get_device_capability(device)[0]
+        return {9: "H100", 10: "B200"}.get(torch.cuda.get_device_capability(device)[0], "none")
     quick = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return 0 if quick else -1
+    return "AVX-512" if quick else "none"
 
 
 def empty_product(a, b, offsets):
@@ -135,7 +122,7 @@ def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def multiply(a, b, out):
     """out = a · b"""
     narrow = a.is_cpu and a.itemsize == 2 and a.shape[0] > 1
-    if narrow and (a.dtype == torch.float16 or capability(a.device) < 0):
+    if narrow and (a.dtype == torch.float16 or native_product(a.device) == "none"):
         # Where the CPU has no instructions for the dtype, fp32 is ten times as fast.
         wide = out.new_empty(out.shape, dtype=torch.float32)
         out.copy_(torch.mm(a.float(), b.float(), out=wide))
@@ -153,9 +140,8 @@ def grouped_mm(a, b, offsets, native):
     if b.ndim == 3:                                      # it leaves them uninitialised
         row_N = torch.arange(out.shape[0], device=out.device)
         return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
-    if capability(a.device) == 10:                       # experts without rows hold anything there
-        empty_E = offsets.diff(prepend=offsets.new_zeros(1)) == 0
-        out = out.masked_fill(empty_E[:, None, None], 0.0)
+    if native_product(a.device) == "B200":               # experts without rows hold anything there
+        out = out.masked_fill((rows_of_each(offsets) == 0)[:, None, None], 0.0)
     return out
 
 
@@ -167,89 +153,93 @@ def swiglu(hidden, prob=None):
 
 
 def again(function, *args):
-    """function(*args), computed again in the backward, for which only the arguments are kept. It
-    costs little, since the function multiplies no matrices.
-    """
+    """function(*args), computed again in the backward, for which only the arguments are kept."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def sum_rows(rows, row_KT):
-    """[T, H]: Σ_k rows[row_KT[k, t]], in fp32 at least. No atomics."""
+class Moved(torch.autograd.Function):
+    """way(x, order, row_KT), whose gradient is back(grad, order, row_KT): a gather both ways.
+    Autograd's gradient of a gather would be a scatter.
+    """
+    @staticmethod
+    def forward(ctx, x, way, back, order, row_KT):
+        ctx.save_for_backward(order, row_KT)
+        ctx.back = back
+        return way(x, order, row_KT)
+
+    @staticmethod
+    def backward(ctx, grad):
+        refuse_second_derivative()
+        return ctx.back(grad, *ctx.saved_tensors), None, None, None, None
+
+
+def spread(x, order, row_KT):
+    """x [T, H] -> [N, H]: to each row its token."""
+    return x[order // len(row_KT)]
+
+
+def combine(rows, order, row_KT):
+    """rows [N, H] -> [T, H]: to each token the sum of its rows, in fp32 at least. No atomics."""
     return cast(sum(upcast(rows[row_T]) for row_T in row_KT), rows.dtype)
 
 
-class ToRows(torch.autograd.Function):
-    """probs [T, K] -> [N, 1] in expert order. Autograd's gradient would be a scatter."""
-    @staticmethod
-    def forward(ctx, probs, order, row_KT):
-        ctx.save_for_backward(row_KT)
-        return probs.flatten()[order][:, None]
-
-    @staticmethod
-    def backward(ctx, grad):
-        row_KT, = ctx.saved_tensors
-        return grad.flatten()[row_KT].t().contiguous(), None, None
+def to_rows(probs, order, row_KT):
+    """probs [T, K] -> [N, 1]"""
+    return probs.flatten()[order][:, None]
 
 
-class ToExperts(torch.autograd.Function):
-    """x [T, H] -> rows [N, O]: weight[e] · x[the row's token], for weight [E, O, H]. The gradient
-    of x is a sum over its rows. Kept is x, not the gathered rows.
-    """
+def to_tokens(rows, order, row_KT):
+    """rows [N, 1] -> [T, K]"""
+    return rows.flatten()[row_KT].t().contiguous()
+
+
+class GroupedLinear(torch.autograd.Function):
+    """rows [N, I] -> [N, O]: weight[e] · row, for weight [E, O, I], as its gradient is too."""
     @staticmethod
-    def forward(ctx, x, weight, order, row_KT, offsets, native):
-        ctx.save_for_backward(x, weight, order, row_KT, offsets)
+    def forward(ctx, rows, weight, offsets, native):
+        ctx.save_for_backward(rows, weight, offsets)
         ctx.native = native
-        return grouped_mm(x[order // len(row_KT)], weight.mT, offsets, native)
+        return grouped_mm(rows, weight.mT, offsets, native)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        x, weight, order, row_KT, offsets = ctx.saved_tensors
-        order = copy_after(order, grad)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = sum_rows(grouped_mm(grad, weight, offsets, ctx.native), row_KT)
-        if ctx.needs_input_grad[1]:
-            grad_weight = grouped_mm(grad.t(), x[order // len(row_KT)], offsets, ctx.native)
-        # x, weight, order, row_KT, offsets, native
-        return grad_x, grad_weight, *[None] * 4
-
-
-class FromExperts(torch.autograd.Function):
-    """rows [N, I] -> y [T, H]: the sum of weight[e] · row over a token's rows, for weight
-    [E, H, I]. The gradient of a row comes from its token. The backward adds the counts to `total`:
-    once, even if a checkpoint runs the forward twice.
-    """
-    @staticmethod
-    def forward(ctx, rows, weight, order, row_KT, counts, offsets, native, total):
-        ctx.save_for_backward(rows, weight, order, row_KT, counts, offsets)
-        ctx.native, ctx.total = native, total
-        return sum_rows(grouped_mm(rows, weight.mT, offsets, native), row_KT)
-
-    @staticmethod
-    def backward(ctx, grad):
-        refuse_second_derivative()
-        rows, weight, order, row_KT, counts, offsets = ctx.saved_tensors
-        order, counts = copy_after(order, grad), copy_after(counts, grad)
-        if ctx.total is not None:
-            add_counts(ctx.total, counts)
-        grad_NH = grad[order // len(row_KT)]
+        rows, weight, offsets = ctx.saved_tensors
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = grouped_mm(grad_NH, weight, offsets, ctx.native)
+            grad_rows = grouped_mm(grad, weight, offsets, ctx.native)
         if ctx.needs_input_grad[1]:
-            grad_weight = grouped_mm(grad_NH.t(), rows, offsets, ctx.native)
-        # rows, weight, order, row_KT, counts, offsets, native, total
-        return grad_rows, grad_weight, *[None] * 6
+            grad_weight = grouped_mm(grad.t(), rows, offsets, ctx.native)
+        return grad_rows, grad_weight, None, None
 
 
-def experts(x, probs, fc1, fc2, order, row_KT, counts, offsets, native, total=None):
+def experts(x, probs, fc1, fc2, order, row_KT, offsets, native):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2W, H]."""
-    hidden = ToExperts.apply(x, fc1, order, row_KT, offsets, native)       # [N, 2W]
-    act = again(
-        lambda hidden, probs: swiglu(hidden, ToRows.apply(probs, order, row_KT)),
-        hidden, probs)                                                              # [N, W]
-    return FromExperts.apply(act, fc2, order, row_KT, counts, offsets, native, total)
+    def first(x, fc1):
+        return GroupedLinear.apply(
+            Moved.apply(x, spread, combine, order, row_KT), fc1, offsets, native)   # [N, 2W]
+
+    def activate(hidden, probs):
+        return swiglu(hidden, Moved.apply(probs, to_rows, to_tokens, order, row_KT))   # [N, W]
+
+    act = again(activate, again(first, x, fc1), probs)
+    rows = GroupedLinear.apply(act, fc2, offsets, native)                           # [N, H]
+    return Moved.apply(rows, combine, spread, order, row_KT)
+
+
+class Count(torch.autograd.Function):
+    """y. In the backward the counts are the gradient of `leaf`, to which autograd adds them: once,
+    even if a checkpoint runs the forward twice.
+    """
+    @staticmethod
+    def forward(ctx, y, leaf, counts):
+        ctx.save_for_backward(counts)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        counts, = ctx.saved_tensors
+        return grad, counts.float(), None
 
 
 def few_experts(x, probs, indices, fc1, fc2):
@@ -375,8 +365,9 @@ class MoE(nn.Module):
         self.shared_fc2 = new(H, Fs) if Fs else None
         bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
-        # The counts are no buffer: DistributedDataParallel would overwrite a buffer by rank 0's.
-        self.counts = torch.empty(E, dtype=torch.int64, device="meta")
+        # The counts are the gradient of a leaf. It is no parameter, since an optimizer would change
+        # it, and no buffer, since DistributedDataParallel would overwrite a buffer by rank 0's.
+        self.leaf = None
         self._place_counts()
         self.reset_parameters()
 
@@ -407,10 +398,11 @@ class MoE(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
         # That weights begin at multiples of 16 bytes, which F.grouped_mm needs too, is not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
-        native = fits and capability(x.device) in (0, 9, 10)
-        order, row_KT, counts, offsets = sort_by_expert(indices, E, not native)
-        self._place_counts()
-        total = self.counts if self.training else None
+        native = fits and native_product(x.device) != "none"
+        order, row_KT, offsets = sort_by_expert(indices, E)
+        counts = rows_of_each(offsets)
+        if not native:
+            offsets = offsets.cpu()
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         # More assignments are worth a sort. On a card nobody has measured how many.
         most = 2 * E if x.is_cpu else E // 2
@@ -418,7 +410,10 @@ class MoE(nn.Module):
         if in_place and holds_in_this_graph(indices.numel() <= most):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
-            y = experts(x_TH, probs, fc1, fc2, order, row_KT, counts, offsets, native, total)
+            y = experts(x_TH, probs, fc1, fc2, order, row_KT, offsets, native)
+        self._place_counts()
+        if self.training and y.requires_grad:
+            y = Count.apply(y, self.leaf, counts)
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
@@ -442,7 +437,7 @@ class MoE(nn.Module):
             if padding is not None:
                 best = best.masked_fill(padding[:, None], E)
                 all_scores = all_scores.masked_fill(padding[:, None], 0.0)
-            n_E = sort_by_expert(best, E, False)[2].to(logits.dtype)
+            n_E = rows_of_each(sort_by_expert(best, E)[2]).to(logits.dtype)
             T = (n_E.sum() / K).clamp(min=1)
             factors = n_E / T / T * (self.aux_loss_coeff * E / K)
         probs = Pick.apply(score(logits) if sigmoid else logits, indices, all_scores, factors)
@@ -455,10 +450,17 @@ class MoE(nn.Module):
             indices = indices.masked_fill(padding[:, None], E)
         return probs, indices
 
+    @property
+    def counts(self) -> Tensor:
+        """[E] in fp32: tokens of each expert in the forwards in training that .backward() has gone
+        through since the last update_bias. Exact up to 2**24 a rank and expert.
+        """
+        return self.leaf.grad
+
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
         """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A forward
-        is counted in its backward.
+        is counted in its .backward(); torch.autograd.grad counts nothing. One host sync.
 
         group: the ranks that train the same weights, such as torch.distributed.group.WORLD, whose
         counts are summed.
@@ -471,10 +473,16 @@ class MoE(nn.Module):
                 f"group is None and {ranks} ranks run: their biases would drift apart. Give "
                 "update_bias(group=..) the ranks that train one model, torch.distributed.group."
                 "WORLD if all do. A rank with a model of its own gives a group of one rank")
+        counts = self.counts.long()
         if group is not None:
-            dist.all_reduce(self.counts, group=group)
+            dist.all_reduce(counts, group=group)
+        if not counts.any():
+            warnings.warn(
+                "update_bias changes nothing, since no token was counted after the last one: a "
+                "forward in train() is counted in its .backward(), not by torch.autograd.grad",
+                stacklevel=3)
         self.expert_bias = self.expert_bias.float()          # load_state_dict(assign=True)
-        self.expert_bias += rate * (self.counts.sum() - self.counts * len(self.counts)).sign()
+        self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign()
         self.counts.zero_()
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
@@ -482,14 +490,23 @@ class MoE(nn.Module):
         """Brings the counts to the weights' device, since fully_shard moves those without _apply.
         From the meta device they begin with 0.
         """
-        device, counts = self.router.device, self.counts
-        if counts.device != device:
+        device, old = self.router.device, self.leaf
+        if old is None or old.device != device:
             with torch.inference_mode(False):                # else training could not add to them
-                empty = torch.zeros_like(counts, device=device)
-            self.counts = empty if counts.is_meta else empty.copy_(counts)
-            # The compiler may rely on their shape and address, as it does for a buffer.
-            torch._dynamo.mark_static(self.counts)
-            torch._dynamo.mark_static_address(self.counts, guard=False)
+                leaf = torch.zeros(
+                    len(self.router), dtype=torch.float32, device=device, requires_grad=True)
+                keep = old is not None and not old.is_meta
+                leaf.grad = old.grad.to(device) if keep else torch.zeros_like(leaf)
+            torch._dynamo.mark_static(leaf)      # else a graph may take its length for that of x
+            self.leaf = leaf
+
+    def __getstate__(self):                              # pickle leaves out the gradient of a leaf
+        return {**self.__dict__, "counts": self.counts}
+
+    def __setstate__(self, state):
+        counts = state.pop("counts")
+        super().__setstate__(state)
+        self.leaf.grad = counts
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
