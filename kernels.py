@@ -787,6 +787,12 @@ def _collect_rows(rows, order, inverse, offsets):
     return _sum_rows(rows, inverse, offsets)
 
 
+def _spread_gradient(grad, order, inverse, offsets):
+    # If it read the same tensor as the gather of the tokens, which the backward makes again, the
+    # compiler would make both in one kernel, and keep those rows until it needs them.
+    return _spread_rows(grad, compat.copy_after(order, grad), inverse, offsets)
+
+
 def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
     """tokens [T, H] -> rows [N, H] in expert order. Unrouted rows are zeros without a gradient.
 
@@ -816,7 +822,7 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
     if probs is not None:
         weighted = upcast(rows) * gather_probs(probs, plan)
     out = Adjoint.apply(
-        weighted, (_collect_rows, _spread_rows), plan.order, plan.inverse, plan.offsets)
+        weighted, (_collect_rows, _spread_gradient), plan.order, plan.inverse, plan.offsets)
     return out.to(rows.dtype)
 
 
