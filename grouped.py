@@ -188,7 +188,7 @@ def expert_of(row_TK, offsets):
 
 def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
-    row_N = torch.arange(out.shape[0], device=out.device)
+    row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
     if bias is not None:
         expert_N = expert_of(row_N, offsets)
         out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
