@@ -138,7 +138,7 @@ def grouped_mm(a, b, offsets, native):
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
     if b.ndim == 3:                                      # it leaves them uninitialised
-        row_N = torch.arange(out.shape[0], device=out.device)
+        row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
         return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
     if native_product(a.device) == "B200":               # experts without rows hold anything there
         out = out.masked_fill((rows_of_each(offsets) == 0)[:, None, None], 0.0)
