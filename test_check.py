@@ -43,8 +43,8 @@ def expert_mlp(x, probs, indices, fc1, fc2):
 
 
 def small_experts(x, probs, indices, fc1, fc2):
-    order, inverse, counts, offsets = small.sort_by_expert(indices, len(fc1), on_host=True)
-    return small.experts(x, probs, fc1, fc2, order, inverse, counts, offsets, native=False)
+    order, row_KT, offsets = small.sort_by_expert(indices, len(fc1))
+    return small.experts(x, probs, fc1, fc2, order, row_KT, offsets.cpu(), native=False)
 
 
 def moe_layer(x, probs, indices, fc1, fc2):

@@ -12,13 +12,14 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch._inductor.metrics
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_fw_bw_and_get_code
+from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -157,11 +158,13 @@ class Measured:
         self.function = layer if type(layer) is Loop else torch.compile(layer, fullgraph=True)
         self.ms = []
         torch._inductor.metrics.reset()
-        _, codes = run_fw_bw_and_get_code(self.forward)
-        self.kernels = " + ".join(str(len(CALLS.findall(code))) for code in codes)
+        codes = []
+        with mock.patch.object(GraphLowering, "save_output_code", codes.append):
+            first = self.step()
+        counts = [len(CALLS.findall(code)) for code in dict.fromkeys(codes)]
+        self.kernels = " + ".join(map(str, counts))              # forward, backward
         self.loops = torch._inductor.metrics.generated_kernel_count
         self.kept = bytes_kept(self.forward, self.parameters)
-        first = self.step()
         self.repeats = all(torch.equal(*pair) for _ in range(5) for pair in zip(first, self.step()))
 
     def graphs(self) -> int:
