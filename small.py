@@ -378,6 +378,7 @@ class MoE(nn.Module):
             weight.normal_(std=0.02)
         for tensor in (*self.buffers(), self.counts):
             tensor.zero_()
+        self.counted_at = self.counts._version
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
@@ -460,7 +461,7 @@ class MoE(nn.Module):
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
         """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A forward
-        is counted in its .backward(); torch.autograd.grad counts nothing. One host sync.
+        is counted in its .backward(); torch.autograd.grad counts nothing.
 
         group: the ranks that train the same weights, such as torch.distributed.group.WORLD, whose
         counts are summed.
@@ -473,17 +474,17 @@ class MoE(nn.Module):
                 f"group is None and {ranks} ranks run: their biases would drift apart. Give "
                 "update_bias(group=..) the ranks that train one model, torch.distributed.group."
                 "WORLD if all do. A rank with a model of its own gives a group of one rank")
+        if self.counts._version == self.counted_at:      # the values would need a sync
+            warnings.warn(
+                "on this rank no token was counted since the last update_bias: a forward in train()"
+                " is counted in its .backward(), not by torch.autograd.grad", stacklevel=3)
         counts = self.counts.long()
         if group is not None:
             dist.all_reduce(counts, group=group)
-        if not counts.any():
-            warnings.warn(
-                "update_bias changes nothing, since no token was counted after the last one: a "
-                "forward in train() is counted in its .backward(), not by torch.autograd.grad",
-                stacklevel=3)
         self.expert_bias = self.expert_bias.float()          # load_state_dict(assign=True)
         self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign()
         self.counts.zero_()
+        self.counted_at = self.counts._version
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def _place_counts(self) -> None:
@@ -498,7 +499,7 @@ class MoE(nn.Module):
                 keep = old is not None and not old.is_meta
                 leaf.grad = old.grad.to(device) if keep else torch.zeros_like(leaf)
             torch._dynamo.mark_static(leaf)      # else a graph may take its length for that of x
-            self.leaf = leaf
+            self.leaf, self.counted_at = leaf, None
 
     def __getstate__(self):                              # pickle leaves out the gradient of a leaf
         return {**self.__dict__, "counts": self.counts}
@@ -506,7 +507,7 @@ class MoE(nn.Module):
     def __setstate__(self, state):
         counts = state.pop("counts")
         super().__setstate__(state)
-        self.leaf.grad = counts
+        self.leaf.grad, self.counted_at = counts, None
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)

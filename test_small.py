@@ -514,7 +514,7 @@ def test_small_counts_stay_one_tensor(way):
 
 
 def test_small_says_if_nothing_was_counted():
-    """torch.autograd.grad counts nothing, and .backward() once is enough."""
+    """torch.autograd.grad counts nothing, and .backward() once is enough, at any time."""
     layer = layer_of("bias")
     x = torch.randn(20, H, requires_grad=True)
     bias = layer.expert_bias.clone()
@@ -527,7 +527,10 @@ def test_small_says_if_nothing_was_counted():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer.update_bias()
-    assert not layer.expert_bias.equal(bias)
+        assert not layer.expert_bias.equal(bias)
+        layer(x).sum().backward()
+        copy.deepcopy(layer).update_bias()
+        layer.update_bias()
 
 
 def test_small_bias_of_counts_beyond_fp32():
@@ -725,9 +728,9 @@ def over_two_ranks(rank: int, port: int) -> None:
     again.update_bias(group=everyone)
     same(layer.expert_bias, again.expert_bias)
 
-    if rank == 0:                                        # counts of one rank are enough
+    if rank == 0:
         layer(torch.randn(5, H, requires_grad=True)).sum().backward()
-    for warns in (False, True):
+    for warns in (rank == 1, True):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             layer.update_bias(group=everyone)
