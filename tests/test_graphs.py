@@ -228,29 +228,30 @@ def test_compile_what_a_step_runs(no_cpp_compiler):
 product_in topk kernel sort kernel searchsorted sort kernel rows_times_weights
 kernel rows_times_weights kernel
 
-kernel rows_times_weights kernel rows_times_rows rows_times_weights
-rows_times_rows kernel write kernel product_in product_in kernel""")
+copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
+kernel rows_times_rows kernel write kernel product_in product_in kernel""")
     assert_expected_inline(ran(latent_size=16, latent_norm=True), """\
 product_in topk kernel sort kernel searchsorted sort kernel mm kernel
 rows_times_weights kernel rows_times_weights kernel mm
 
-mm mm kernel rows_times_weights kernel rows_times_rows rows_times_weights
-rows_times_rows kernel mm kernel write product_in product_in addmm""")
+mm mm kernel copy_after kernel rows_times_weights kernel rows_times_rows
+rows_times_weights kernel rows_times_rows kernel mm kernel write product_in
+product_in addmm""")
     assert_expected_inline(ran(activation_fp8_input_store=True), """\
 product_in topk kernel sort kernel searchsorted sort kernel rows_times_weights
 kernel copy_after kernel rows_times_weights kernel
 
-kernel rows_times_weights kernel rows_times_rows rows_times_weights
-rows_times_rows kernel write kernel product_in product_in kernel""")
+copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
+kernel rows_times_rows kernel write kernel product_in product_in kernel""")
 
 
 @about_the_cpu("the code of its compiler")
 @pytest.mark.parametrize("count, fields", [
-    (29, dict(latent_size=256, latent_norm=True)),
-    pytest.param(22, dict(), marks=slow),
-    pytest.param(22 + compat.cpu_multiplies_in(torch.bfloat16),
+    (32, dict(latent_size=256, latent_norm=True)),
+    pytest.param(23, dict(), marks=slow),
+    pytest.param(23 + compat.cpu_multiplies_in(torch.bfloat16),
                  dict(params_dtype=torch.bfloat16), marks=slow),
-    pytest.param(22, dict(latent_size=256), marks=slow)])
+    pytest.param(23, dict(latent_size=256), marks=slow)])
 def test_compile_loops_and_bytes(count, fields, no_cpp_compiler):
     """How many loops Inductor's kernels hold says what is fused; one more where the product is
     torch's own, which makes unrouted rows zeros. Kept for the backward: T·H + 2·T·ℓ + N·2F

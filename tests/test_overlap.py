@@ -360,7 +360,7 @@ _fork_stream records, forward: memory is given to aten::arange on main before si
 _join_stream waits, forward: aten::clone reads on main before side is done
 _join_stream records, forward: no race
 _fork_stream waits, backward: aten::mul.Tensor reads on side before main is done
-_fork_stream records, backward: memory is given to aten::arange on main before side is done
+_fork_stream records, backward: memory is given to copy_after on main before side is done
 backward waits, backward: no race
 _join_stream waits, backward: aten::clone reads on main before side is done
 _join_stream records, backward: no race
