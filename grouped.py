@@ -73,8 +73,10 @@ class _Linear(torch.autograd.Function):
         # grad_rows = grad · weight, grad_weight = gradᵀ · rows, grad_bias = Σ grad
         if need_rows:
             grad_rows = product(grad, weight, read)
-        if need_weight:
+        if need_weight and weight.stride(-1) <= weight.stride(-2):
             grad_weight = weight_grad(grad, rows, read)
+        elif need_weight:                                # the weight's layout is transposed
+            grad_weight = weight_grad(rows, grad, read).mT
         if need_bias:
             grad_bias = bias_grad(grad, read)
         # rows, weight, bias, native, offsets, index
@@ -86,7 +88,6 @@ def linear(rows: Tensor, weight: Tensor, read: "Read", bias: Tensor | None = Non
     bias [E, O]. Unrouted rows are zeros without a gradient. read: where_read's, for all products of
     these offsets.
     """
-    # Read is taken apart, since no tensor may be in two arguments of a compiled function.
     return _Linear.apply(rows, weight, bias, read.native, read.offsets, read.index)
 
 
@@ -134,6 +135,11 @@ def bias_grad(rows, read):
     if read.native:
         return _native_weight_grad(rows, _ones_beside(rows), read.offsets)[..., 0]
     return _block_sums(rows, read.offsets, read.index)
+
+
+def rows_of_each(offsets):
+    """offsets [E] -> how many rows each expert has, [E] int32."""
+    return offsets.diff(prepend=offsets.new_zeros(1))
 
 
 def _ones_beside(rows):
@@ -201,8 +207,7 @@ def _native_weight_grad(a, b, offsets):
     grad = F.grouped_mm(a.t(), b, offs=offsets)
     # CUTLASS before 4.3 leaves empty blocks uninitialised (pytorch #172439).
     if _cuda_generation(offsets.device) == 10:
-        rows_E = offsets.diff(prepend=offsets.new_zeros(1))
-        grad = grad.masked_fill(rows_E[:, None, None] == 0, 0.0)
+        grad = grad.masked_fill(rows_of_each(offsets)[:, None, None] == 0, 0.0)
     return grad
 
 
@@ -399,7 +404,7 @@ def _batches_times_weights(out, rows, weights, bias, offsets, index):
     flops=lambda a, b, *_: 2 * a[0] * a[1] * b[1], cudagraph_unsafe=True)
 def _rows_times_rows(a: Tensor, b: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
     out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
-    if 0 in offsets.diff(prepend=offsets.new_zeros(1)):
+    if 0 in rows_of_each(offsets):
         out.zero_()                                      # for experts without rows
     for e, block in _alone(offsets, index):
         _mm(a[block].t(), b[block], out=out[e])

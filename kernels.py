@@ -17,7 +17,7 @@ Autocast  is not followed: a product is in its operands' dtype, the router's in 
 No function keeps a state or knows the config. Two tables, SCORE_FUNCTIONS and ACTIVATIONS, are for
 you to add to. Compiled, each function is one graph, forward and backward. The second T that it
 meets makes another graph, which then serves every T from 2 on. On torch 2.13 to 2.15 a sort of more
-than 32,767 rows makes one more, and a sum over more than 4,096 tokens may.
+than 32,767 rows makes one more.
 """
 import functools
 import inspect
@@ -65,6 +65,14 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 
 # ---- Gate: tokens -> logits ----
+
+# Sums over tokens are ops. As plain code on a CPU, Inductor adds row after row, where torch adds
+# blocks: over 200,000 tokens z_loss_func was 4e-7 off, not 2e-8.
+@op(lambda x: x.new_empty(x.shape[1]))
+def _sum_tokens(x: Tensor) -> Tensor:
+    """x [rows, columns] -> [columns], in x.dtype."""
+    return x.sum(0)
+
 
 # It is an op because of exact_fp32, which a graph cannot enter. As plain code a graph would also
 # make the backward's fp32 copies of its operands in the forward, and keep them.
@@ -122,7 +130,7 @@ class _LinearIn(torch.autograd.Function):
             grad_weight = _product_in(
                 grad.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
         if need_bias:
-            grad_bias = upcast(grad).sum(0).to(ctx.bias_dtype)
+            grad_bias = _sum_tokens(upcast(grad)).to(ctx.bias_dtype)
         # dtype, tokens, weight, bias
         return None, grad_tokens, grad_weight, grad_bias
 
@@ -148,7 +156,9 @@ def router_gating_linear(
 # ---- Route: logits -> which experts, with which probs ----
 
 def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
-    """[T, columns] of `fill`, with values[t, k] in column indices[t, k]; `columns` is left out."""
+    """[T, columns] of `fill`, with values[t, k] in column indices[t, k]. An index that is no column
+    is left out. Of repeats in a row the last counts.
+    """
     # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
     column_C = torch.arange(columns, device=indices.device)
     out = values.new_full((values.shape[0], columns), fill)
@@ -185,6 +195,25 @@ class Adjoint(torch.autograd.Function):
         tensors = ctx.saved_tensors      # once: under a checkpoint a second read fails
         # x, functions, *tensors
         return ctx.adjoint(grad, *tensors), None, *[None] * len(tensors)
+
+
+class _Gathered(torch.autograd.Function):
+    """value, which plain code has gathered from x, with the gradient back(grad, *tensors) for x. (A
+    checkpoint in a graph of torch 2.11 makes nothing again that is inside an autograd function.)
+    """
+
+    @staticmethod
+    def forward(ctx, value, x, back, *tensors):
+        ctx.back = back
+        ctx.save_for_backward(*tensors)
+        return compat.as_no_view(value, value.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        tensors = ctx.saved_tensors
+        # value, x, back, *tensors
+        return None, ctx.back(grad, *tensors), None, *[None] * len(tensors)
 
 
 def pick(scores: Tensor, indices: Tensor) -> Tensor:
@@ -433,6 +462,13 @@ def compute_routing_scores_for_aux_loss(
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
 
+@op(lambda scores, factors, sequence: scores.new_empty(()))
+def _sum_weighted(scores: Tensor, factors: Tensor, sequence: Tensor | None) -> Tensor:
+    if sequence is None:
+        return (scores.sum(0) * factors).sum()           # an op: see _sum_tokens
+    return (scores * factors[sequence]).sum()
+
+
 def weighted_token_sum(
     scores: Tensor, factors: Tensor, sequence: Tensor | None = None,
 ) -> Tensor:
@@ -447,9 +483,7 @@ def weighted_token_sum(
     shape = scores.shape
     # If they were arguments of Adjoint, a checkpoint would replace them by recomputed ones.
     def add(x):
-        if sequence is None:
-            return (x.sum(0) * factors).sum()
-        return (x * factors[sequence]).sum()
+        return _sum_weighted(x, factors, sequence)
 
     def spread(grad):
         if sequence is None:
@@ -591,7 +625,7 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
         sorted_N, order_N = _sort_by_expert(ids_N[first_N], num_experts)
         order_N = first_N[order_N]
     start_E = F.pad(_ends(sorted_N, num_experts), (1, 0))            # index E too
-    return (order_N.argsort() - start_E[ids_N]).view_as(indices)
+    return (order_N.int().argsort() - start_E[ids_N]).view_as(indices)
 
 
 def place_by_position(routing_map):
@@ -698,9 +732,17 @@ _INTEGERS = torch.uint8, torch.int16, torch.int32, torch.int64
 
 def _sort_by_expert(ids_N, num_experts):
     """(the ids_N sorted, their order [N]); the tokens of an expert stay in order."""
+    if ids_N.is_cpu and not torch.compiler.is_compiling() and compat.has_values(ids_N):
+        _check_range(ids_N, num_experts)
     # A card sorts digit by digit, so it is quicker in a dtype that has few of them.
     narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
     return ids_N.to(narrow).sort(stable=True)
+
+
+def _check_range(ids_N, num_experts):
+    if ids_N.numel() and not 0 <= ids_N.min() <= ids_N.max() <= num_experts:
+        raise ValueError(f"indices has {ids_N.min()} to {ids_N.max()}; needs 0 to num_experts = "
+                         f"{num_experts}, which is for unrouted ones")
 
 
 def _ends(sorted_N, num_experts):
@@ -709,18 +751,15 @@ def _ends(sorted_N, num_experts):
     return torch.searchsorted(sorted_N, expert_E, right=True, out_int32=True)
 
 
-def _counts_between(ends_E):
-    return ends_E.diff(prepend=ends_E.new_zeros(1)).long()
-
-
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; E is not counted.
+    """Assignments per expert [E] int64 of indices [T, K] int64 in [0, E]; E is not counted. The
+    range is checked as in plan_permutation.
 
     >>> count_experts(torch.tensor([[0, 2], [2, 3]]), 3)
     tensor([1, 0, 2])
     """
     sorted_N, _ = _sort_by_expert(indices.flatten(), num_experts)
-    return _counts_between(_ends(sorted_N, num_experts))
+    return grouped.rows_of_each(_ends(sorted_N, num_experts)).long()
 
 
 # ---- Permute, index form: what the layer runs on ----
@@ -739,7 +778,7 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
     """The Plan of indices [T, K] int64 in [0, E].
 
     Rows are sorted by expert, unrouted ones (index E) last, and by token within an expert. The
-    range is not checked: that would sync the device.
+    range is checked in eager mode on a CPU. Elsewhere that would sync the device.
 
     >>> plan = plan_permutation(torch.tensor([[2, 0], [0, 1]]), num_experts=3)
     >>> plan.order.tolist(), plan.counts.tolist()
@@ -749,30 +788,14 @@ def plan_permutation(indices: Tensor, num_experts: int) -> Plan:
         _refuse_indices(indices)
     sorted_N, order_N = _sort_by_expert(indices.flatten(), num_experts)
     # In memory it is [K, T], so that the rows of the k-th choice are read one after the other.
-    inverse_KT = order_N.argsort().view(indices.shape).t().contiguous()
+    inverse_KT = order_N.int().argsort().view(indices.shape).t().contiguous()
     offsets_E = _ends(sorted_N, num_experts)
-    return Plan(order_N, inverse_KT.t(), counts=_counts_between(offsets_E), offsets=offsets_E)
+    counts_E = grouped.rows_of_each(offsets_E).long()
+    return Plan(order_N, inverse_KT.t(), counts=counts_E, offsets=offsets_E)
 
 
 def _refuse_indices(indices):
     raise TypeError(f"indices is {list(indices.shape)} {indices.dtype}; needs [T, K] torch.int64")
-
-
-def _sum_rows(rows, inverse, offsets=None):
-    """[T, H]: Σ_k rows[inverse[t, k]], summed in fp32 at least, in rows.dtype.
-
-    With offsets, unrouted rows are left out. Without, they must be zeros. Compiled, this is one
-    kernel, without a tensor [T, K, H].
-    """
-    total_TH = None
-    if offsets is not None:
-        unrouted_TK = inverse >= offsets[-1]
-    for k in range(inverse.shape[1]):
-        picked_TH = upcast(rows.index_select(0, inverse[:, k]))
-        if offsets is not None:
-            picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
-        total_TH = picked_TH if total_TH is None else total_TH + picked_TH
-    return cast(total_TH, rows.dtype)
 
 
 def _spread_rows(tokens, order, inverse, offsets):
@@ -784,7 +807,16 @@ def _spread_rows(tokens, order, inverse, offsets):
 
 
 def _collect_rows(rows, order, inverse, offsets):
-    return _sum_rows(rows, inverse, offsets)
+    """[T, H] in rows.dtype: Σ_k rows[inverse[t, k]] without unrouted rows, in fp32 at least.
+    Compiled, this is one kernel, without a tensor [T, K, H].
+    """
+    unrouted_TK = inverse >= offsets[-1]
+    total_TH = None
+    for k in range(inverse.shape[1]):
+        picked_TH = upcast(rows.index_select(0, inverse[:, k]))
+        picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
+        total_TH = picked_TH if total_TH is None else total_TH + picked_TH
+    return cast(total_TH, rows.dtype)
 
 
 def _spread_gradient(grad, order, inverse, offsets):
@@ -801,8 +833,8 @@ def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
     tensor([2., 1., 0.])
     """
     check_shapes(inverse=(plan.inverse, "T K"), tokens=(tokens, "T H"))
-    return Adjoint.apply(
-        tokens, (_spread_rows, _collect_rows), plan.order, plan.inverse, plan.offsets)
+    places = plan.order, plan.inverse, plan.offsets
+    return _Gathered.apply(_spread_rows(tokens.detach(), *places), tokens, _collect_rows, *places)
 
 
 def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
@@ -828,8 +860,8 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
 
 def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
     """probs [T, K] -> [N, 1], each row's prob; 0 for fillers."""
-    return Adjoint.apply(
-        probs, (_spread_probs, _collect_probs), plan.order, plan.inverse, plan.offsets)
+    places = plan.order, plan.inverse, plan.offsets
+    return _Gathered.apply(_spread_probs(probs.detach(), *places), probs, _collect_probs, *places)
 
 
 def _spread_probs(probs, order, inverse, offsets):
@@ -1025,8 +1057,9 @@ def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None
 
 
 def again(function, *tensors: Tensor) -> Tensor:
-    """function(*tensors), whose backward computes it once more: kept are the tensors alone. It
-    costs little, since the function multiplies no matrices; and autograd makes its gradient.
+    """function(*tensors), whose backward computes it once more: kept are the tensors alone, and
+    autograd makes its gradient. A graph makes only elementwise code and gathers again, eager mode a
+    product too.
     """
     # A checkpoint asks for the state of autocast, which the meta device does not have.
     if not torch.is_grad_enabled() or not compat.has_autocast(tensors[0].device.type):
@@ -1241,7 +1274,8 @@ def _add_output_bias(y, probs, plan, fc2_bias):
 
 
 def _flat_weights(fc1, fc1_bias):
-    """(fc1 [E, P·F, H], its bias [E, P·F], the axis of the parts in [.., P, F]: -1 if P is last).
+    """(fc1 [E, P·F, H], its bias [E, P·F], the axis of P where the last axis of fc1's output is
+    split: -2 for [.., P, F], -1 for [.., F, P]).
 
     No weight is copied: where gate and up of a row are neighbours in memory, P comes last. They are
     flat because strides of [E, P, F, H] may look unaligned to torch's grouped product.
@@ -1303,7 +1337,8 @@ def _mlp_of_rows(
         return grouped.linear(act, fc2, read)
 
     if not fp8_input_store or not torch.is_grad_enabled():
-        # The tokens and `hidden` are kept. The backward makes the rows and the activation again.
+        # The tokens and `hidden` are kept. The backward makes the rows and the activation again; in
+        # eager mode also fc1's product, and there the activation is kept.
         hidden = again(to_experts, tokens, fc1)
         rows = from_experts(again(value, hidden, probs))
     else:
@@ -1312,7 +1347,7 @@ def _mlp_of_rows(
         with torch.no_grad():
             # A graph keeps only what its forward uses. Else it would compute `stored` again.
             exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
-        # A graph leaves the first product out, as nobody reads it.
+        # A graph leaves out the product with `act`, which nobody reads. Eager mode computes it.
         rows = _InPlaceOf.apply(from_experts(act), exact)
     y = combine_rows(rows, plan)
     return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)

@@ -709,8 +709,9 @@ def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
 
 
 def keep_in_forward(activation: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as they are. The compiler computes the value in the forward and keeps it."""
-    # The result of an op is not made again, and the forward needs it for the activation's copy.
+    """(activation, value), copied so that the compiler computes the value in the forward and keeps
+    it: the value's copy is an op, which is not made again, and the activation's copy needs it.
+    """
     value = compat.copy_after(value, activation.detach())
     functions = compat.copy_after, lambda grad, value: grad
     return kernels.Adjoint.apply(activation, functions, value), value

@@ -157,20 +157,31 @@ def again(function, *args):
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+def no_view(x):
+    """x again. If an autograd function returned a view, nobody could change that in place."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
+
+
 class Moved(torch.autograd.Function):
-    """way(x, order, row_KT), whose gradient is back(grad, order, row_KT): a gather both ways.
-    Autograd's gradient of a gather would be a scatter.
-    """
+    """rows, which plain code moved from x, with the gradient back(grad, order, row_KT) for x."""
     @staticmethod
-    def forward(ctx, x, way, back, order, row_KT):
+    def forward(ctx, rows, x, back, order, row_KT):
         ctx.save_for_backward(order, row_KT)
         ctx.back = back
-        return way(x, order, row_KT)
+        return no_view(rows)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        return ctx.back(grad, *ctx.saved_tensors), None, None, None, None
+        return None, ctx.back(grad, *ctx.saved_tensors), None, None, None
+
+
+def move(x, way, back, order, row_KT):
+    """way(x, order, row_KT), whose gradient is back(grad, order, row_KT): a gather both ways.
+    Autograd's gradient of a gather would be a scatter.
+    """
+    # Inside Moved a checkpoint in a graph of torch 2.11 would not make it again.
+    return Moved.apply(way(x.detach(), order, row_KT), x, back, order, row_KT)
 
 
 def spread(x, order, row_KT):
@@ -217,14 +228,14 @@ def experts(x, probs, fc1, fc2, order, row_KT, offsets, native):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2W, H]."""
     def first(x, fc1):
         return GroupedLinear.apply(
-            Moved.apply(x, spread, combine, order, row_KT), fc1, offsets, native)   # [N, 2W]
+            move(x, spread, combine, order, row_KT), fc1, offsets, native)   # [N, 2W]
 
     def activate(hidden, probs):
-        return swiglu(hidden, Moved.apply(probs, to_rows, to_tokens, order, row_KT))   # [N, W]
+        return swiglu(hidden, move(probs, to_rows, to_tokens, order, row_KT))   # [N, W]
 
     act = again(activate, again(first, x, fc1), probs)
     rows = GroupedLinear.apply(act, fc2, offsets, native)                           # [N, H]
-    return Moved.apply(rows, combine, spread, order, row_KT)
+    return move(rows, combine, spread, order, row_KT)
 
 
 class Count(torch.autograd.Function):
@@ -234,10 +245,11 @@ class Count(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, leaf, counts):
         ctx.save_for_backward(counts)
-        return y.view_as(y)
+        return no_view(y)
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_second_derivative()
         counts, = ctx.saved_tensors
         return grad, counts.float(), None
 
@@ -298,6 +310,7 @@ class Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_second_derivative()
         x, router = ctx.saved_tensors
         grad_x = grad_router = None
         if ctx.needs_input_grad[0]:
@@ -319,6 +332,7 @@ class Pick(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_second_derivative()
         indices, factors = ctx.saved_tensors
         # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
         column_E, grad_scores = torch.arange(ctx.shape[1], device=grad.device), 0.0
@@ -461,7 +475,7 @@ class MoE(nn.Module):
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
         """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A forward
-        is counted in its .backward(); torch.autograd.grad counts nothing.
+        is counted in its .backward(); torch.autograd.grad and .backward(inputs=..) count nothing.
 
         group: the ranks that train the same weights, such as torch.distributed.group.WORLD, whose
         counts are summed.
@@ -476,8 +490,8 @@ class MoE(nn.Module):
                 "WORLD if all do. A rank with a model of its own gives a group of one rank")
         if self.counts._version == self.counted_at:      # the values would need a sync
             warnings.warn(
-                "on this rank no token was counted since the last update_bias: a forward in train()"
-                " is counted in its .backward(), not by torch.autograd.grad", stacklevel=3)
+                "no backward has counted on this rank since the last update_bias: a forward in "
+                "train() is counted in its .backward(), not by torch.autograd.grad", stacklevel=3)
         counts = self.counts.long()
         if group is not None:
             dist.all_reduce(counts, group=group)
@@ -502,7 +516,7 @@ class MoE(nn.Module):
             self.leaf, self.counted_at = leaf, None
 
     def __getstate__(self):                              # pickle leaves out the gradient of a leaf
-        return {**self.__dict__, "counts": self.counts}
+        return {**super().__getstate__(), "counts": self.counts}
 
     def __setstate__(self, state):
         counts = state.pop("counts")

@@ -172,7 +172,7 @@ def test_experts_batches_hold_each_expert_and_row_once():
                     widths = [len(experts) * size for experts, size, *_ in part]
                     assert sum(widths) - part[-1].size < quarter
                 assert len(parts) <= 4
-                for experts, *_ in batches:               # a third, unless no weights are copied
+                for experts, *_ in batches:              # a third, unless no weights are copied
                     apart = experts[-1] - experts[0] >= len(experts)
                     assert not apart or len(experts) <= math.ceil(len(batched) / 3)
                     assert not (apart and load == "even" and T * K >= E)

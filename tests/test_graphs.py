@@ -95,7 +95,7 @@ def test_graph_through_inductor(overlap, shared, sizes, graphs):
     """One graph serves all T from 18 on; below, torch's decomposition of a product guards on T. At
     T = 5, Inductor's code for CPUs read the target of a scatter before it was written (pytorch
     #185509): the gradient of the chosen scores was lost beside that of a balance loss. This depends
-    on what Inductor fuses, so test_compile_without_host_sync checks that no graph has a scatter."""
+    on what Inductor fuses, so test_compile_without_host_sync finds no graph that scatters numbers."""
     layer = exact_layer(
         shared_expert_overlap=overlap, shared_expert_intermediate_size=shared,
         load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1)
@@ -676,6 +676,9 @@ def test_compile_ops_pass_opcheck(monkeypatch):
         (kernels._rounded_probs, x.to(bf16), indices, indices, "sigmoid", "sum", 0.0, 2.5),
         (compat.rounded, x, bf16),
         (compat.rounded, x, fp32),
+        (kernels._sum_tokens, x),
+        (kernels._sum_weighted, x, torch.rand(8), None),
+        (kernels._sum_weighted, x, torch.rand(3, 8), torch.arange(9) % 3),
         (grouped._block_sums, h, offsets, None),
         (router_file._write, torch.zeros(4), torch.ones(4), x, True),
         (shared_experts._fork_stream, x),
