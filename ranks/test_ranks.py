@@ -891,7 +891,10 @@ def test_parallel_sends_a_token_once_to_each_rank(rank, ranks):
             layer(x).sum().backward()
         assert sum(sent) == (m + n) * (2 * H * 4 + 8 * K) + 16 * (R - 1)
         assert len(sent) == 7                                # three of them in the backward
-        assert made == 3 * [T * D + 1]                       # tokens, probs, the way back
+        # Tokens and probs to the ranks; rows to the experts and from there; the way back; and rows
+        # to the experts once more, in the backward.
+        to_ranks, to_experts = T * D + 1, assignments + 1
+        assert made == [to_ranks, to_ranks, to_experts, to_experts, to_ranks, to_experts]
         sent.clear(), made.clear()
         if DEVICE != "cpu":                                  # a card keeps the rows of batches too
             continue
