@@ -664,6 +664,15 @@ def _bias_bins(expert_bias, num_bins):
     return low, (bias_E.max() + 1 - low) / num_bins
 
 
+# It is an op because Inductor's code for a card gave other counts, in Triton's interpreter.
+@op(lambda slots, num_slots: slots.new_empty(num_slots, dtype=torch.int32))
+def _count_slots(slots: Tensor, num_slots: int) -> Tensor:
+    """How often each slot is in slots [n] int64; num_slots is not counted."""
+    counts = torch.zeros(num_slots + 1, dtype=torch.int32, device=slots.device)
+    ones = torch.ones((), dtype=torch.int32, device=slots.device).expand_as(slots)
+    return counts.scatter_add_(0, slots, ones)[:-1].clone()
+
+
 def required_bias_histogram(
     scores: Tensor, expert_bias: Tensor, topk: int, num_bins: int = 1000,
     padding_mask: Tensor | None = None,
@@ -694,11 +703,7 @@ def required_bias_histogram(
         slots_TE = torch.arange(E, device=scores.device) * num_bins + bins_TE
         if padding_mask is not None:
             slots_TE = slots_TE.masked_fill(padding_mask[:, None], E * num_bins)     # not counted
-        # A sum of integers is the same in any order.
-        counts = torch.zeros(E * num_bins + 1, dtype=torch.int32, device=scores.device)
-        slots_N = slots_TE.flatten()
-        counts = counts.scatter_add(0, slots_N, torch.ones_like(slots_N, dtype=torch.int32))
-        return counts[:-1].view(E, num_bins)
+        return _count_slots(slots_TE.flatten(), E * num_bins).view(E, num_bins)
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:

@@ -676,6 +676,7 @@ def test_compile_ops_pass_opcheck(monkeypatch):
         (kernels._rounded_probs, x.to(bf16), indices, indices, "sigmoid", "sum", 0.0, 2.5),
         (compat.rounded, x, bf16),
         (compat.rounded, x, fp32),
+        (kernels._count_slots, indices.flatten(), 4),
         (kernels._sum_tokens, x),
         (kernels._sum_weighted, x, torch.rand(8), None),
         (kernels._sum_weighted, x, torch.rand(3, 8), torch.arange(9) % 3),
