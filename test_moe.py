@@ -1195,6 +1195,16 @@ def test_permute_errors():
         zeros=torch.zeros(6, 2), plan=plan_permutation(torch.zeros(6, 2).long(), 4))
 
 
+@about_the_cpu("on a card the check would wait for the values")
+@pytest.mark.parametrize("E, wrong", [(8, 256), (8, 65539), (3, 4), (256, -1), (8, -1)])
+def test_permute_refuses_indices_out_of_range(E, wrong):
+    """Sorted in a narrow dtype, they would become another expert's."""
+    indices = torch.tensor([[0, wrong]])
+    for function in (plan_permutation, kernels.count_experts):
+        with pytest.raises(ValueError, match=f"indices has .*{wrong}.*; needs 0 to num_experts"):
+            function(indices, E)
+
+
 def integers_used(run) -> dict[str, set]:
     """Dtypes of what an op of run() computes with indices, or takes as indices. Those of index
     arithmetic are of their results."""
@@ -1453,6 +1463,17 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
     grouped._rows_times_weights(
         torch.randn(9, 6), torch.randn(5, 6, 4), torch.randn(5, 4), offsets, None)
     assert multiplied == [4, 5]
+
+
+@pytest.mark.parametrize("who", PRODUCTS)
+def test_experts_gradients_have_the_layout_of_the_weight(monkeypatch, who):
+    """Otherwise autograd would copy them."""
+    PRODUCTS[who](monkeypatch)
+    rows, offsets = torch.randn(6, 8), torch.tensor([2, 6], dtype=torch.int32)
+    for weights in (torch.randn(2, 8, 16), torch.randn(2, 16, 8).mT):
+        weights.requires_grad_()
+        grad, = grads(grouped_mm(rows, weights, offsets).sin(), [weights])
+        assert grad.stride() == weights.stride()
 
 
 @pytest.mark.parametrize("name", ["x", "fc1", "fc2"])

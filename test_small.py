@@ -487,6 +487,7 @@ def test_small_counts_stay_one_tensor(way):
     step(layer, x)
     counts = layer.counts.clone()
     first = layer
+    layer.compile(backend="eager")                           # a copy is not compiled
     if way == "deepcopy":
         layer = copy.deepcopy(layer)
     elif way == "pickle":
