@@ -902,7 +902,8 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
 
     place_C = torch.arange(capacity, device=inverse.device)
     row_EC = torch.where(place_C < plan.counts[:, None], start_E[:-1, None] + place_C, N)
-    order = F.pad(plan.order, (0, 1), value=N)[row_EC.flatten()]
+    filler_1 = torch.arange(N, N + 1, device=inverse.device)         # F.pad would fix a symbolic N
+    order = torch.cat((plan.order, filler_1))[row_EC.flatten()]
     order = F.pad(order, (0, 1))                         # the last one is masked
     # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
     offsets = (capacity * torch.arange(1, E + 1, device=inverse.device)).int()
