@@ -392,8 +392,8 @@ def test_card_batches_launch_little(E, K):
 
 @on_a_card
 def test_card_peak_of_a_step():
-    """In bf16, compiled: 80 MiB on an H100, less in batches. Eager mode, which casts all rows to
-    fp32 at once, needs 218."""
+    """In bf16, compiled: 80 MiB on an H100, 87 in batches, which gather their rows once more. Eager
+    mode, which casts all rows to fp32 at once, needs 218."""
     T, H, F_, E, K = 2048, 512, 256, 64, 8
     new = functools.partial(torch.zeros, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     x, fc1, fc2 = new(T, H), new(E, 2, F_, H), new(E, H, F_)
@@ -408,7 +408,8 @@ def test_card_peak_of_a_step():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         experts(x, probs, indices, fc1, fc2).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before <= 84.5 * 2 ** 20
+    most = 84.5 if is_native(torch.bfloat16) else 90
+    assert torch.cuda.max_memory_allocated() - before <= most * 2 ** 20
 
 
 @on_a_card
@@ -523,5 +524,6 @@ def test_card_small_launches():
         x = torch.randn(256, 64, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
         test_small.step(layer, x, function=function)
         launches.append(launches_of(lambda: function(x).sum().backward()))
-    assert launches[0] <= 80
-    assert launches[1] - launches[0] == (0 if is_native(torch.bfloat16) else 6 * (64 - 16))
+    of_products = 0 if is_native(torch.bfloat16) else 6
+    assert launches[0] <= 32 + 16 * of_products
+    assert launches[1] - launches[0] == (64 - 16) * of_products
