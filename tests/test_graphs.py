@@ -209,6 +209,7 @@ def test_experts_flops_are_counted(options, dtype):
 
 
 @about_the_cpu("the code of its compiler")
+@pytest.mark.skipif(torch.__version__[:4] != "2.13", reason="each torch orders its kernels otherwise")
 def test_compile_what_a_step_runs(no_cpp_compiler):
     """Forward and backward in the order of the generated code: ops by their names, and "kernel" for
     each that Inductor has written."""
