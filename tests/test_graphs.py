@@ -209,7 +209,7 @@ def test_experts_flops_are_counted(options, dtype):
 
 
 @about_the_cpu("the code of its compiler")
-@pytest.mark.skipif(torch.__version__[:4] != "2.13", reason="each torch orders its kernels otherwise")
+@pytest.mark.skipif(torch.__version__[:4] != "2.13", reason="another torch, another order")
 def test_compile_what_a_step_runs(no_cpp_compiler):
     """Forward and backward in the order of the generated code: ops by their names, and "kernel" for
     each that Inductor has written."""
@@ -226,21 +226,21 @@ def test_compile_what_a_step_runs(no_cpp_compiler):
         return ["kernel" if kernel else name for kernel, name in re.findall(names, call)]
 
     assert_expected_inline(ran(), """\
-product_in topk kernel sort kernel searchsorted sort kernel rows_times_weights
-kernel rows_times_weights kernel
+product_in topk kernel sort kernel searchsorted kernel sort kernel
+rows_times_weights kernel rows_times_weights kernel
 
 copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
 kernel rows_times_rows kernel write kernel product_in product_in kernel""")
     assert_expected_inline(ran(latent_size=16, latent_norm=True), """\
-product_in topk kernel sort kernel searchsorted sort kernel mm kernel
+product_in topk kernel sort kernel searchsorted kernel sort kernel mm kernel
 rows_times_weights kernel rows_times_weights kernel mm
 
 mm mm kernel copy_after kernel rows_times_weights kernel rows_times_rows
 rows_times_weights kernel rows_times_rows kernel mm kernel write product_in
 product_in addmm""")
     assert_expected_inline(ran(activation_fp8_input_store=True), """\
-product_in topk kernel sort kernel searchsorted sort kernel rows_times_weights
-kernel copy_after kernel rows_times_weights kernel
+product_in kernel topk kernel sort searchsorted kernel rows_times_weights sort
+kernel copy_after kernel kernel rows_times_weights kernel
 
 copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
 kernel rows_times_rows kernel write kernel product_in product_in kernel""")
@@ -248,14 +248,14 @@ kernel rows_times_rows kernel write kernel product_in product_in kernel""")
 
 @about_the_cpu("the code of its compiler")
 @pytest.mark.parametrize("count, fields", [
-    (32, dict(latent_size=256, latent_norm=True)),
-    pytest.param(23, dict(), marks=slow),
-    pytest.param(23 + compat.cpu_multiplies_in(torch.bfloat16),
+    (33, dict(latent_size=256, latent_norm=True)),
+    pytest.param(24, dict(), marks=slow),
+    pytest.param(24 + compat.cpu_multiplies_in(torch.bfloat16),
                  dict(params_dtype=torch.bfloat16), marks=slow),
-    pytest.param(23, dict(latent_size=256), marks=slow)])
+    pytest.param(24, dict(latent_size=256), marks=slow)])
 def test_compile_loops_and_bytes(count, fields, no_cpp_compiler):
-    """How many loops Inductor's kernels hold says what is fused; one more where the product is
-    torch's own, which makes unrouted rows zeros. Kept for the backward: T·H + 2·T·ℓ + N·2F
+    """How many loops the kernels of torch 2.13 hold says what is fused; one more where the product
+    is torch's own, which makes unrouted rows zeros. Kept for the backward: T·H + 2·T·ℓ + N·2F
     elements, in eager mode another N·F, indices and probs, and at most 1% more. The norm of latent
     experts keeps another T·ℓ, and more in eager mode."""
     T, H, F_, K = 512, 512, 256, 8
@@ -264,7 +264,8 @@ def test_compile_loops_and_bytes(count, fields, no_cpp_compiler):
     x = leaf(T, H, dtype=layer.config.params_dtype)
     metrics.reset()
     function(x).sum().backward()
-    assert metrics.generated_kernel_count == count
+    if torch.__version__[:4] == "2.13":
+        assert metrics.generated_kernel_count == count
     norm = fields.get("latent_norm", False)
     latent = (2 + norm) * T * fields.get("latent_size", 0)
     least = x.element_size() * (T * H + latent + T * K * 2 * F_)
