@@ -353,6 +353,8 @@ def test_compile_few_tokens_read_weights_where_they_are(fields, backend):
                 for rest in ((), (padding, given)):
                     close(function(x, *rest), layer(x, *rest), tol)
         used = {"sort", "rows_times_weights"}
+        if "capacity_factor" in fields:                           # a drop sorts too
+            used = {"rows_times_weights"}
         if dtype == torch.float64:                                # bf16: torch's own, on some CPUs
             assert used <= ops(T=17)
         assert not used & ops(T=16) and "product_in" in ops(T=16)         # the router's
@@ -364,8 +366,8 @@ def test_compile_few_tokens_read_weights_where_they_are(fields, backend):
             x = torch.randn(T, 1, 6, dtype=dtype)
             close(function(x), layer(x), tol)
         if dtype == torch.float64:
-            assert "sort" in ops(T=20)
-        assert "sort" not in ops(T=5)
+            assert used <= ops(T=20)
+        assert not used & ops(T=5)
         assert graphs_made() == 2
 
         torch._dynamo.reset()                                        # as in use: automatic
