@@ -1466,7 +1466,7 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
 
 
 @pytest.mark.parametrize("who", PRODUCTS)
-def test_experts_gradients_have_the_layout_of_the_weight(monkeypatch, who):
+def test_experts_gradients_have_the_strides_of_the_weight(monkeypatch, who):
     """Otherwise autograd would copy them."""
     PRODUCTS[who](monkeypatch)
     rows, offsets = torch.randn(6, 8), torch.tensor([2, 6], dtype=torch.int32)
