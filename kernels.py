@@ -1403,8 +1403,8 @@ def expert_mlp(
     weights = fc1, fc2, fc1_bias, fc2_bias
 
     def activate(hidden, probs, expert):
-        beside = {"expert": expert} if signature.takes_expert else {}
-        return activated(hidden, probs, function, signature.parts, axis, **beside)
+        expert = expert if signature.takes_expert else None
+        return activated(hidden, probs, function, signature.parts, axis, expert)
 
     if _are_few(probs, fc1):
         if indices is None:

@@ -256,20 +256,21 @@ def test_trainer_evaluates_in_inference_mode_first(backend):
     assert layer.router.expert_bias.any() and layer.router.expert_bias.dtype == torch.float32
     assert not any(tensor.is_inference() for tensor in [*layer.buffers(), *counts_of(layer)])
 
-# frozen -> calls in the backward of rows_times_weights, rows_times_rows, block_sums, mm and
-# product_in. product_in is the router's product, and that of fc2_bias.
+# frozen -> calls in the backward of rows_times_weights, rows_times_rows, block_sums, mm,
+# product_in and sum_tokens. product_in is the router's product, and that of fc2_bias; sum_tokens is
+# for the router's bias.
 FROZEN = {
-    "": [2, 2, 1, 4, 4],
-    "experts": [2, 0, 0, 4, 3],
-    "experts.fc1": [2, 1, 0, 4, 4],                           # and its bias
-    "experts.fc2": [2, 1, 1, 4, 3],
-    "router": [2, 2, 1, 4, 3],
-    "router.bias": [2, 2, 1, 4, 4],
-    "x": [2, 2, 1, 3, 3],
-    "latent_down": [2, 2, 1, 3, 4],
-    "x latent": [1, 2, 1, 1, 3],
-    "x latent experts": [1, 0, 0, 1, 2],
-    "x latent router experts.fc1": [0, 1, 0, 1, 1],
+    "": [2, 2, 1, 4, 4, 1],
+    "experts": [2, 0, 0, 4, 3, 1],
+    "experts.fc1": [2, 1, 0, 4, 4, 1],                        # and its bias
+    "experts.fc2": [2, 1, 1, 4, 3, 1],
+    "router": [2, 2, 1, 4, 3, 0],
+    "router.bias": [2, 2, 1, 4, 4, 0],
+    "x": [2, 2, 1, 3, 3, 1],
+    "latent_down": [2, 2, 1, 3, 4, 1],
+    "x latent": [1, 2, 1, 1, 3, 1],
+    "x latent experts": [1, 0, 0, 1, 2, 1],
+    "x latent router experts.fc1": [0, 1, 0, 1, 1, 0],
 }
 
 
@@ -277,8 +278,8 @@ FROZEN = {
     (FROZEN, "eager"), (["experts"], "compiled"),
     pytest.param(FROZEN, "compiled", marks=slow)])
 def test_trainer_frozen_parameters_cost_nothing(cases, how):
-    """Products in the backward: of the experts, the router and the latent pair. In eager mode one
-    more makes the rows of fc1 again, if anything needs a gradient from there. The other gradients
+    """Products in the backward: of the experts, the router and the latent pair. In eager mode
+    fc1's product runs once more, if anything needs a gradient from there. The other gradients
     stay as they are."""
     layer = exact_layer(
         add_bias_linear=True, router_bias=True, pre_softmax=True, latent_size=7, latent_norm=True,
@@ -298,7 +299,8 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how):
             got = grads(loss, [named[name] for name in live])
         close(got, [want[name] for name in live])
         counted = [calls.count(op) for op in (
-            "rows_times_weights", "rows_times_rows", "block_sums", "mm", "product_in")]
+            "rows_times_weights", "rows_times_rows", "block_sums", "mm", "product_in",
+            "sum_tokens")]
         reaches_fc1 = layer.experts.fc1.requires_grad or not frozen.startswith("x latent")
         counted[0] -= how == "eager" and reaches_fc1
         assert counted == FROZEN[frozen], frozen
