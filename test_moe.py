@@ -1469,9 +1469,9 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
 def test_experts_gradients_have_the_strides_of_the_weight(monkeypatch, who):
     """Otherwise autograd would copy them."""
     PRODUCTS[who](monkeypatch)
-    rows, offsets = torch.randn(6, 8), torch.tensor([2, 6], dtype=torch.int32)
+    rows, offsets = torch.randn(6, 8).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
     for weights in (torch.randn(2, 8, 16), torch.randn(2, 16, 8).mT):
-        weights.requires_grad_()
+        weights = weights.bfloat16().requires_grad_()
         grad, = grads(grouped_mm(rows, weights, offsets).sin(), [weights])
         assert grad.stride() == weights.stride()
 
