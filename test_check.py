@@ -20,7 +20,7 @@ import maps
 import moe
 import small
 from check import Row, check_experts, check_router
-from test_moe import DEVICE, compiled, error, fresh_start, on_a_card, on_device, slow_but
+from test_moe import DEVICE, compiled, error, fresh_start, needs, on_a_card, on_device, slow_but
 
 HERE = Path(__file__).resolve().parent
 
@@ -947,8 +947,8 @@ def adapter(name: str):
     return names["moe"]
 
 
+@needs("transformers")
 def test_check_adapter_for_transformers():
-    pytest.importorskip("transformers")
     row, *_ = check_experts(adapter("transformers"), case="random routing")
     assert not row.wrong and not row.refused
 

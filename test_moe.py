@@ -2,7 +2,7 @@
 
     python -m pytest test_moe.py                in minutes
     python -m pytest test_moe.py -k test_route_ one section: its word begins its tests' names
-    SLOW=1 python -m pytest test_moe.py         also what is slow by nature; SLOW=only: nothing else
+    SLOW=1 python -m pytest test_moe.py         the slow tests too
     DEVICE=cuda python -m pytest test_moe.py    on that device, see card/README.md
 
 The words: route, balance, permute, activation, experts, config, layer, router, shared, record.
@@ -15,6 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import math
 import os
@@ -81,6 +82,12 @@ def about_the_cpu(reason: str):
 on_a_card = pytest.mark.skipif(DEVICE != "cuda", reason="needs a card: DEVICE=cuda")
 
 
+def needs(*libraries: str):
+    """Marks a test of libraries that are not in requirements.txt."""
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing or libraries)}")
+
+
 class SkipFloat64(torch.overrides.TorchFunctionMode):
     """Skips a test that needs float64, on a device that has none."""
 
@@ -113,10 +120,8 @@ def on_device(request):
 
 
 @pytest.fixture(autouse=True)
-def fresh_start(request):
+def fresh_start():
     """Every test draws from one seed, and leaves no compiled code, dtype or loss scale behind."""
-    if os.environ.get("SLOW") == "only" and slow.mark not in request.node.iter_markers():
-        pytest.skip("quick: runs without SLOW")
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()

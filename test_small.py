@@ -1,7 +1,7 @@
 """Tests of small.py, against its own plain loop. It needs small.py beside it, torch and pytest.
 
     python -m pytest test_small.py
-    SLOW=1 python -m pytest test_small.py       also what is slow by nature; SLOW=only: nothing else
+    SLOW=1 python -m pytest test_small.py       the slow tests too
     DEVICE=cuda python -m pytest test_small.py  on that device
 """
 import copy
@@ -30,13 +30,13 @@ else:
 DEVICE = torch.device(os.environ.get("DEVICE", "cpu")).type
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="slow: runs with SLOW=1")
 on_the_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU")
+with_the_library = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 
 @pytest.fixture(autouse=True)
-def fresh_start(request):
+def fresh_start():
     """Every test draws from one seed, on DEVICE, and leaves no compiled code behind."""
-    if os.environ.get("SLOW") == "only" and slow.mark not in request.node.iter_markers():
-        pytest.skip("quick: runs without SLOW")
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
@@ -654,10 +654,11 @@ def test_small_example():
     assert names["layer"].expert_bias.any() and not names["layer"].counts.any()
 
 
+@with_the_library
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_small_takes_the_weights_of_transformers(family):
     """By the lines in the docstring: the block's output."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
     text = re.search(r"(    layer.load_state_dict.*?)\n\n", small.__doc__, re.S)[1]
     model_type = {"Mixtral": "mixtral", "Qwen3Moe": "qwen3_moe"}[family]
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")

@@ -1,7 +1,8 @@
 """Tests of the sources' imports and signatures, of the scripts, of the examples in README and docs.
+They are slow tests, all of them: what the functions compute is tested elsewhere.
 
-    python -m pytest tests/test_scripts.py
-    python -m pytest tests/test_scripts.py -k test_train_      one section
+    SLOW=1 python -m pytest tests/test_scripts.py
+    SLOW=1 python -m pytest tests/test_scripts.py -k test_train_      one section
 
 The words of the sections: sources, train, bench, steps, docs.
 """
@@ -50,9 +51,10 @@ from ranks.test_ranks import (
     check_gradients, free_port, full, mesh_of, over_ranks, own_part, whole_and_mine)
 from test_moe import (
     BIASED, PRODUCTS, TwoLayers, WAYS, about_the_cpu, agree, close, compiled, fresh_start, grads,
-    leaf, same, saved_bytes, slow, slow_but, small_config, switch_loss_loop)
+    leaf, needs, same, saved_bytes, slow, small_config, switch_loss_loop)
 from tests.test_graphs import SOURCES
 
+pytestmark = slow
 HERE = Path(__file__).resolve().parents[1]
 # The files of the layer. Each may import those before it.
 LAYER = [
@@ -148,7 +150,6 @@ def test_sources_copied_elsewhere(tmp_path):
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
 
 
-@slow
 def test_sources_installed_as_a_package(tmp_path):
     """One package, which works from another folder; nothing else is installed beside it."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -771,7 +772,6 @@ def interrupt(line: str, command: list, presses: int = 1, **env: str) -> tuple[i
         process.kill()
 
 
-@slow
 def test_train_stops_while_it_compiles(tmp_path, tiny):
     """The second Ctrl-C ends the program at once, and without a checkpoint."""
     command = [sys.executable, "examples/train.py", *tiny, "--out", tmp_path / "out"]
@@ -783,7 +783,6 @@ def test_train_stops_while_it_compiles(tmp_path, tiny):
     assert not list(tmp_path.glob("out/checkpoint-*"))
 
 
-@slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train_stops_and_goes_on(tmp_path, tiny, ranks):
     """A Ctrl-C leaves a checkpoint. The same command with --resume ends with the weights of an
@@ -850,7 +849,6 @@ def finish_train(processes, kill_last_at: Path | None = None) -> list[int]:
             process.kill()
 
 
-@slow
 def test_train_with_a_killed_rank(tmp_path):
     """Two ranks follow the curve of one process. When one rank is killed, the other ends with an
     error, and --resume goes on bit for bit. A checkpoint of ep 2 goes on at ep 1. One of ep 1 goes
@@ -950,9 +948,9 @@ def test_bench_refuses_a_profile_without_a_card(capsys, monkeypatch):
         assert "--profile goes with overlap, on a CUDA card" in capsys.readouterr().err
 
 
+@needs("matplotlib")
 def test_bench_draws_the_curves_of_a_run(tmp_path):
     """A run and a baseline without experts."""
-    pytest.importorskip("matplotlib")
     for folder, loads in ((tmp_path, [[3, 1], [2, 2]]), (tmp_path / "dense", None)):
         folder.mkdir(exist_ok=True)
         records = [dict(step=1, loss=8.0, **(dict(tokens_per_expert=loads) if loads else {})),
@@ -994,7 +992,6 @@ def test_steps_compute_the_loop(name):
         assert (got - right).norm() < 2e-2 * right.norm()
 
 
-@slow
 def test_steps_print_their_table(capfd, monkeypatch):
     """A row for each step: its bytes, its time over the last's, kernels, graphs. In fp32 the rows
     of F.grouped_mm say why there is none."""
@@ -1253,7 +1250,7 @@ def test_docs_bytes_kept():
 
 
 @about_the_cpu("it stands in for a card")
-@pytest.mark.parametrize("who", slow_but(["a loop"], ["a loop", "native"]))
+@pytest.mark.parametrize("who", ["a loop", "native"])
 def test_docs_bytes_kept_in_a_graph(monkeypatch, who):
     """By the layer itself: 8·E less than results.md says for eager mode, and T·K more, which graphs
     of torch 2.15 make again."""
@@ -1456,7 +1453,7 @@ def test_docs_loss_of_your_own(rank, ranks):
     close(both[1].double(), loss.detach()[None], 1e-5)
 
 
-@pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @over_ranks(2)
 def test_docs_dispatcher(rank, ranks, backend):
     """It gives what all-to-alls give, gradients of router and experts included (Automodel #2995),
@@ -1631,9 +1628,10 @@ def test_docs_lightning(monkeypatch):
     same(lit.model.state_dict(), want.state_dict())
 
 
+@needs("accelerate")
 def test_docs_accelerate():
     """Six batches in steps of four: the last step has two."""
-    state = pytest.importorskip("accelerate.state", reason="trains with accelerate")
+    from accelerate import state
     data = torch.randn(6, 10, 64)
     model = small_model(**BALANCED)
     want = plain_steps(copy.deepcopy(model), list(data), 4)
@@ -1720,9 +1718,10 @@ def test_docs_tensorboard():
     assert written["load_balancing_loss/0.router"] == pytest.approx(sum(losses) / 3)
 
 
+@needs("transformers")
 def test_docs_upcycle():
     """Without noise the logits stay; with noise the experts differ."""
-    transformers = pytest.importorskip("transformers", reason="upcycles its Llama")
+    import transformers
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2))
@@ -1737,10 +1736,12 @@ def test_docs_upcycle():
             close(model(ids).logits, want, 1e-5)
 
 
+@needs("transformers", "peft")
 def test_docs_lora(tmp_path):
     """A reloaded adapter has the bias, and gives the same logits."""
-    transformers = pytest.importorskip("transformers", reason="adapts its Qwen3-MoE")
-    peft = pytest.importorskip("peft", reason="adapts a model with peft")
+    import peft
+    import transformers
+
     from models.families import replace_blocks
     base = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
@@ -1782,7 +1783,6 @@ def test_docs_decode():
             close(function(torch.arange(T)), model(torch.arange(T)), 1e-5)
 
 
-@slow
 def test_docs_export(tmp_path):
     """A fresh process that imports the ops gives the layer's output; one that does not cannot. The
     output of torch 2.11's AOTInductor is wrong, without an error."""
