@@ -45,7 +45,9 @@ import maps
 import moe
 import small
 from examples import steps
-from models import families
+from models.configs import read_config
+from models.experts import register_experts
+from models.live import replace_blocks
 from ranks.parallel import ProcessGroups
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
@@ -487,7 +489,7 @@ def bench_eager(report: Report, case: Case) -> None:
     inputs = [x, indices, probs.to(case.dtype).requires_grad_()]
     grads = [torch.randn_like(x)]
     candidates = {}
-    for how in (families.register_experts(), "grouped_mm", "eager"):
+    for how in (register_experts(), "grouped_mm", "eager"):
         experts = hugging_face_block(case, layer, how).experts
         candidates[how] = Candidate(experts, inputs, grads)
     loop = candidates.pop("eager")
@@ -754,7 +756,7 @@ def bench_families(report: Report) -> None:
         case = report.cases([Case(*sizes, FP32)])[0]
         fields = published_fields(case)
         published = {"model_type": model_type, "ffn_config": fields, **fields}
-        config = moe.MoEConfig(**families.read_config(published).fields)
+        config = moe.MoEConfig(**read_config(published).fields)
         config = replace(config, shared_expert_intermediate_size=None, shared_expert_gate=False)
         layer, x, grads = layer_and_input(config, case.T)
         candidates = Candidate(layer, [x], grads).both("layer")
@@ -798,7 +800,7 @@ class LossOf(nn.Module):
             **published_fields(case))
         self.model = AutoModelForCausalLM.from_config(config).to(DEVICE, case.dtype)
         if experts == "blocks":
-            families.replace_blocks(self.model)
+            replace_blocks(self.model)
         else:
             self.model.set_experts_implementation(experts)
 
@@ -812,7 +814,7 @@ def bench_model(report: Report, model_type: str, case: Case) -> None:
     inputs = [torch.randint(1, 64, (1, case.T), device=DEVICE)]
     grads = [torch.ones((), device=DEVICE)]
     candidates = {}
-    for experts in (families.register_experts(), "grouped_mm", "eager"):
+    for experts in (register_experts(), "grouped_mm", "eager"):
         loss = LossOf(model_type, case, experts)
         candidates |= Candidate(loss, inputs, grads).both(experts)
     del candidates["eager, compiled"]                      # its loop is no graph

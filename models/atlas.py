@@ -5,7 +5,7 @@
     python models/atlas.py TYPE .. [config.json ..]  # how several differ
 
 Nothing here is written for a family, except the routers that no MoEConfig expresses, OF_REFUSED. A
-router's text is made of the knobs of its row in families.py, and of a config from published.py or
+router's text is made of the knobs of its row in table.py, and of a config from published.py or
 from a file. So a formula says what config_from_hf builds.
 
 A formula is Python, with three functions:
@@ -27,10 +27,10 @@ if not __package__:                          # a script: the layer's files are a
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __package__ and __package__ != "models":  # the layer is a package
     from .. import moe
-    from . import families, published
+    from . import configs, published, reader, table
 else:
     import moe
-    from models import families, published
+    from models import configs, published, reader, table
 
 
 # Three columns: a condition, the column in the table of docs/routers.md, the formula. A condition
@@ -74,10 +74,10 @@ LETTERS = {"hidden_size": "H", "num_experts": "E", "topk": "K", "ffn_hidden_size
            "shared_expert_intermediate_size": "S"}
 
 
-def _facts(reading: families.Reading) -> dict:
+def _facts(reading: configs.Reading) -> dict:
     """What the formulas name: all fields of MoEConfig, and what follows from them."""
     fields = reading.fields
-    facts = families.meaning(fields)
+    facts = configs.meaning(fields)
     over_chosen = (facts["score_function"] == "softmax" and not facts["pre_softmax"]
                    and fields.get("norm_topk_prob") is None)
     norm = facts["norm_topk_prob"]
@@ -96,9 +96,9 @@ def _facts(reading: families.Reading) -> dict:
         "over_chosen": over_chosen,
         "scaling_factor": None if facts["scaling_factor"] == 1 else facts["scaling_factor"],
         "best": facts["group_score_topk"],
-        "has_table": families.HASH_TABLE in reading.row.layouts[-1],
+        "has_table": table.HASH_TABLE in reading.row.layouts[-1],
         "normed": norm and not over_chosen,
-        "if_named": f", if {norm}" if isinstance(norm, families.Missing) else "",
+        "if_named": f", if {norm}" if isinstance(norm, reader.Missing) else "",
         "may_be_normed": not norm and callable(reading.row.knobs.get("norm_topk_prob")),
         "on_input": facts["apply_probs_on"] == "input",
         "constants": ", ".join(constants),
@@ -138,7 +138,7 @@ class Line(NamedTuple):
         return self.template.format_map(self.values)
 
 
-def lines_of(reading: families.Reading) -> list[Line]:
+def lines_of(reading: configs.Reading) -> list[Line]:
     """The lines of FORMULAS that hold for a router, with its values."""
     facts = _facts(reading)
     lines = []
@@ -296,32 +296,32 @@ zaya
     y = sum(probs * experts(chosen, x))
 """
 OF_REFUSED = re.findall(r"^(\w.*)\n((?: .*\n)+)", OF_REFUSED, re.M)
-OF_REFUSED = families.with_outer_names({
+OF_REFUSED = table.with_outer_names({
     name: textwrap.dedent(lines).splitlines()
     for names, lines in OF_REFUSED for name in names.split(", ")})
 
 
 def _refused_router(model_type, hf_config):
     """The formulas of a refused router, if it has any, and the reason why no MoEConfig has them."""
-    why = families.REFUSED[model_type]
-    title, read = f"{model_type}: no config found", families.Reader({})
+    why = table.REFUSED[model_type]
+    title, read = f"{model_type}: no config found", reader.Reader({})
     if hf_config is not None:
-        title, read = model_type, families.type_of(hf_config)[1][0]
-        families.refuse_dense(model_type, read)
+        title, read = model_type, configs.type_of(hf_config)[1][0]
+        configs.refuse_dense(model_type, read)
     if model_type not in OF_REFUSED:
         return f"{model_type} is refused: {why}"
     text = [title]
     for template in OF_REFUSED[model_type]:
         names = dict.fromkeys(re.findall(r"{(\w+)}", template))
-        values = {name: read.whole(name, families.Missing(name)) for name in names}
+        values = {name: read.whole(name, reader.Missing(name)) for name in names}
         template, _, condition = template.partition(", if ")
         if condition:
             condition = values[condition.strip("{}")]
-            if isinstance(condition, families.Missing):
+            if isinstance(condition, reader.Missing):
                 template += f", if {condition}"
             elif not condition:
                 continue
-        found = [name for name, value in values.items() if not isinstance(value, families.Missing)]
+        found = [name for name, value in values.items() if not isinstance(value, reader.Missing)]
         line = template.format_map(values)
         text.append(f"{line:59} [{', '.join(found)}]" if found else line)
     return "\n".join([*text, f"no MoEConfig: {why}"])
@@ -330,36 +330,36 @@ def _refused_router(model_type, hf_config):
 # ---- Configs ----
 
 # A type, under any of its names -> its name in published.py.
-NAMES = families.with_outer_names({name: name for name in families.FAMILIES})
+NAMES = table.with_outer_names({name: name for name in table.FAMILIES})
 
 
 def published_config(model_type: str) -> tuple[str, dict]:
     """(the model and where its numbers are from, its config). If no config was found, the value of
     each field is its own name.
     """
-    families.family(model_type)                              # refuses an unknown one
+    table.family(model_type)                              # refuses an unknown one
     name = NAMES[model_type]
     if name in published.FIELDS:
-        fields = {field: families.Missing(field) for field in published.FIELDS[name].split()}
+        fields = {field: reader.Missing(field) for field in published.FIELDS[name].split()}
         return "no config found", {**fields, "model_type": name}
     known = published.MODELS[name]
     found = {"file": "", "quoted": ", numbers quoted", "memory": ", numbers from memory"}
     return f"{known.model}{found[known.found]} ({known.source})", known.config
 
 
-def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
+def readings_of(hf_config) -> list[tuple[str, configs.Reading]]:
     """(the layers, their reading) of each kind of layer, the most frequent kind last. If all layers
     are alike, one pair with "" for the layers.
 
     ValueError: an unknown type, or a router that cannot be expressed.
     """
-    whole = families.read_config(hf_config)
+    whole = configs.read_config(hf_config)
     kinds = {}
     if whole.by_layer:
         for layer in whole.sparse:
-            reading = families.read_config(hf_config, layer)
+            reading = configs.read_config(hf_config, layer)
             kinds.setdefault(str(reading), (reading, []))[1].append(layer)
-    readings = [(families.layers(numbers), reading)
+    readings = [(reader.layers(numbers), reading)
                 for reading, numbers in sorted(kinds.values(), key=lambda kind: len(kind[1]))]
     readings = readings or [("", whole)]
     for _, reading in readings:
@@ -370,7 +370,7 @@ def readings_of(hf_config) -> list[tuple[str, families.Reading]]:
 def _config_text(reading):
     """The MoEConfig as Python, or the reason why there is none."""
     problems = list(dict.fromkeys(reading.of_the_block))
-    missing = any(isinstance(value, families.Missing) for value in reading.fields.values())
+    missing = any(isinstance(value, reader.Missing) for value in reading.fields.values())
     if not problems and not missing:
         try:
             moe.MoEConfig(**reading.fields)
@@ -394,7 +394,7 @@ def router(model_type: str, hf_config=None) -> str:
     instead follows. Of a refused type only some have formulas: those of eval mode. ValueError: an
     unknown type, or a config that cannot be expressed.
     """
-    if model_type in families.REFUSED:
+    if model_type in table.REFUSED:
         return _refused_router(model_type, hf_config)
     title = model_type
     if hf_config is None:
@@ -406,7 +406,7 @@ def router(model_type: str, hf_config=None) -> str:
     _, usual = readings[-1]
     text = [title]
     if usual.dense:
-        text.append(f"without experts: {families.layers(usual.dense)}")
+        text.append(f"without experts: {reader.layers(usual.dense)}")
     usual_lines = _with_origins(usual)
     text += usual_lines
     if usual.unread:
@@ -432,10 +432,10 @@ def compare(models: list[tuple[str, str, dict]]) -> str:
     models: (type, name, config), two or more. If the layers of one differ, its most frequent kind
     counts.
     """
-    types, names, configs = zip(*models)
-    readings = [readings_of(config)[-1][1] for config in configs]
+    types, names, given = zip(*models)
+    readings = [readings_of(config)[-1][1] for config in given]
     routers = [{line.template: line for line in lines_of(reading)} for reading in readings]
-    dense = [families.layers(reading.dense) if reading.dense else "-" for reading in readings]
+    dense = [reader.layers(reading.dense) if reading.dense else "-" for reading in readings]
     rows = [["type", *types], ["model", *(name.split(" (")[0] for name in names)]]
     same = []
     if len(set(dense)) > 1:
@@ -488,14 +488,14 @@ def _cell(line):
     return ", ".join(str(value) for value in line.values.values() if value != "") or "yes"
 
 
-def table() -> str:
+def table_of_routers() -> str:
     """The table of docs/routers.md: a line per family, with its published model, then a line per
     refused type."""
     head = ["model_type", "model (source of the formulas)", "H, E, K, F, S", *COLUMNS,
             "product, scores, probs"]
     rows = [head, ["---"] * len(head)]
     first = {}                                               # cells -> the first family with them
-    for name in families.FAMILIES:
+    for name in table.FAMILIES:
         model, config = published_config(name)
         readings = readings_of(config)
         _, usual = readings[-1]
@@ -515,7 +515,7 @@ def table() -> str:
         numbers = "" if NAMES[name] in published.FIELDS else ", ".join(
             str(size or "-") for size in sizes.values())
         rows.append([f"`{name}`", model, numbers, *cells])
-    for name, why in families.INEXPRESSIBLE.items():
+    for name, why in table.INEXPRESSIBLE.items():
         rows.append([f"`{name}`", "", "", f"refused: {why}", *[""] * len(COLUMNS)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -535,12 +535,12 @@ def main() -> None:
                 models.append((word, "", None))
                 continue
             config = dict(json.loads(Path(word).read_text()))
-            model_type, _ = families.type_of(config)
+            model_type, _ = configs.type_of(config)
             if models and models[-1][2] is None:             # the config of the type before it
                 model_type = models.pop()[0]
             models.append((model_type, word, {**config, "model_type": model_type}))
         if not models:
-            print(table())
+            print(table_of_routers())
         elif len(models) == 1:
             print(router(models[0][0], models[0][2]))
         else:

@@ -25,7 +25,7 @@ def published(model: str, source: str, found: str, **config) -> Published:
     return Published(model, source, found, config)
 
 
-# A row of families.FAMILIES -> a model of it. No config was found for the other rows.
+# A row of table.FAMILIES -> a model of it. No config was found for the other rows.
 MODELS = {
     "mixtral": published(
         "mistralai/Mixtral-8x7B-v0.1", "arXiv 2401.04088", "file",

@@ -60,6 +60,7 @@ HERE = Path(__file__).resolve().parents[1]
 LAYER = [
     "compat", "grouped", "kernels", "base", "router", "shared_experts", "moe"]
 RANKS = ["sharding", "parallel"]
+MODELS = "reader table configs weights atlas published experts live".split()
 
 
 def run(*args, cwd=HERE) -> subprocess.CompletedProcess:
@@ -162,12 +163,11 @@ def test_sources_installed_as_a_package(tmp_path):
     assert done.returncode == 0, done.stderr
     installed = target / "minimal_moe"
     names = [file.stem for file in (*installed.glob("*.py"), *installed.glob("*/*.py"))]
-    others = ["maps", "small", "check", "families", "atlas", "published"]
-    assert sorted(names) == sorted(LAYER + RANKS + others)
+    assert sorted(names) == sorted(LAYER + RANKS + MODELS + ["maps", "small", "check"])
     tops = [path.name for path in target.iterdir() if path.suffix != ".dist-info"]
     assert tops == ["minimal_moe"]
     done = run("-c", f"import sys; sys.path.insert(0, {str(target)!r})\n"
-               "import torch, minimal_moe.models.families, minimal_moe.check, minimal_moe.small\n"
+               "import torch, minimal_moe.models.live, minimal_moe.check, minimal_moe.small\n"
                "import minimal_moe.maps, minimal_moe.ranks.parallel\n"
                "from minimal_moe.moe import MoEConfig, MoELayer\n"
                "print(MoELayer(MoEConfig(8, 4, 4, 2))(torch.ones(3, 8)).shape)", cwd=tmp_path)
@@ -192,21 +192,21 @@ def imported_modules(file: str) -> set[str]:
     ("maps.py", {"compat", "kernels"}),
     ("ranks/sharding.py", {"compat", "base"}),
     ("ranks/parallel.py", {"compat", "kernels", "base"}),
+    *[(f"models/{name}.py", {"moe", "models"}) for name in MODELS[:-2]],
     # transformers: in the functions that need it
-    ("models/families.py", {"moe", "base", "ranks", "transformers"}),
-    ("models/atlas.py", {"moe", "models"}),
-    ("models/published.py", set()),
+    ("models/experts.py", {"moe", "base", "transformers"}),
+    ("models/live.py", {"moe", "models", "base", "ranks", "transformers"}),
     ("examples/steps.py", {"small"}),
 ])
 def test_sources_import_torch_and_einops_alone(file, local):
-    known = {"torch", "einops"} if file == "models/families.py" else {"torch"}
+    known = {"torch", "einops"} if file == "models/weights.py" else {"torch"}
     others = imported_modules(file) - known - local
     assert others <= sys.stdlib_module_names, f"{file} imports {others - sys.stdlib_module_names}"
 
 
 @pytest.mark.parametrize(
     "file", [*[f"{name}.py" for name in LAYER], *[f"ranks/{name}.py" for name in RANKS], "maps.py",
-             "small.py", "models/families.py", "models/atlas.py", "examples/train.py"])
+             "small.py", *[f"models/{name}.py" for name in MODELS], "examples/train.py"])
 def test_sources_private_names_of_torch(file):
     """They stand in one section of compat.py, of ranks/parallel.py and of ranks/sharding.py. What
     nn.Module is made of, and its methods that are there to be overridden, are none; nor is what
@@ -1742,7 +1742,7 @@ def test_docs_lora(tmp_path):
     import peft
     import transformers
 
-    from models.families import replace_blocks
+    from models.live import replace_blocks
     base = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
         moe_intermediate_size=16, num_attention_heads=2, num_key_value_heads=2))
