@@ -30,8 +30,8 @@ class Dispatch(Protocol):
         """(rows [M, H], probs [M, K], plan): the arguments of Experts.forward.
 
         The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts holds numbers of
-        this rank's experts, from 0, and E / ep for what is unrouted. If rows have one expert each,
-        there is one column.
+        this rank's experts, from 0, and E / ep for what is unrouted. If each row has one expert,
+        probs and experts have one column.
         """
 
     def send_back(self, output: Tensor):
@@ -167,9 +167,9 @@ class MoEModule(nn.Module):
     def reset_parameters(self) -> None:
         """Draws this module's own weights anew (normal). Biases become zero, norms one.
 
-        A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
-        torch's default generator draws a seed per parameter, and seed + e seeds expert e, which is
-        drawn unsharded in fp32. A rank draws its own experts and keeps its part.
+        On one kind of device a seed gives the same model for every ep, tp and dtype. For this
+        torch's default generator draws one seed for each parameter, and expert e is drawn whole and
+        in fp32, from seed + e. A rank draws only its own experts, and keeps its part of each.
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name in _FILLED_WITH:
@@ -213,14 +213,16 @@ class MoEModule(nn.Module):
 
 
 def unwrapped(path: str) -> str:
-    """The path without what torch.compile and checkpoint_wrapper put into it."""
+    """The path without the names that torch.compile and checkpoint_wrapper put into it."""
     return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", path)
 
 
 def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """(the module that says which ranks hold the parameter, its name there): the nearest MoEModule
-    above it, where a parameter of a part has a name such as "act.weight". Without a MoEModule, the
-    module that has it. A parametrization's tensors count as the parameter that they make.
+    """(the module that says which ranks hold the parameter, the parameter's name in that module).
+
+    The module is the nearest MoEModule above the parameter, else the one that holds it. A parameter
+    of a submodule has a name such as "act.weight". The tensors of a parametrization count as the
+    parameter that they make.
     """
     names = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path).split(".")
     above = [module]
