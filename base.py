@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Dispatch(Protocol):
     """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
     with the experts between the first and the second. Rows have width H, or ℓ with latent experts.
-    The experts multiply by the probs, so the way back is a plain sum.
+    The experts multiply by the probs, so the way back is a plain sum. If there is an attribute
+    `indices`, it is the [M, K] that the plan was made of, for kernels.expert_mlp.
     """
 
     def wait_for_rows(self) -> "tuple[Tensor, Tensor, Plan]":
@@ -48,6 +49,7 @@ class Local(NamedTuple):
     tokens: Tensor
     probs: Tensor
     plan: "Plan"
+    indices: Tensor | None = None
 
     def wait_for_rows(self):
         return self.tokens, self.probs, self.plan
@@ -77,17 +79,17 @@ class OneProcess:
         """This rank's number in the group."""
         return 0
 
-    def sum(self, x: Tensor, name: str) -> Tensor:
+    def sum(self, x: Tensor, group) -> Tensor:
         """The sum of x over the group, without gradient. With one rank, x itself."""
         return x
 
     def sums(self, tensors: list[Tensor], groups: list) -> list[Tensor]:
-        """The sum of each tensor over its group, in as few collectives as there can be."""
+        """`sum` of each tensor over its own group, with as few collectives as possible."""
         return tensors
 
     def dispatch(self, x: Tensor, probs: Tensor, indices: Tensor, plan: "Plan", config) -> Dispatch:
         """For the arguments see MoELayer.dispatch."""
-        return Local(x, probs, plan)
+        return Local(x, probs, plan, indices)
 
     def enter_tp(self, x: Tensor, sequence_parallel: bool) -> Tensor:
         """The tokens of all tp ranks. With sequence_parallel each rank has a part of them, and the
@@ -120,6 +122,13 @@ def group_size(group) -> int:
 
 # ---- Modules ----
 
+class Sharding(NamedTuple):
+    """How ranks hold a parameter. By default it is whole on every rank."""
+    over: str = "tp"                   # the name of the group that shares it out
+    axis: int | None = None            # along which axis; None: whole on every rank
+    summed_over: str = "tp_dp_cp"      # the name of the group that sums its gradient
+
+
 # parameter -> its first value; the others are drawn
 _FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 
@@ -129,10 +138,9 @@ class MoEModule(nn.Module):
     # parameter -> the config's field with its standard deviation
     std_fields = {
         "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
-    # parameter -> (the name of the group that shares it out, along which axis, the name of the
-    # group that sums its gradient). Parameters with the axis None, and those that are not here, are
-    # whole on every rank. A parameter of a part that is no MoEModule is named as in "act.weight".
-    sharded = {}
+    # parameter -> its Sharding, or a tuple of the same; others are whole. If the parameter is in a
+    # submodule that is no MoEModule, its name is as in "act.weight".
+    sharded: dict[str, tuple] = {}
 
     def __init__(self, config, pg_collection: OneProcess | None = None):
         super().__init__()
@@ -159,9 +167,9 @@ class MoEModule(nn.Module):
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
 
-    def shard(self, name: str) -> tuple[str, int | None, str]:
-        """The entry of `sharded` for this parameter; its axis is None if it is whole."""
-        return self.sharded.get(name, ("tp", None, "tp_dp_cp"))
+    def shard(self, name: str) -> Sharding:
+        """How ranks hold this parameter."""
+        return Sharding(*self.sharded.get(name, ()))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -192,10 +200,10 @@ class MoEModule(nn.Module):
         """
         own, starts = compat.own_part(parameter)
         shape = list(parameter.shape)
-        group, axis, _ = self.shard(name)
+        over, axis, _ = self.shard(name)
         if axis is not None:
-            starts[axis] += self.pg_collection.rank(group) * shape[axis]
-            shape[axis] *= self.pg_collection.size(group)
+            starts[axis] += self.pg_collection.rank(over) * shape[axis]
+            shape[axis] *= self.pg_collection.size(over)
         if axis == 0:
             return own, shape[1:], starts
         return own[None], shape, [0, *starts]

@@ -164,27 +164,22 @@ def _has_native_product(device):
     return _cuda_generation(device) in (9, 10)
 
 
-def _aligned(*operands):
-    """Whether widths and strides are multiples of 16 bytes, for torch's grouped product."""
-    for x in operands:
-        steps = [step or 1 for step in x.stride() if step != 1]        # stride 0 is not aligned
-        if any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps)):
-            return False
-    return True
-
-
 def _begins_aligned(x):
     return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
 
 
 def _native(*operands):
-    """Whether torch's grouped product takes rows or matrices [E, ..] as they are."""
+    """Whether torch's grouped product takes rows or matrices [E, ..] as they are: in bf16, E below
+    1024, widths and strides multiples of 16 bytes.
+    """
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
             return False
-        if not _begins_aligned(x):
+        steps = [step or 1 for step in x.stride() if step != 1]        # stride 0 is not aligned
+        unaligned = any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps))
+        if unaligned or not _begins_aligned(x):
             return False
-    return _aligned(*operands) and _has_native_product(operands[0].device)
+    return _has_native_product(operands[0].device)
 
 
 def expert_of(row_TK, offsets):
@@ -192,12 +187,17 @@ def expert_of(row_TK, offsets):
     return torch.bucketize(row_TK.t(), offsets, right=True).t()
 
 
+def expert_of_rows(num_rows, offsets):
+    """[N]: the expert of each row, for unrouted rows the last expert."""
+    row_N = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    return expert_of(row_N, offsets).clamp(max=len(offsets) - 1)
+
+
 def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
-    row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
     if bias is not None:
-        expert_N = expert_of(row_N, offsets)
-        out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
+        out = out + bias[expert_of_rows(len(rows), offsets)]
+    row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
     # Unrouted rows are left uninitialised. A NaN there would reach the gradient of an activation's
     # own parameters, which is a sum over all rows.
     return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)

@@ -1316,7 +1316,7 @@ def _are_few(probs, fc1):
     return holds_in_this_graph(probs.numel() <= most)
 
 
-def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate):
+def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert):
     """expert_mlp for few tokens. Each assignment reads its expert's weights in place: the compiler
     makes no tensor of fc1[expert_TK].
     """
@@ -1325,7 +1325,8 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
     hidden_TKO = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
     if fc1_bias is not None:
         hidden_TKO = hidden_TKO + fc1_bias[expert_TK]
-    act_TKF = activate(hidden_TKO, probs[..., None], expert_TK[..., None])
+    act_TKF = activate(
+        hidden_TKO, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
     out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]
@@ -1337,7 +1338,9 @@ def _mlp_of_rows(
 ):
     """expert_mlp for any number of tokens: rows in expert order, and two grouped products."""
     read = grouped.where_read(plan.offsets, plan.order.shape[0], fc1, fc2)
-    expert_N1 = _expert_of_rows(plan) if takes_expert else None
+    expert_N1 = None
+    if takes_expert:
+        expert_N1 = grouped.expert_of_rows(plan.order.shape[0], plan.offsets)[:, None]
 
     def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
@@ -1347,7 +1350,7 @@ def _mlp_of_rows(
         return hidden.detach(), *_StoreFp8.apply(hidden)
 
     def value(hidden, probs):
-        return activate(hidden, gather_probs(probs, plan), expert_N1)
+        return activate(hidden, gather_probs(probs, plan), expert=expert_N1)
 
     def from_experts(act):
         return grouped.linear(act, fc2, read)
@@ -1367,11 +1370,6 @@ def _mlp_of_rows(
         rows = _InPlaceOf.apply(from_experts(act), exact)
     y = combine_rows(rows, plan)
     return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
-
-
-def _expert_of_rows(plan):
-    row_N1 = torch.arange(plan.order.shape[0], device=plan.order.device)[:, None]
-    return grouped.expert_of(row_N1, plan.offsets).clamp(max=len(plan.offsets) - 1)
 
 
 def expert_mlp(
@@ -1413,13 +1411,11 @@ def expert_mlp(
     fc1, fc1_bias, axis = _flat_weights(fc1, fc1_bias)
     weights = fc1, fc2, fc1_bias, fc2_bias
 
-    def activate(hidden, probs, expert):
-        expert = expert if signature.takes_expert else None
-        return activated(hidden, probs, function, signature.parts, axis, expert)
-
+    activate = functools.partial(activated, function=function, parts=signature.parts, axis=axis)
     if _are_few(probs, fc1):
         if indices is None:
             indices = grouped.expert_of(plan.inverse, plan.offsets)
-        return _mlp_in_place(tokens, probs, indices, *weights, activate)
+        return _mlp_in_place(
+            tokens, probs, indices, *weights, activate, signature.takes_expert)
     return _mlp_of_rows(
         tokens, probs, plan, *weights, activate, signature.takes_expert, fp8_input_store)

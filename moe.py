@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 if __package__:
     from . import compat, kernels
-    from .base import GROUPS, Dispatch, MoEModule, OneProcess, owner_of
+    from .base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from .router import (
         LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
         load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
@@ -53,7 +53,7 @@ if __package__:
 else:
     import compat
     import kernels
-    from base import GROUPS, Dispatch, MoEModule, OneProcess, owner_of
+    from base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from router import (
         LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
         load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
@@ -264,14 +264,15 @@ class MoELayer(MoEModule):
             x_TH = self.latent_down(x_TH).to(x_TH.dtype)
         expert_probs_TK = probs_TK
         if config.apply_probs_on == "input":                     # K = 1
-            x_TH, expert_probs_TK = _multiplied(x_TH, probs_TK)
+            x_TH = (x_TH * probs_TK).to(x_TH.dtype)
+            expert_probs_TK = torch.ones_like(probs_TK)
 
         # Rows go to their experts and come back. (FSDP2's output_dtype makes the casts necessary.)
         dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
+        indices = getattr(dispatched, "indices", None)           # of the rows, if they are known
         if config.shared_expert_overlap:
             dispatched = OverlappedDispatch(dispatched, shared)
         rows, probs, local_plan = dispatched.wait_for_rows()
-        indices = indices_TK if local_plan is plan else None     # of this rank's own rows
         output = self.experts(rows, probs, local_plan, indices).to(rows.dtype)
         y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
 
@@ -300,11 +301,6 @@ class MoELayer(MoEModule):
         return self.pg_collection.dispatch(x, probs, indices, plan, self.config)
 
 
-def _multiplied(x_TH, probs_T1):
-    """(x times the probs, the probs left for the experts: ones)."""
-    return (x_TH * probs_T1).to(x_TH.dtype), torch.ones_like(probs_T1)
-
-
 # ---- Experts ----
 
 def _as_autocast(*tensors):
@@ -323,7 +319,7 @@ def _as_autocast(*tensors):
 class Experts(MoEModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
     per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
-    sharded = {name: ("ep", 0, "expt_dp") for name in per_expert}
+    sharded = dict.fromkeys(per_expert, Sharding("ep", axis=0, summed_over="expt_dp"))
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
     # number of each row's expert among this rank's, [.., 1]. It has to be pure: see docs/change.md.
@@ -498,7 +494,7 @@ def select_experts(
         raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
     config = replace(layer.config, num_experts=len(experts))
     if isinstance(layer.experts, Experts):
-        whole = [name for name, (_, axis, _) in layer.experts.sharded.items() if axis is None]
+        whole = [name for name in layer.experts.sharded if layer.experts.shard(name).axis is None]
         _refuse_undeclared(layer.experts, [*layer.experts.per_expert, *whole])
     new = copy.deepcopy(layer)
     new.set_config(config)

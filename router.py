@@ -499,7 +499,7 @@ class TopKRouter(Router):
             local = (~padding_mask).sum()
         elif ranks.size("tp_cp") > 1:
             local = torch.full((), local, device=logits.device)
-        tokens = ranks.sum(local, "tp_cp")
+        tokens = ranks.sum(local, ranks.tp_cp)
         if ranks.size("tp_cp") > 1:
             loss = loss * local / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(
@@ -543,7 +543,7 @@ class TopKRouter(Router):
         zero at padding; counts and T are summed over tp_cp.
         """
         group = self.pg_collection.tp_cp
-        counts_E = self.pg_collection.sum(routing_map.sum(0), "tp_cp")
+        counts_E = self.pg_collection.sum(routing_map.sum(0), group)
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
@@ -562,7 +562,7 @@ class TopKRouter(Router):
         group = self.pg_collection.tp_cp
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
         counts = kernels.sequence_counts(routing_map, sequence_T, num_sequences)
-        counts = self.pg_collection.sum(counts, "tp_cp")
+        counts = self.pg_collection.sum(counts, group)
         loss = kernels.switch_loss_of_sequences(
             scores, counts, sequence_T, self.config.topk, moe_aux_loss_coeff=coeff)
         return self.attach_and_log_load_balancing_loss(
@@ -577,7 +577,7 @@ class TopKRouter(Router):
         """
         ranks = self.pg_collection
         local_E = routing_map.sum(0)
-        counts_E = ranks.sum(local_E, "tp_dp_cp").float()
+        counts_E = ranks.sum(local_E, ranks.tp_dp_cp).float()
         sums_E, steps = self.global_tokens_per_expert, self.ga_steps
         # Otherwise the compiler might compute the mean in the backward, of sums that other
         # microbatches have changed since.
@@ -585,7 +585,7 @@ class TopKRouter(Router):
         mean_E = mean_E.to(scores_for_aux_loss.dtype)
         probs = self.counts.write(probs, sums_E, counts_E, add=True)
         probs = self.counts.write(probs, steps, torch.ones_like(steps), add=True)
-        valid = ranks.sum(local_E.sum(), "tp_cp").to(mean_E.dtype) / self.config.topk
+        valid = ranks.sum(local_E.sum(), ranks.tp_cp).to(mean_E.dtype) / self.config.topk
         return self._attach_switch_loss(
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, ranks.tp_dp_cp, valid=valid)
 

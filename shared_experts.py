@@ -12,11 +12,11 @@ from torch import Tensor
 
 if __package__:
     from . import compat, kernels
-    from .base import Dispatch, MoEModule, OneProcess
+    from .base import Dispatch, MoEModule, OneProcess, Sharding
 else:
     import compat
     import kernels
-    from base import Dispatch, MoEModule, OneProcess
+    from base import Dispatch, MoEModule, OneProcess, Sharding
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -246,7 +246,7 @@ class SharedExpertMLP(MoEModule):
     pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm, get_output.
     A step out of order is a RuntimeError.
     """
-    sharded = {"fc1": ("tp", 1, "dp_cp"), "fc2": ("tp", 1, "dp_cp")}
+    sharded = dict.fromkeys(("fc1", "fc2"), Sharding("tp", axis=1, summed_over="dp_cp"))
 
     def __init__(self, config: "MoEConfig", gate: bool, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -261,7 +261,7 @@ class SharedExpertMLP(MoEModule):
         self.gate_weight = self.parameter(1, H) if gate else None
         # A tp rank that has a part of the tokens has a part of the gate's gradient, else all of it.
         over = "tp_dp_cp" if ranks == 1 or config.sequence_parallel else "dp_cp"
-        self.sharded = {**self.sharded, "gate_weight": ("tp", None, over)}
+        self.sharded = {**self.sharded, "gate_weight": Sharding(summed_over=over)}
         self.reset_overlap()
         self.reset_parameters()
 

@@ -143,8 +143,8 @@ def grouped_mm(a, b, offsets, native):
     if not native:
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
-    # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the products of experts without
-    # rows.
+    # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the product of an expert that
+    # has no rows.
     if b.ndim == 3:
         row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
         return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
