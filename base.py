@@ -79,7 +79,7 @@ class OneProcess:
         """This rank's number in the group."""
         return 0
 
-    def sum(self, x: Tensor, group) -> Tensor:
+    def sum(self, x, group):
         """The sum of x over the group, without gradient. With one rank, x itself."""
         return x
 
@@ -186,7 +186,7 @@ class MoEModule(nn.Module):
                 std = getattr(self.config, self.std_fields[name])
                 own, shape, (first, *starts) = self._own_part(name, parameter)
                 part = tuple(slice(at, at + size) for at, size in zip(starts, own.shape[1:]))
-                seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
                 generator = torch.Generator(own.device)
                 for e, expert in enumerate(own, first):
                     generator.manual_seed(seed + e)

@@ -196,7 +196,7 @@ def is_in_parts(parameter: Tensor | None) -> bool:
     return isinstance(parameter, DTensor)
 
 
-def whole(parameter: Tensor | None) -> Tensor | None:
+def whole(parameter) -> Tensor | None:
     """The whole parameter. FSDP2 gathers it in a call of the module that it shards; if you call the
     router of a sharded layer directly, it is gathered here, and its gradient averaged.
     """
@@ -207,7 +207,7 @@ def whole(parameter: Tensor | None) -> Tensor | None:
     return parameter.full_tensor(grad_placements=average)
 
 
-def own_part(parameter: Tensor) -> tuple[Tensor, list[int]]:
+def own_part(parameter) -> tuple[Tensor, list[int]]:
     """(this rank's part of the parameter, where the part begins along each axis)."""
     if not is_in_parts(parameter):
         return parameter, [0] * parameter.ndim

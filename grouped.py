@@ -336,11 +336,11 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
             row_ends.append(ends[e])
     L = 13 * num_rows // 10
     # Slots beyond the last batch belong to an expert without rows.
-    table = [
+    columns = [
         column + [beyond] * (len(starts) - len(column))
         for column, beyond in ((ids, 0), (slot_ends, L), (shifts, 0), (row_ends, 0))]
     # Except on CUDA and ROCm, a copy that does not block may read freed memory.
-    table = torch.tensor(table, dtype=torch.int32, device="cpu")
+    table = torch.tensor(columns, dtype=torch.int32, device="cpu")
     table = table.to(offsets.device, non_blocking=offsets.is_cuda)
     id_E, slot_end_E, shift_E, row_end_E = table.unbind()
 

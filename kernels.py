@@ -264,7 +264,7 @@ def _sqrtsoftplus(x):
 
 # Each must be increasing, so that logits and scores have the same top K, and must not be negative,
 # since scores are divided by their sum.
-SCORE_FUNCTIONS = {
+SCORE_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": functools.partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": _sqrtsoftplus,
@@ -1050,7 +1050,7 @@ def constants_of(function) -> tuple[str, ...]:
     return signature_of(function).constants
 
 
-def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None):
+def activation_of(kind, **constants):
     """The function of this name in ACTIVATIONS, or the given one, with these constants. ValueError:
     an unknown name or constant.
     """

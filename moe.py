@@ -151,7 +151,7 @@ class MoEConfig:
         return self.init_std if self.output_init_std is None else self.output_init_std
 
     @functools.cached_property
-    def balancing(self) -> dict[str, float]:
+    def balancing(self):
         """Balancing type -> its coefficient."""
         if isinstance(self.load_balancing_type, tuple):
             return dict(zip(self.load_balancing_type, self.aux_loss_coeff))
@@ -524,7 +524,7 @@ def select_experts(
     new.router.counts.follow(chosen.device)
 
     if optimizer is not None:
-        names = {old: name for name, old in layer.named_parameters()}
+        names: dict = {old: name for name, old in layer.named_parameters()}
         parameters = dict(new.named_parameters())
         states = {
             old: {key: selected(names[old], old, value, key) for key, value in state.items()}

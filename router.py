@@ -53,7 +53,7 @@ class Router(MoEModule, ABC):
                 f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
                 f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
                 f"batch_first=False: each rank routes its own part of the first axis, the sequence")
-        self.layer_number = None
+        self.layer_number: int | None = None
         self.make_tensors()
         self.counts = RouterCounts(config, self.pg_collection.size("tp_cp"))
         self._recording = False

@@ -85,7 +85,7 @@ def _check_step(shared, step, required_state):
 # A tensor returns to the current stream, forward or backward, by an op that waits and copies. In a
 # graph of torch 2.13 a wait by itself could be moved after the op that reads the data.
 
-_SIDE_STREAMS = {}                           # device -> torch.Stream
+_SIDE_STREAMS: dict = {}                     # device -> torch.Stream
 
 
 @torch.compiler.assume_constant_result       # a graph cannot make a stream, so its tracer does

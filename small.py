@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils.checkpoint import checkpoint
 
-if torch.__version__ < (2, 11, "dev0"):
+if torch.__version__ < "2.11.dev0":
     raise RuntimeError(f"torch is {torch.__version__}; this file needs 2.11 or later")
 
 
@@ -367,6 +367,7 @@ class MoE(nn.Module):
     in fp32 at least. On a card a forward syncs once, on H100 and B200 in bf16 not at all. x must
     be finite, even where padding_mask is True.
     """
+    expert_bias: Tensor | None
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_experts: int, topk: int,
@@ -391,7 +392,7 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", bias)
         # The counts are the gradient of a leaf. It is no parameter, since an optimizer would change
         # it, and no buffer, since DistributedDataParallel would overwrite a buffer by rank 0's.
-        self.leaf = None
+        self.leaf: Tensor | None = None
         self._place_counts()
         self.reset_parameters()
 
