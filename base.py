@@ -109,8 +109,8 @@ class OneProcess:
         """
 
     def compare_replicas(self, model: nn.Module, biases: dict[str, Tensor]) -> None:
-        """RuntimeError, on every rank, if ranks hold different bits of a MoE parameter, or of one
-        of these expert biases (name -> [E]), that they should hold alike. In one process there is
+        """RuntimeError on every rank, if ranks hold different bits where they should hold the same:
+        in a MoE parameter, or in one of these expert biases (name -> [E]). In one process there is
         nothing to compare.
         """
 

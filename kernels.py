@@ -632,7 +632,7 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
 
 
 def place_by_position(routing_map):
-    """[T, E] int64: each token's place in the column. Its routed tokens come first, both in order.
+    """[T, E] int64: each token's place in the column, the routed tokens in order, then the others.
     """
     place_of_routed_TE = routing_map.cumsum(0)
     place_of_others_TE = (~routing_map).cumsum(0) + routing_map.sum(0)
@@ -682,7 +682,7 @@ def required_bias_histogram(
     padding_mask: Tensor | None = None,
 ) -> Tensor:
     """[E, num_bins] int32, for quantile balancing (Kimi K3 technical report, section 2.3.3). Row e
-    counts the tokens by the bias that they need to choose expert e: how many need one in each bin.
+    says, for each bin, how many tokens need a bias in this bin to choose expert e.
 
     The scores s [T, E] are in [0, 1]. A token chooses the top K of s + b, where b [E] is
     expert_bias. Token t would choose expert e with any bias above r[t, e] = α_t - s[t, e], where

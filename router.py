@@ -181,7 +181,7 @@ class Router(MoEModule, ABC):
         without a backward not at all. If the activation needs no gradient, the backward of
         `forward`'s probs adds it.
 
-        TypeError: value is fractional, and buffer has an integer dtype, which would round it.
+        TypeError: value is fractional, and buffer has an integer dtype, which would truncate it.
         ValueError: the shapes differ.
         """
         if value.is_floating_point() and not buffer.is_floating_point():
@@ -241,7 +241,7 @@ class Router(MoEModule, ABC):
         super()._save_to_state_dict(*args, **kwargs)
 
 
-# They are hooks of a Router, so that it counts whoever calls it.
+# They are hooks, so that a Router counts no matter who calls it.
 
 def _begin_counting(router, inputs):
     router.begin_counting()
