@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 class Dispatch(Protocol):
     """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
     with the experts between the first and the second. Rows have width H, or ℓ with latent experts.
-    The experts multiply by the probs, so the way back is a plain sum.
+    The experts multiply by the probs, so the way back is a plain sum. If there is an attribute
+    `indices`, it is the [M, K] that the plan was made of, for kernels.expert_mlp.
     """
 
     def wait_for_rows(self) -> "tuple[Tensor, Tensor, Plan]":
         """(rows [M, H], probs [M, K], plan): the arguments of Experts.forward.
 
         The plan is kernels.plan_permutation(experts [M, K], E / ep), where experts holds numbers of
-        this rank's experts, from 0, and E / ep for what is unrouted. If rows have one expert each,
-        there is one column.
+        this rank's experts, from 0, and E / ep for what is unrouted. If each row has one expert,
+        probs and experts have one column.
         """
 
     def send_back(self, output: Tensor):
@@ -48,6 +49,7 @@ class Local(NamedTuple):
     tokens: Tensor
     probs: Tensor
     plan: "Plan"
+    indices: Tensor | None = None
 
     def wait_for_rows(self):
         return self.tokens, self.probs, self.plan
@@ -77,17 +79,17 @@ class OneProcess:
         """This rank's number in the group."""
         return 0
 
-    def sum(self, x: Tensor, name: str) -> Tensor:
+    def sum(self, x, group):
         """The sum of x over the group, without gradient. With one rank, x itself."""
         return x
 
     def sums(self, tensors: list[Tensor], groups: list) -> list[Tensor]:
-        """The sum of each tensor over its group, in as few collectives as there can be."""
+        """`sum` of each tensor over its own group, with as few collectives as possible."""
         return tensors
 
     def dispatch(self, x: Tensor, probs: Tensor, indices: Tensor, plan: "Plan", config) -> Dispatch:
         """For the arguments see MoELayer.dispatch."""
-        return Local(x, probs, plan)
+        return Local(x, probs, plan, indices)
 
     def enter_tp(self, x: Tensor, sequence_parallel: bool) -> Tensor:
         """The tokens of all tp ranks. With sequence_parallel each rank has a part of them, and the
@@ -107,8 +109,8 @@ class OneProcess:
         """
 
     def compare_replicas(self, model: nn.Module, biases: dict[str, Tensor]) -> None:
-        """RuntimeError, on every rank, if ranks hold different bits of a MoE parameter, or of one
-        of these expert biases (name -> [E]), that they should hold alike. In one process there is
+        """RuntimeError on every rank, if ranks hold different bits where they should hold the same:
+        in a MoE parameter, or in one of these expert biases (name -> [E]). In one process there is
         nothing to compare.
         """
 
@@ -120,6 +122,13 @@ def group_size(group) -> int:
 
 # ---- Modules ----
 
+class Sharding(NamedTuple):
+    """How ranks hold a parameter. By default it is whole on every rank."""
+    over: str = "tp"                   # the name of the group that shares it out
+    axis: int | None = None            # along which axis; None: whole on every rank
+    summed_over: str = "tp_dp_cp"      # the name of the group that sums its gradient
+
+
 # parameter -> its first value; the others are drawn
 _FILLED_WITH = {"bias": 0.0, "fc1_bias": 0.0, "fc2_bias": 0.0, "norm": 1.0}
 
@@ -129,10 +138,9 @@ class MoEModule(nn.Module):
     # parameter -> the config's field with its standard deviation
     std_fields = {
         "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
-    # parameter -> (the name of the group that shares it out, along which axis, the name of the
-    # group that sums its gradient). Parameters with the axis None, and those that are not here, are
-    # whole on every rank. A parameter of a part that is no MoEModule is named as in "act.weight".
-    sharded = {}
+    # parameter -> its Sharding, or a tuple of the same; others are whole. If the parameter is in a
+    # submodule that is no MoEModule, its name is as in "act.weight".
+    sharded: dict[str, tuple] = {}
 
     def __init__(self, config, pg_collection: OneProcess | None = None):
         super().__init__()
@@ -159,17 +167,17 @@ class MoEModule(nn.Module):
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
 
-    def shard(self, name: str) -> tuple[str, int | None, str]:
-        """The entry of `sharded` for this parameter; its axis is None if it is whole."""
-        return self.sharded.get(name, ("tp", None, "tp_dp_cp"))
+    def shard(self, name: str) -> Sharding:
+        """How ranks hold this parameter."""
+        return Sharding(*self.sharded.get(name, ()))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws this module's own weights anew (normal). Biases become zero, norms one.
 
-        A seed gives the same model at every ep and tp and in every dtype, on one kind of device:
-        torch's default generator draws a seed per parameter, and seed + e seeds expert e, which is
-        drawn unsharded in fp32. A rank draws its own experts and keeps its part.
+        On one kind of device a seed gives the same model for every ep, tp and dtype. For this
+        torch's default generator draws one seed for each parameter, and expert e is drawn whole and
+        in fp32, from seed + e. A rank draws only its own experts, and keeps its part of each.
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name in _FILLED_WITH:
@@ -178,7 +186,7 @@ class MoEModule(nn.Module):
                 std = getattr(self.config, self.std_fields[name])
                 own, shape, (first, *starts) = self._own_part(name, parameter)
                 part = tuple(slice(at, at + size) for at, size in zip(starts, own.shape[1:]))
-                seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
                 generator = torch.Generator(own.device)
                 for e, expert in enumerate(own, first):
                     generator.manual_seed(seed + e)
@@ -192,10 +200,10 @@ class MoEModule(nn.Module):
         """
         own, starts = compat.own_part(parameter)
         shape = list(parameter.shape)
-        group, axis, _ = self.shard(name)
+        over, axis, _ = self.shard(name)
         if axis is not None:
-            starts[axis] += self.pg_collection.rank(group) * shape[axis]
-            shape[axis] *= self.pg_collection.size(group)
+            starts[axis] += self.pg_collection.rank(over) * shape[axis]
+            shape[axis] *= self.pg_collection.size(over)
         if axis == 0:
             return own, shape[1:], starts
         return own[None], shape, [0, *starts]
@@ -213,14 +221,16 @@ class MoEModule(nn.Module):
 
 
 def unwrapped(path: str) -> str:
-    """The path without what torch.compile and checkpoint_wrapper put into it."""
+    """The path without the names that torch.compile and checkpoint_wrapper put into it."""
     return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", path)
 
 
 def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """(the module that says which ranks hold the parameter, its name there): the nearest MoEModule
-    above it, where a parameter of a part has a name such as "act.weight". Without a MoEModule, the
-    module that has it. A parametrization's tensors count as the parameter that they make.
+    """(the module that says which ranks hold the parameter, the parameter's name in that module).
+
+    The module is the nearest MoEModule above the parameter, else the one that holds it. A parameter
+    of a submodule has a name such as "act.weight". The tensors of a parametrization count as the
+    parameter that they make.
     """
     names = re.sub(r"\bparametrizations\.([^.]+)\..*", r"\1", path).split(".")
     above = [module]

@@ -62,7 +62,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
 def once_differentiable(backward):
     """Decorator for the backward of an autograd function: create_graph=True is a RuntimeError. A
     second derivative would treat what the forward kept as constants, and be wrong without an error.
-    (torch's decorator of this name lets some pass; in compiled code torch raises one.)
+    (torch's decorator of this name lets some cases pass. In compiled code torch raises an error.)
     """
     @functools.wraps(backward)
     def checked(ctx, *grads):
@@ -83,9 +83,9 @@ def _refuse_second_derivative(backward):
 def copy_after(value: Tensor, made_before: Tensor) -> Tensor:
     """A copy of value, which the compiler makes after the other tensor.
 
-    copy_after(value, grad) is made in the backward. Otherwise what derives from `value` may move
-    into the forward and be kept, and a value that changes in between, like the loss scale, would be
-    read too early.
+    So copy_after(value, grad) is made in the backward. Without it the compiler may compute in the
+    forward, and keep, what the backward needs of `value`. If the value changes in between, as the
+    loss scale may, it would be read too early.
     """
     return value.clone()
 
@@ -165,9 +165,10 @@ def exact_fp32():
     has replaced them by TF32 or bf16. For bodies of ops: a graph cannot change these global
     settings.
 
-    Where a setting allows less, it is set to IEEE during the product. Other threads see that. If it
-    had the value of the setting above it, it inherits that value afterwards, as if nobody had set
-    it. torch.backends.mkldnn.allow_tf32, the switch of XPUs, is not changed.
+    A setting that allows less is set to IEEE during the product, and other threads see that. Then
+    it gets its old value back. If the setting above it has the same value, it is inherited from
+    there again, as if nobody had set it. The switch of XPUs, torch.backends.mkldnn.allow_tf32, is
+    not changed.
     """
     with _precision_lock:
         found = [(setting, setting.fp32_precision) for setting in _PRECISIONS]
@@ -184,8 +185,8 @@ def exact_fp32():
 
 
 # ---- What the layer is not told: FSDP2's weights, and other ranks ----
-# Elsewhere the layer's files ask base.OneProcess. The one exception is
-# kernels.get_updated_expert_bias, which sums over the group that it is given.
+# For all else about ranks the layer's files ask base.OneProcess, with one exception:
+# kernels.get_updated_expert_bias sums over the group that it is given.
 
 def is_in_parts(parameter: Tensor | None) -> bool:
     """Whether FSDP2 has replaced the parameter by a DTensor, and not gathered it for a call."""
@@ -195,7 +196,7 @@ def is_in_parts(parameter: Tensor | None) -> bool:
     return isinstance(parameter, DTensor)
 
 
-def whole(parameter: Tensor | None) -> Tensor | None:
+def whole(parameter) -> Tensor | None:
     """The whole parameter. FSDP2 gathers it in a call of the module that it shards; if you call the
     router of a sharded layer directly, it is gathered here, and its gradient averaged.
     """
@@ -206,8 +207,8 @@ def whole(parameter: Tensor | None) -> Tensor | None:
     return parameter.full_tensor(grad_placements=average)
 
 
-def own_part(parameter: Tensor) -> tuple[Tensor, list[int]]:
-    """(what this rank has of the parameter, where that begins, one number an axis)."""
+def own_part(parameter) -> tuple[Tensor, list[int]]:
+    """(this rank's part of the parameter, where the part begins along each axis)."""
     if not is_in_parts(parameter):
         return parameter, [0] * parameter.ndim
     return parameter.to_local(), list(place_of_part(parameter))
@@ -236,16 +237,16 @@ def always_holds(condition: bool) -> bool:
     return statically_known_true(condition)
 
 
-# Dynamo of torch 2.11 would take every graph for one of an export.
+# Dynamo of torch 2.11 would trace it as True in every graph.
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
 def holds_in_this_graph(condition: bool) -> bool:
-    """Whether a condition on sizes holds. The compiler makes another graph for sizes where that is
-    otherwise. An export has no other graph, so there it is whether the condition always holds. It
-    does not hold for sizes that are known only when the graph runs.
+    """Whether a condition on sizes holds. For sizes where it does not, the compiler makes another
+    graph. An export has one graph, so there the answer is whether it holds for all sizes. For a
+    size that is known only when the graph runs, the answer is False.
     """
     return always_holds(condition) if is_exporting() else guard_or_false(condition)
 
@@ -259,8 +260,8 @@ def _memory_of(x):
 
 
 class NotePurity(torch.utils._python_dispatch.TorchDispatchMode):
-    """A context that notes in `found` what a pure function does not do: it draws no numbers, and
-    writes to no tensor that was there before.
+    """A context that notes in `found` what makes a function impure: it draws random numbers, or
+    writes to a tensor that was there before.
     """
 
     def __init__(self):
@@ -286,11 +287,11 @@ class NotePurity(torch.utils._python_dispatch.TorchDispatchMode):
 
 @contextlib.contextmanager
 def undisturbed():
-    """A context in which nothing of what runs outside, such as a checkpoint, sees the ops."""
+    """A context whose ops are not seen by what runs outside, such as a checkpoint."""
     def pack(x):
         return x, x._version
 
-    def unpack(packed):                          # with hooks autograd does not look itself
+    def unpack(packed):                          # with hooks autograd does not check this
         x, version = packed
         if x._version != version:
             raise RuntimeError("a tensor that the gradient needs was changed in place")
@@ -331,7 +332,7 @@ def cpu_multiplies_in(dtype: torch.dtype) -> bool:
 
 
 def as_no_view(x: Tensor, shape) -> Tensor:
-    """x in this shape, no view to autograd: FSDP2 warns of modules that return views."""
+    """x in this shape, but no view to autograd: FSDP2 warns of modules that return views."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
@@ -388,7 +389,7 @@ def has_values(x: Tensor) -> bool:
 
 
 def place_of_part(parameter) -> tuple:
-    """Where this rank's part of a DTensor begins, one number an axis."""
+    """Where this rank's part of a DTensor begins along each axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     return compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements)[1]

@@ -85,8 +85,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(rows: Tensor, weight: Tensor, read: "Read", bias: Tensor | None = None) -> Tensor:
     """rows [N, I] -> [N, O]: weight[e] · row + bias[e] for the rows of expert e, weight [E, O, I],
-    bias [E, O]. Unrouted rows are zeros without a gradient. read: where_read's, for all products of
-    these offsets.
+    bias [E, O]. Unrouted rows are zeros without a gradient. read: what where_read returns, once for
+    all products with these offsets.
     """
     return _Linear.apply(rows, weight, bias, read.native, read.offsets, read.index)
 
@@ -103,10 +103,10 @@ class Read(NamedTuple):
 
 
 def where_read(offsets, num_rows, *operands):
-    """The Read for products of the operands, and of their gradients, with N = num_rows rows. One
-    copy, the only sync, and one index serve forward and backward.
+    """The Read for products of the operands, and of their gradients, with N = num_rows rows. If the
+    offsets are copied to the host, this copy is the only sync of forward and backward.
     """
-    # Without rows Inductor gives the transpose strides that torch's product refuses.
+    # If there are no rows, Inductor gives a transposed operand strides that F.grouped_mm refuses.
     if _native(*operands) and not always_holds(num_rows == 0):
         return Read(offsets, native=True)
     if offsets.is_cpu:
@@ -143,7 +143,7 @@ def rows_of_each(offsets):
 
 
 def _ones_beside(rows):
-    return rows.new_ones(rows.shape[0], 8)               # one column, and as many as are aligned
+    return rows.new_ones(rows.shape[0], 8)               # one column would do, and 8 are aligned
 
 
 # ---- Native: torch's product, where it reads the offsets on their device ----
@@ -164,27 +164,22 @@ def _has_native_product(device):
     return _cuda_generation(device) in (9, 10)
 
 
-def _aligned(*operands):
-    """Whether widths and strides are multiples of 16 bytes, for torch's grouped product."""
-    for x in operands:
-        steps = [step or 1 for step in x.stride() if step != 1]        # stride 0 is not aligned
-        if any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps)):
-            return False
-    return True
-
-
 def _begins_aligned(x):
     return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
 
 
 def _native(*operands):
-    """Whether torch's grouped product takes rows or matrices [E, ..] as they are."""
+    """Whether torch's grouped product takes rows or matrices [E, ..] as they are: in bf16, E below
+    1024, widths and strides multiples of 16 bytes.
+    """
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
             return False
-        if not _begins_aligned(x):
+        steps = [step or 1 for step in x.stride() if step != 1]        # stride 0 is not aligned
+        unaligned = any(size * x.itemsize % 16 for size in (*x.shape[1:], *steps))
+        if unaligned or not _begins_aligned(x):
             return False
-    return _aligned(*operands) and _has_native_product(operands[0].device)
+    return _has_native_product(operands[0].device)
 
 
 def expert_of(row_TK, offsets):
@@ -192,12 +187,17 @@ def expert_of(row_TK, offsets):
     return torch.bucketize(row_TK.t(), offsets, right=True).t()
 
 
+def expert_of_rows(num_rows, offsets):
+    """[N]: the expert of each row, for unrouted rows the last expert."""
+    row_N = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    return expert_of(row_N, offsets).clamp(max=len(offsets) - 1)
+
+
 def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
-    row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
     if bias is not None:
-        expert_N = expert_of(row_N, offsets)
-        out = out + bias[expert_N.clamp(max=len(offsets) - 1)]
+        out = out + bias[expert_of_rows(len(rows), offsets)]
+    row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
     # Unrouted rows are left uninitialised. A NaN there would reach the gradient of an activation's
     # own parameters, which is a sum over all rows.
     return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
@@ -215,12 +215,13 @@ def _native_weight_grad(a, b, offsets):
 
 @functools.cache
 def _slow_on_cpu(dtype):
-    """Whether this CPU lacks matrix instructions for dtype: 10 to 100 times slower than fp32."""
+    """Whether this CPU lacks matrix instructions for dtype: then fp32 is 10 to 100 times as fast.
+    """
     return dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies_in(dtype)
 
 
 def _mm(a, b, bias=None, out=None):
-    """a · b + bias, or the same of batches, summed in fp32 at least, rounded once."""
+    """a · b + bias, for matrices or batches of them. Summed in fp32 at least, rounded once."""
     if a.is_cpu and _slow_on_cpu(a.dtype) and a.shape[-2] > 1:
         wide = _mm(a.float(), b.float(), bias if bias is None else bias.float())
         return wide.to(a.dtype) if out is None else out.copy_(wide)
@@ -237,19 +238,19 @@ class Batch(NamedTuple):
     """
     experts: list[int]     # ascending
     size: int
-    places: slice          # of these experts among those of all batches, which the index lists
-    slots: slice           # of all their rows among the slots of the part
+    places: slice          # where they are in the index's list of the experts of all batches
+    slots: slice           # where all their slots are among the slots of the part
 
     def which(self, ids):
-        """What selects its experts from [E, ..]: a slice if they are neighbours, so that no weight
-        is copied. ids: the experts of all batches.
+        """The index that selects its experts from [E, ..]: a slice if they are neighbours, so that
+        no weight is copied. ids: the experts of all batches.
         """
         if _neighbours(self.experts):
             return slice(self.experts[0], self.experts[-1] + 1)
         return ids[self.places]
 
     def of(self, part):
-        """Its rows of a part [slots, ..] -> [its experts, size, ..], a view."""
+        """part [slots, ..] -> this batch's slots in it, [experts, size, ..], a view."""
         return part[self.slots].unflatten(0, (-1, self.size))
 
 
@@ -261,10 +262,11 @@ def _neighbours(experts):
 def _plan_batches(ends):
     """(alone, parts) of the offsets `ends`: every expert with rows is in one of them.
 
-    An expert with a twelfth of all rows or more is alone. The others are in batches. The parts
-    bound the memory of a product: the rows of a part's batches are gathered at once. A part ends
-    with the expert that completes a quarter of all slots, or four slots an expert if that is more.
-    A batch is of one class, with at most a third of the experts, unless they are neighbours.
+    An expert with a twelfth of all rows or more is alone. The others are in batches, and the
+    batches in parts. The parts bound the memory of a product: the rows of one part are gathered at
+    a time. A part ends with the expert that completes a quarter of all slots, or four slots an
+    expert if that is more. The experts of a batch are of one class (see _classes_of). They are at
+    most a third of all in batches, unless they are neighbours.
     """
     rows = {e: end - start for e, (start, end) in enumerate(zip((0, *ends), ends)) if end > start}
     alone = [e for e in rows if 12 * rows[e] >= ends[-1]]
@@ -291,10 +293,11 @@ def _plan_batches(ends):
 
 
 def _classes_of(rows):
-    """[(size, experts)], the largest first, of the experts with so many rows, {expert: rows}.
+    """{expert: how many rows} -> classes of experts with similarly many, [(size, experts)], the
+    largest size first.
 
-    They come in descending order of their rows, and each gets as many slots as the first of its
-    class has rows. A new class begins with the expert whose slots would make all slots so far
+    Experts are taken in descending order of their rows. Each gets `size` slots: as many as the
+    first of its class has rows. An expert begins a new class if otherwise all slots so far would
     exceed 1.3 times all rows so far.
     """
     classes = []
@@ -316,8 +319,8 @@ def _classes_of(rows):
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
-    The index [E + L] int32 holds the experts of the batches in order, then the row of each of their
-    slots, part after part, N for a spare one. L = 13·N // 10.
+    The index [E + L] int32 holds first the experts of the batches, in order, then a row for each of
+    their slots, part after part: N for a spare slot. L = 13·N // 10.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = on_host.tolist()
@@ -333,11 +336,11 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
             row_ends.append(ends[e])
     L = 13 * num_rows // 10
     # Slots beyond the last batch belong to an expert without rows.
-    table = [
+    columns = [
         column + [beyond] * (len(starts) - len(column))
         for column, beyond in ((ids, 0), (slot_ends, L), (shifts, 0), (row_ends, 0))]
     # Except on CUDA and ROCm, a copy that does not block may read freed memory.
-    table = torch.tensor(table, dtype=torch.int32, device="cpu")
+    table = torch.tensor(columns, dtype=torch.int32, device="cpu")
     table = table.to(offsets.device, non_blocking=offsets.is_cuda)
     id_E, slot_end_E, shift_E, row_end_E = table.unbind()
 
@@ -349,8 +352,8 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _alone(offsets, index):
-    """[(expert, slice of its rows)] of the experts with rows that are in no batch: on a CPU,
-    without an index, all.
+    """[(expert, slice of its rows)] of the experts that have rows and are in no batch. On a CPU
+    there is no index, so no batches.
     """
     ends = offsets.tolist()
     starts = 0, *ends
@@ -387,7 +390,7 @@ def _rows_times_weights(
 
 
 def _batches_times_weights(out, rows, weights, bias, offsets, index):
-    """Writes their rows of out [N + 1, O]. Spare slots multiply any row, and write to row N."""
+    """Writes the batches' rows of out [N + 1, O]. A spare slot multiplies any row into row N."""
     ids, parts = _parts(offsets, index)
     for batches, row_l in parts:
         gathered = rows.index_select(0, row_l.clamp(max=len(rows) - 1))
@@ -414,7 +417,7 @@ def _rows_times_rows(a: Tensor, b: Tensor, offsets: Tensor, index: Tensor | None
 
 
 def _batches_times_rows(out, a, b, offsets, index):
-    """Writes their matrices of out [E, I, O]. Spare slots hold zeros."""
+    """Writes the matrices of the batches' experts in out [E, I, O]. Spare slots hold zeros."""
     ids, parts = _parts(offsets, index)
     for batches, row_l in parts:
         spare_l1 = (row_l == len(a))[:, None]

@@ -14,10 +14,10 @@ Unrouted  An assignment with index E: dropped, or of padding. It sorts after all
 Masks     A padding_mask is bool; True means padding.
 Autocast  is not followed: a product is in its operands' dtype, the router's in router_dtype.
 
-No function keeps a state or knows the config. Two tables, SCORE_FUNCTIONS and ACTIVATIONS, are for
-you to add to. Compiled, each function is one graph, forward and backward. The second T that it
-meets makes another graph, which then serves every T from 2 on. On torch 2.13 to 2.15 a sort of more
-than 32,767 rows makes one more.
+No function keeps a state or knows the config. You may add to two tables, SCORE_FUNCTIONS and
+ACTIVATIONS. Compiled, each function is one graph for the first T that it meets, forward and
+backward. The second T makes another graph, which then serves every T from 2 on. On torch 2.13 to
+2.15 a sort of more than 32,767 rows makes one more.
 """
 import functools
 import inspect
@@ -74,8 +74,8 @@ def _sum_tokens(x: Tensor) -> Tensor:
     return x.sum(0)
 
 
-# It is an op because of exact_fp32, which a graph cannot enter. As plain code a graph would also
-# make the backward's fp32 copies of its operands in the forward, and keep them.
+# It is an op because of exact_fp32, which a graph cannot enter. Of plain code a graph would also
+# make the backward's fp32 copies of the operands already in the forward, and keep them.
 @op(lambda a, b, dtype, out_dtype:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
@@ -107,7 +107,7 @@ class _LinearIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dtype, tokens, weight, bias):
-        ctx.save_for_backward(tokens, weight)        # not tokens_TH, maybe a copy
+        ctx.save_for_backward(tokens, weight)        # tokens_TH may be a copy
         ctx.dtype = dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         tokens_TH = tokens.reshape(-1, tokens.shape[-1])
@@ -141,8 +141,8 @@ def router_gating_linear(
     """logits [.., E] = tokens [.., H] · weight [E, H]ᵀ + bias [E].
 
     The product is in router_dtype, whatever the operands' dtypes, autocast and
-    torch.set_float32_matmul_precision are, and rounded once, with the bias. Gradients have the
-    operands' dtypes. The operands are kept without copies.
+    torch.set_float32_matmul_precision are. It is rounded once, after the bias is added. Gradients
+    have the operands' dtypes. For the backward the operands are kept, and no copies of them.
 
     >>> tokens, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4)
     >>> router_gating_linear(tokens, weight, bias=None, router_dtype=torch.float32)
@@ -157,7 +157,7 @@ def router_gating_linear(
 
 def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0) -> Tensor:
     """[T, columns] of `fill`, with values[t, k] in column indices[t, k]. An index that is no column
-    is left out. Of repeats in a row the last counts.
+    is left out. If a row names a column more than once, the last value counts.
     """
     # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
     column_C = torch.arange(columns, device=indices.device)
@@ -173,7 +173,7 @@ def _gather_columns(values, indices):
 
 
 def _sum_columns(values, indices, columns):
-    """[T, columns]: as scatter_columns, but repeated columns get the sum."""
+    """scatter_columns, but a column that a row names more than once gets the sum."""
     same_TKK = indices[:, :, None] == indices[:, None, :]
     # All slots of a column hold its sum, so any may be written last.
     sums_TK = torch.where(same_TKK, upcast(values)[:, None, :], 0.0).sum(-1)
@@ -198,8 +198,9 @@ class Adjoint(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """value, which plain code has gathered from x, with the gradient back(grad, *tensors) for x. (A
-    checkpoint in a graph of torch 2.11 makes nothing again that is inside an autograd function.)
+    """Returns value, which plain code has gathered from x. The gradient of x is
+    back(grad, *tensors). (The gather itself is outside: in a graph of torch 2.11 a checkpoint does
+    not compute again what is inside an autograd function.)
     """
 
     @staticmethod
@@ -242,8 +243,8 @@ def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Te
 def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(indices, copies), both [T, K] int64, of indices [T, K] in [0, E] of any integer dtype.
 
-    An expert that a token names again keeps its first slot; later slots become E. `copies` is how
-    often each slot's expert is named: 0 for E.
+    If a token names an expert more than once, the expert keeps its first slot, and its other slots
+    become E. `copies` is how often the token names each slot's expert: 0 for E.
 
     >>> merge_repeats(torch.tensor([[1, 0, 1]]), num_experts=2)
     (tensor([[1, 0, 2]]), tensor([[2, 1, 0]]))
@@ -256,14 +257,14 @@ def merge_repeats(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _sqrtsoftplus(x):
-    # Below -87 softplus underflows, and the root would have a gradient of 0 / 0. Clamped it is 0.
+    # Below -87 softplus underflows to 0, where the root's gradient is 0 / 0. Clamped it is 0.
     tiny = torch.finfo(x.dtype).tiny
     return F.softplus(x, threshold=40.0).clamp(min=tiny).sqrt()
 
 
-# They must be increasing, so that logits and scores have the same top K, and not negative, since
-# scores are divided by their sum.
-SCORE_FUNCTIONS = {
+# Each must be increasing, so that logits and scores have the same top K, and must not be negative,
+# since scores are divided by their sum.
+SCORE_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": functools.partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": _sqrtsoftplus,
@@ -313,10 +314,11 @@ def topk_routing(
 
     4. The probs are multiplied by `scaling_factor`.
 
-    Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, unless
-    probs_dtype gives another. Then the arithmetic is in the wider of the two dtypes. If the wider
-    one is bf16 or fp16, every step is rounded, in a graph too, and the choice is the top K of the
-    rounded scores. ValueError: an unknown score function, or sizes that do not fit.
+    Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, and the
+    arithmetic is in fp32 at least. With probs_dtype the probs have that dtype, and the arithmetic
+    is in the wider of the two dtypes. If that is bf16 or fp16, every step is rounded, in a graph
+    too, and the choice is the top K of the rounded scores. ValueError: an unknown score function,
+    or sizes that do not fit.
 
     >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
     >>> probs, indices = topk_routing(logits, topk=1, use_pre_softmax=True)
@@ -365,7 +367,7 @@ def topk_routing(
     steps = score_function, normalised, norm_eps, scaling_factor
     probs_TK = _probs_of_chosen(logits_TE, indices_TK, copies_TK, *steps)
     if narrow and torch.compiler.is_compiling():
-        # The rounded probs, with the gradient of the steps that the compiler can see.
+        # The op gives the rounded values; the steps above, which autograd can see, the gradient.
         rounded_TK = _rounded_probs(logits_TE.detach(), indices_TK, copies_TK, *steps)
         probs_TK = _InPlaceOf.apply(probs_TK, rounded_TK)
     return probs_TK.to(probs_dtype or logits.dtype), indices_TK
@@ -475,8 +477,8 @@ def weighted_token_sum(
     """Σ_e factors[e] · Σ_t scores[t, e], 0-d. With sequence [T] int64 and factors [n, E]:
       Σ_t Σ_e factors[sequence[t], e] · scores[t, e].
 
-    scores [T, E] are taken in fp32 at least. Factors get no gradient, and the backward uses this
-    forward's, even if a checkpoint recomputes others.
+    scores [T, E] are taken in fp32 at least. Factors get no gradient. The backward uses the factors
+    of this forward, even if a checkpoint runs it again with other ones.
     """
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
@@ -528,9 +530,9 @@ def sequence_counts(routing_map: Tensor, sequence: Tensor, num_sequences: int) -
 def switch_loss_of_sequences(
     probs: Tensor, counts: Tensor, sequence: Tensor, topk: int, moe_aux_loss_coeff: float,
 ) -> Tensor:
-    """The mean of the switch losses of the sequences that have tokens (arXiv 2412.19437), 0-d. Each
-    has its own counts (see sequence_counts) and T, without padding. probs [T, E] sum to 1 per
-    token.
+    """The switch loss of each sequence, averaged over those that have tokens (arXiv 2412.19437),
+    0-d. Each sequence has its own counts (see sequence_counts) and its own T, both without padding.
+    probs [T, E] sum to 1 per token.
     """
     probs = upcast(probs)
     counts_nE, length_n = counts[:, :-1], counts[:, -1]
@@ -574,8 +576,8 @@ def _sinkhorn(cost: Tensor, tol: float, padding_mask: Tensor | None) -> Tensor:
         d0_T = (1 / tokens) / (A_TE @ start_E + 1e-8)
         d1_E = (1 / E) / (d0_T @ A_TE + 1e-8)
         done = (d1_E - start_E).abs().mean() <= tol
-        # On other devices a read of `done` would sync. So all 256 rounds run, and change nothing
-        # once it is done.
+        # On other devices a read of `done` would sync. So all 256 rounds run, and those that come
+        # after `done` change nothing.
         if cost.device.type == "cpu" and done:
             break
         start_E = torch.where(done, start_E, d1_E)
@@ -588,8 +590,8 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
       A = exp(cost - its row's maximum), d0 = (1/T) / (A·d1 + 1e-8), d1 = (1/E) / (Aᵀ·d0 + 1e-8)
 
     from d1 = 1, until the mean absolute change of d1 is at most tol, or for 256 rounds. The result
-    is d1 · A · d0[:, None]: finite for costs up to ±1e4, without a gradient. Padding (padding_mask
-    [T]) has no mass: the other tokens are treated as if alone.
+    is d1 · A · d0[:, None]: finite for costs up to ±1e4, without a gradient. The result for
+    the other tokens is as if padding (padding_mask [T]) were not there; its own rows are 0.
     """
     check_shapes(cost=(cost, "T E"), padding_mask=(padding_mask, "T"))
     return _sinkhorn(upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
@@ -609,8 +611,9 @@ def get_capacity(
 
 
 def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
-    """[T, K] int64: how many assignments of the same expert come before this one: those with a
-    higher prob, or equal and earlier; without probs the earlier ones. indices [T, K], probs [T, K].
+    """[T, K] int64: how many assignments of the same expert come before this one. With probs [T, K]
+    the higher prob comes first, and of equal ones the earlier; without probs the earlier comes
+    first. indices [T, K].
 
     >>> place_in_expert(torch.tensor([[0], [0], [1]]), torch.tensor([[0.2], [0.9], [0.5]]), 2)
     tensor([[1],
@@ -629,7 +632,8 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
 
 
 def place_by_position(routing_map):
-    """[T, E] int64: each token's place in its column: the routed ones in order, then the others."""
+    """[T, E] int64: each token's place in the column, the routed tokens in order, then the others.
+    """
     place_of_routed_TE = routing_map.cumsum(0)
     place_of_others_TE = (~routing_map).cumsum(0) + routing_map.sum(0)
     return torch.where(routing_map, place_of_routed_TE, place_of_others_TE) - 1
@@ -642,7 +646,7 @@ def get_updated_expert_bias(
     """bias + rate · sign(mean(n) - n): up for experts with too few tokens (arXiv 2408.15664).
 
     tokens_per_expert n [.., E], whole numbers of any dtype, is first summed over `tp_dp_cp_group`,
-    in a copy. The result has expert_bias.dtype, best fp32: bf16 loses steps of 1e-3.
+    in a copy. The result has expert_bias.dtype. That should be fp32: bf16 loses steps of 1e-3.
 
     >>> counts, bias = torch.tensor([5, 1, 3]), torch.zeros(3)
     >>> get_updated_expert_bias(counts, bias, expert_bias_update_rate=0.5)
@@ -677,15 +681,15 @@ def required_bias_histogram(
     scores: Tensor, expert_bias: Tensor, topk: int, num_bins: int = 1000,
     padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """[E, num_bins] int32: row e counts, per bin, the tokens that need a bias in this bin to choose
-    expert e: for quantile balancing (Kimi K3 technical report, section 2.3.3).
+    """[E, num_bins] int32, for quantile balancing (Kimi K3 technical report, section 2.3.3). Row e
+    says, for each bin, how many tokens need a bias in this bin to choose expert e.
 
-    scores s [T, E] are in [0, 1], and s + expert_bias b [E] chooses. Token t chooses expert e above
-    the bias r[t, e] = α_t - s[t, e], with α_t the (K+1)-th largest of s_t + b. (For an expert that
-    is not chosen now the K-th would be exact.) The bins are uniform from min b - 1 to max b + 1;
-    the outer ones take what lies beyond. Padding (padding_mask [T]) is left out. Histograms of
-    microbatches and ranks add up exactly. ValueError: shapes that do not fit, topk not below E, or
-    num_bins below 1.
+    The scores s [T, E] are in [0, 1]. A token chooses the top K of s + b, where b [E] is
+    expert_bias. Token t would choose expert e with any bias above r[t, e] = α_t - s[t, e], where
+    α_t is the (K+1)-th largest of s_t + b. (If it does not choose e now, the K-th would be exact.)
+    The bins are uniform from min b - 1 to max b + 1, and the outer ones take what lies beyond.
+    Padding (padding_mask [T]) is left out. Histograms of microbatches and ranks add up exactly.
+    ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
     """
     check_shapes(
         scores=(scores, "T E"), expert_bias=(expert_bias, "E"), padding_mask=(padding_mask, "T"))
@@ -707,12 +711,13 @@ def required_bias_histogram(
 
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
-    """The new bias [E], with which a share K/E of the tokens would choose each expert at the old
-    thresholds α_t; the mean over E is subtracted.
+    """The new bias [E]: with it a share K/E of the tokens would choose each expert, at the old
+    thresholds α_t. From this its mean over E is subtracted, which changes no choice.
 
-    histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, expert_bias [E]
-    the bias it was given. Before the mean is subtracted, the bias is the K/E quantile of each row,
-    linear inside its bin. It has expert_bias.dtype. An empty histogram changes nothing.
+    histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, and expert_bias
+    [E] is the bias that was given to it. Before the mean is subtracted, the new bias is the K/E
+    quantile of each row, linear inside its bin. It has expert_bias.dtype. An empty histogram
+    changes nothing.
     """
     check_shapes(histogram=(histogram, "E num_bins"), expert_bias=(expert_bias, "E"))
     E, num_bins = histogram.shape
@@ -739,7 +744,7 @@ def _sort_by_expert(ids_N, num_experts):
     """(the ids_N sorted, their order [N]); the tokens of an expert stay in order."""
     if ids_N.is_cpu and not torch.compiler.is_compiling() and compat.has_values(ids_N):
         _check_range(ids_N, num_experts)
-    # A card sorts digit by digit, so it is quicker in a dtype that has few of them.
+    # A card sorts digit by digit, so it is quicker in a dtype with few digits.
     narrow = next(d for d in _INTEGERS if num_experts <= torch.iinfo(d).max)
     return ids_N.to(narrow).sort(stable=True)
 
@@ -768,8 +773,8 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 # ---- Permute, index form: what the layer runs on ----
-# By the inverse permutation rows return to their token as a gather and a sum over k, forward and
-# backward, without atomics: the same input gives bitwise the same result.
+# With the inverse permutation a token finds its rows by a gather, and adds them up over k, in the
+# forward and in the backward. That needs no atomics: the same input gives bitwise the same result.
 
 class Plan(NamedTuple):
     """Where each of the N = T·K assignments goes when rows are grouped by expert."""
@@ -825,8 +830,9 @@ def _collect_rows(rows, order, inverse, offsets):
 
 
 def _spread_gradient(grad, order, inverse, offsets):
-    # If it read the same tensor as the gather of the tokens, which the backward makes again, the
-    # compiler would make both in one kernel, and keep those rows until it needs them.
+    # The backward also gathers the tokens again. If both gathers read the same `order`, a graph
+    # would make both in one kernel, and keep the tokens' rows until it needs them. So this one
+    # reads a copy.
     return _spread_rows(grad, compat.copy_after(order, grad), inverse, offsets)
 
 
@@ -878,7 +884,8 @@ def _collect_probs(grad, order, inverse, offsets):
 
 
 def cut_plan(plan: Plan, num_rows: int) -> Plan:
-    """The plan cut to num_rows rows, which must hold all routed ones, and one row for the rest."""
+    """The plan's first num_rows rows, which must include all routed ones, and one row for the rest.
+    """
     inverse = plan.inverse.clamp(max=num_rows)
     return plan._replace(order=plan.order[:num_rows + 1], inverse=inverse)
 
@@ -889,9 +896,9 @@ def pad_plan(plan: Plan, capacity: int) -> Plan:
         rows of the plan      a b | c d e | u v         two experts; u and v are unrouted
         with capacity = 3     a b - | c d e | *
 
-    "-" is a filler: its order is T·K, and gather_rows makes it zeros. "*" is row E·C, the inverse
-    of all unrouted assignments. So the order has E·C + 1 entries. No expert may have more than C
-    rows. This is not checked: that would sync the device.
+    "-" is a filler: its order is T·K, and gather_rows makes it zeros. "*" is row E·C, to which
+    `inverse` sends all unrouted assignments. So the order has E·C + 1 entries. No expert may have
+    more than C rows. This is not checked: that would sync the device.
     """
     E = len(plan.counts)
     N = plan.order.shape[0]
@@ -989,7 +996,8 @@ class _Signature(NamedTuple):
 
 @torch.compiler.assume_constant_result           # Dynamo cannot trace inspect.signature
 def _signature_of(function, bound, named):
-    """The _Signature of a function, without its first `bound` parameters; `named` have values."""
+    """The _Signature of a function whose first `bound` parameters, and those in `named`, are bound.
+    """
     try:
         parameters = [*inspect.signature(function).parameters.values()][bound:]
     except ValueError:
@@ -1013,14 +1021,14 @@ def _signature_of(function, bound, named):
 
 
 def signature_of(function) -> _Signature:
-    """How an activation is called. ValueError: that cannot be seen."""
+    """How an activation is called. ValueError: its parameters cannot be seen."""
     bound = 0
     named = ()
     while isinstance(function, functools.partial):
         bound += len(function.args)
         named = (*named, *function.keywords)
         function = function.func
-    # Dynamo takes neither a method nor a module for a constant, so both become a function of self.
+    # Dynamo takes no method or module as a constant, so both become a function of self.
     if isinstance(function, types.MethodType):
         bound += 1
         function = function.__func__
@@ -1032,7 +1040,7 @@ def signature_of(function) -> _Signature:
 
 def parts_of(function) -> int:
     """P, how many parts of fc1's output an activation takes: its positional parameters without a
-    default, `expert` aside. ValueError: that cannot be seen.
+    default, without `expert`. ValueError: they cannot be seen.
     """
     return signature_of(function).parts
 
@@ -1042,7 +1050,7 @@ def constants_of(function) -> tuple[str, ...]:
     return signature_of(function).constants
 
 
-def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None):
+def activation_of(kind, **constants):
     """The function of this name in ACTIVATIONS, or the given one, with these constants. ValueError:
     an unknown name or constant.
     """
@@ -1063,9 +1071,9 @@ def activation_of(kind: "str | Callable[..., Tensor]", **constants: float | None
 
 
 def again(function, *tensors: Tensor) -> Tensor:
-    """function(*tensors), whose backward computes it once more: kept are the tensors alone, and
-    autograd makes its gradient. A graph makes only elementwise code and gathers again, eager mode a
-    product too.
+    """function(*tensors), for which only the tensors are kept: the backward computes the function
+    once more, and autograd makes its gradient. A graph computes only elementwise code and gathers
+    again, eager mode products too.
     """
     # A checkpoint asks for the state of autocast, which the meta device does not have.
     if not torch.is_grad_enabled() or not compat.has_autocast(tensors[0].device.type):
@@ -1074,7 +1082,9 @@ def again(function, *tensors: Tensor) -> Tensor:
 
 
 def _with_numbers(function):
-    """With dynamic=True a partial's constants are symbolic, which checkpoints in graphs refuse."""
+    """The function, its constants as plain numbers: with dynamic=True they are symbolic, and a
+    checkpoint in a graph refuses these.
+    """
     if not isinstance(function, functools.partial):
         return function
     return functools.partial(function.func, *function.args, **{
@@ -1083,9 +1093,9 @@ def _with_numbers(function):
 
 
 def activated(y, weights, function, parts, axis=-2, expert=None):
-    """function(*the parts of y [.., P·F]) · weights [.., 1] -> [.., F] in y.dtype. axis: where P is
-    when the last axis is split, -2 or, for parts that are interleaved, -1. expert [.., 1] is given
-    to a function that takes it.
+    """function(*the parts of y [.., P·F]) · weights [.., 1] -> [.., F] in y.dtype. axis: -2 if the
+    last axis of y is (P, F), -1 if it is (F, P), with the parts interleaved. expert [.., 1] is for
+    a function that takes it, else None.
     """
     F_ = y.shape[-1] // parts
     sizes = (parts, F_) if axis == -2 else (F_, parts)
@@ -1109,10 +1119,10 @@ def check_pure(function, parts: int, columns: int, like: Tensor | None = None, o
     """ValueError unless the function may be computed again in the backward: it draws no numbers,
     writes to no tensor that it did not make, keeps nothing, and returns a tensor in the shape of a
     part. It is run three times, on two rows of so many columns, in the dtype (fp32 at least) and on
-    the device of `like`, by default the CPU. If it does not run there, nothing is said.
+    the device of `like`, by default the CPU. If it does not run there, it is not judged.
 
-    Of what a function may keep, attributes and variables of its closure are seen, and what was put
-    into lists and dicts there, but no global. owner: the module whose attributes these are.
+    "Keeps nothing" is checked for its attributes and the variables of its closure, with the lists
+    and dicts among them, but not for globals. owner: the module that has the attributes.
     """
     dtype, device = torch.float32, torch.device("cpu")
     if like is not None:
@@ -1144,8 +1154,8 @@ def check_pure(function, parts: int, columns: int, like: Tensor | None = None, o
 
 
 def _run_noted(function, values):
-    """({what it does that is not pure}, [its result, its gradients]) for new copies of the parts;
-    None if it does not run.
+    """(a set of what the function did that is not pure, [its result, its gradients]), for copies of
+    the values. None if it does not run.
     """
     inputs = [x.clone().requires_grad_() for x in values]
     noted = compat.NotePurity()
@@ -1190,7 +1200,7 @@ def _kept_by(function, owner):
 
 class _StoreFp8(torch.autograd.Function):
     """y -> (y as fp8 e4m3, zeros in the shape and dtype of y, which take no memory). Autograd gives
-    the fp8 tensor no gradient. So what is added to the zeros gives y its gradient by them.
+    an fp8 tensor no gradient. So its value is added to the zeros, and their gradient becomes y's.
     """
 
     @staticmethod
@@ -1206,12 +1216,12 @@ class _StoreFp8(torch.autograd.Function):
 
 
 def _of_stored(value):
-    """value(y, weights), as a function of what _StoreFp8 makes of y, and of the weights."""
+    """value(y, weights) as a function of the two results of _StoreFp8(y), and of the weights."""
     return lambda stored, zeros, weights: value(stored.to(zeros.dtype) + zeros, weights)
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """The second value, with the gradient of the first."""
+    """Returns exact, in the place of value, which gets the gradient."""
 
     @staticmethod
     def forward(ctx, value, exact):
@@ -1240,8 +1250,8 @@ def activation(
     rounded once.
 
     kind: a name in ACTIVATIONS, or a function of one or two parts, which has to be pure (see
-    check_pure; it is not checked here). constants: its parameters with a default. Kept for the
-    backward are y and weights; with fp8_input_store y as fp8 e4m3, clamped to ±448, while the
+    check_pure; it is not checked here). constants: its parameters with a default. y and weights are
+    kept for the backward. With fp8_input_store y is kept as fp8 e4m3, clamped to ±448, while the
     forward uses the unrounded y. ValueError: an unknown kind or constant, or shapes that do not
     fit.
 
@@ -1283,8 +1293,8 @@ def _flat_weights(fc1, fc1_bias):
     """(fc1 [E, P·F, H], its bias [E, P·F], the axis of P where the last axis of fc1's output is
     split: -2 for [.., P, F], -1 for [.., F, P]).
 
-    No weight is copied: where gate and up of a row are neighbours in memory, P comes last. They are
-    flat because strides of [E, P, F, H] may look unaligned to torch's grouped product.
+    No weight is copied: where gate and up of a row are neighbours in memory, P comes last. The
+    weights become flat because strides of [E, P, F, H] may look unaligned to F.grouped_mm.
     """
     axis = -2
     if fc1.stride(1) < fc1.stride(2):
@@ -1294,10 +1304,10 @@ def _flat_weights(fc1, fc1_bias):
 
 
 def _are_few(probs, fc1):
-    """Whether this is a graph without gradients of so few assignments that they are quicker without
-    a plan. How many was measured on CPUs: "Decoding" in docs/results.md. Transposed weights are
-    read more slowly. On a card nobody has measured, and 2·E assignments would read up to twice what
-    a grouped product reads.
+    """Whether this is a graph without gradients, and has so few assignments that it is quicker
+    without a plan. The limit was measured on CPUs ("Decoding" in docs/results.md), where transposed
+    weights are read more slowly. On a card nobody has measured: there 2·E assignments would read up
+    to twice what a grouped product reads.
     """
     if torch.is_grad_enabled() or not torch.compiler.is_compiling():
         return False
@@ -1306,16 +1316,17 @@ def _are_few(probs, fc1):
     return holds_in_this_graph(probs.numel() <= most)
 
 
-def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate):
-    """expert_mlp of few tokens: each assignment reads its expert's weights where they are, and the
-    compiler makes no tensor of them.
+def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert):
+    """expert_mlp for few tokens. Each assignment reads its expert's weights in place: the compiler
+    makes no tensor of fc1[expert_TK].
     """
     E = len(fc1)
     expert_TK = indices.clamp(max=E - 1)
     hidden_TKO = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
     if fc1_bias is not None:
         hidden_TKO = hidden_TKO + fc1_bias[expert_TK]
-    act_TKF = activate(hidden_TKO, probs[..., None], expert_TK[..., None])
+    act_TKF = activate(
+        hidden_TKO, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
     out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]
@@ -1325,9 +1336,11 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
 def _mlp_of_rows(
     tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert, fp8_input_store,
 ):
-    """expert_mlp of any number of tokens: their rows in expert order, between two products."""
+    """expert_mlp for any number of tokens: rows in expert order, and two grouped products."""
     read = grouped.where_read(plan.offsets, plan.order.shape[0], fc1, fc2)
-    expert_N1 = _expert_of_rows(plan) if takes_expert else None
+    expert_N1 = None
+    if takes_expert:
+        expert_N1 = grouped.expert_of_rows(plan.order.shape[0], plan.offsets)[:, None]
 
     def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
@@ -1337,31 +1350,26 @@ def _mlp_of_rows(
         return hidden.detach(), *_StoreFp8.apply(hidden)
 
     def value(hidden, probs):
-        return activate(hidden, gather_probs(probs, plan), expert_N1)
+        return activate(hidden, gather_probs(probs, plan), expert=expert_N1)
 
     def from_experts(act):
         return grouped.linear(act, fc2, read)
 
     if not fp8_input_store or not torch.is_grad_enabled():
-        # The tokens and `hidden` are kept. The backward makes the rows and the activation again; in
-        # eager mode also fc1's product, and there the activation is kept.
+        # The tokens and `hidden` are kept, in eager mode also the activation. The backward computes
+        # the rows and the activation again, in eager mode also fc1's product.
         hidden = again(to_experts, tokens, fc1)
         rows = from_experts(again(value, hidden, probs))
     else:
         hidden, stored, zeros = again(to_store, tokens, fc1)
         act = again(_of_stored(value), stored, zeros, probs)
         with torch.no_grad():
-            # A graph keeps only what its forward uses. Else it would compute `stored` again.
+            # A graph keeps `stored` only if its forward uses it, so here it does.
             exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
-        # A graph leaves out the product with `act`, which nobody reads. Eager mode computes it.
+        # Nobody reads the product with `act`, so a graph leaves it out. Eager mode computes it.
         rows = _InPlaceOf.apply(from_experts(act), exact)
     y = combine_rows(rows, plan)
     return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
-
-
-def _expert_of_rows(plan):
-    row_N1 = torch.arange(plan.order.shape[0], device=plan.order.device)[:, None]
-    return grouped.expert_of(row_N1, plan.offsets).clamp(max=len(plan.offsets) - 1)
 
 
 def expert_mlp(
@@ -1376,14 +1384,15 @@ def expert_mlp(
     tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
     not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, relu, gelu), fc2 [E, H, F],
     fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
-    kind, fp8_input_store and constants are `activation`'s. A graph without gradients, for few
-    tokens, reads the indices and not the plan: give the `indices` [T, K] int64 that the plan was
-    made of, and it need not be computed there.
+    kind, fp8_input_store and constants are `activation`'s. If you give the `indices` [T, K] int64
+    that the plan was made of, a graph without gradients for few tokens reads only them, and does
+    not compute the plan.
 
     fc1 and fc2 may be transposed views, gate and up interleaved; no weight is copied as long as P
     and F are adjacent in memory. The probs are multiplied in before fc2, so fc2's output is not
-    kept: kept are the arguments and fc1's output [N, P·F], in eager mode the activation [N, F] too,
-    and with fc2_bias a [T, E]. ValueError and TypeError: shapes and dtypes that do not fit.
+    kept for the backward. The arguments are, and fc1's output [N, P·F], in eager mode also the
+    activation [N, F], and with fc2_bias a tensor [T, E]. ValueError and TypeError: shapes and
+    dtypes that do not fit.
 
     >>> x, plan = torch.tensor([[3.0]]), plan_permutation(torch.tensor([[1]]), num_experts=2)
     >>> fc1, fc2 = torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[10.0]]])
@@ -1402,13 +1411,11 @@ def expert_mlp(
     fc1, fc1_bias, axis = _flat_weights(fc1, fc1_bias)
     weights = fc1, fc2, fc1_bias, fc2_bias
 
-    def activate(hidden, probs, expert):
-        expert = expert if signature.takes_expert else None
-        return activated(hidden, probs, function, signature.parts, axis, expert)
-
+    activate = functools.partial(activated, function=function, parts=signature.parts, axis=axis)
     if _are_few(probs, fc1):
         if indices is None:
             indices = grouped.expert_of(plan.inverse, plan.offsets)
-        return _mlp_in_place(tokens, probs, indices, *weights, activate)
+        return _mlp_in_place(
+            tokens, probs, indices, *weights, activate, signature.takes_expert)
     return _mlp_of_rows(
         tokens, probs, plan, *weights, activate, signature.takes_expert, fp8_input_store)

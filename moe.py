@@ -1,15 +1,15 @@
-"""A Mixture-of-Experts layer: config, layer, experts, latent pair. Read up to the end of the
-section "Experts" for the layer. Its files:
+"""A Mixture-of-Experts layer: config, layer, experts, latent pair. To know it, read up to the end
+of the section "Experts". Its files:
 
     router.py           logits, choice, drops, balance losses, counts; all routers of a model
     shared_experts.py   an MLP for every token, in one call or beside the routed path
     kernels.py          the tensor functions: first the definition, and the letters
     grouped.py          the grouped product, on every kind of device
-    base.py             what all modules have: config, weights, ranks, of which there is one
+    base.py             what all modules have: config, weights, and the ranks, here only one
     compat.py           what torch makes necessary
 
 Nothing in these files needs several ranks. If you have several, add both files of ranks/:
-parallel.py has what crosses ranks in a forward, sharding.py what each rank holds.
+parallel.py has what crosses ranks in a forward, and sharding.py has what each rank holds.
 
     hidden_states [S, B, H] ─┬─> TopKRouter ─> probs, indices [T, K] ─> plan ─┐
                              ├────────────────────────────────────────────────┴─> Experts ─┐
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 if __package__:
     from . import compat, kernels
-    from .base import GROUPS, Dispatch, MoEModule, OneProcess, owner_of
+    from .base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from .router import (
         LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
         load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
@@ -53,7 +53,7 @@ if __package__:
 else:
     import compat
     import kernels
-    from base import GROUPS, Dispatch, MoEModule, OneProcess, owner_of
+    from base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from router import (
         LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
         load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
@@ -83,15 +83,15 @@ _CONSTANTS = {
 @dataclass(frozen=True)
 class MoEConfig:
     """What a layer computes. A config that cannot work is refused when it is made: the ValueError
-    names the fields and the way out. (topk = 1 with normalised probs is refused later, in a forward
-    in training, because it can be evaluated.)
+    names the fields and the way out. (topk = 1 with normalised probs can be evaluated, so only a
+    forward in training refuses it.)
 
-    Most names are Megatron's, without moe_ or moe_router_. H is hidden_size, F is ffn_hidden_size
-    (of one expert), E is num_experts, K is topk. For score_function to scaling_factor see
-    kernels.topk_routing, for the activation fields kernels.activation.
+    Most names are Megatron's, without moe_ or moe_router_ in front. H is hidden_size, F is
+    ffn_hidden_size (of one expert), E is num_experts, K is topk. kernels.topk_routing explains the
+    fields from score_function to scaling_factor, kernels.activation those of the activation.
 
     apply_probs_on: "activation" is p · expert(x), "input" is expert(p·x), for topk = 1.
-    load_balancing_type, aux_loss_coeff: one type and a positive float, or tuples of one length.
+    load_balancing_type, aux_loss_coeff: one type and a positive float, or two tuples, equally long.
     batch_first: which axis is the sequence. Only seq_aux_loss with two token axes needs it.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing
@@ -151,7 +151,7 @@ class MoEConfig:
         return self.init_std if self.output_init_std is None else self.output_init_std
 
     @functools.cached_property
-    def balancing(self) -> dict[str, float]:
+    def balancing(self):
         """Balancing type -> its coefficient."""
         if isinstance(self.load_balancing_type, tuple):
             return dict(zip(self.load_balancing_type, self.aux_loss_coeff))
@@ -187,7 +187,7 @@ class MoEConfig:
 
     @functools.cached_property
     def always_one(self) -> bool:
-        """One expert a token, its prob divided by itself: the router gets no gradient."""
+        """Whether the only prob of a token is divided by itself, so the router gets no gradient."""
         if self.topk > 1 or "sinkhorn" in self.balancing:
             return False
         if self.norm_topk_prob is None:
@@ -210,18 +210,20 @@ class MoEConfig:
 class MoELayer(MoEModule):
     """y_t = Σ_k probs[t, k] · expert_{indices[t, k]}(x_t), plus the shared expert's output.
 
-    hidden_states [S, B, H] -> the same shape and dtype; with batch_first [B, S, H], and masks and
-    given indices [B, S, ..]. The parts are layer.router, layer.experts, layer.latent_down,
+    hidden_states [S, B, H] -> the same shape and dtype. With batch_first it is [B, S, H], and masks
+    and given indices are [B, S, ..]. The parts are layer.router, layer.experts, layer.latent_down,
     layer.latent_up (see LatentDown) and layer.shared_experts; the last three are None if not
     configured.
 
-    `torch.compile(layer, fullgraph=True)` takes every configuration as one graph. It may become a
-    CUDA graph, except with shared_expert_overlap. The same input and state give bitwise the same
-    output and gradients, unless input_jitter_eps or force_load_balancing draw numbers. Under ep
-    each rank has E / ep experts and tokens of its own, and must run every forward and backward,
-    even with T = 0. pad_to_capacity needs the same T on all ranks, sequence_parallel the same S
-    over tp. ValueError: sizes that ep or tp do not divide, tp without sequence_parallel or with
-    batch_first, wrong shapes.
+    `torch.compile(layer, fullgraph=True)` takes every configuration, as one graph for a fixed T
+    (docs/compile.md counts them over all T). It may become a CUDA graph, except with
+    shared_expert_overlap. The same input and state give bitwise the same output and gradients,
+    unless input_jitter_eps or force_load_balancing draw numbers.
+
+    Under ep each rank has E / ep experts and its own tokens, and must run every forward and
+    backward, even with T = 0. With pad_to_capacity all ranks need the same T, with
+    sequence_parallel all tp ranks the same S. ValueError: sizes that ep or tp do not divide, tp
+    without sequence_parallel or with batch_first, wrong shapes.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> layer(torch.randn(5, 3, 8)).shape
@@ -262,14 +264,15 @@ class MoELayer(MoEModule):
             x_TH = self.latent_down(x_TH).to(x_TH.dtype)
         expert_probs_TK = probs_TK
         if config.apply_probs_on == "input":                     # K = 1
-            x_TH, expert_probs_TK = _multiplied(x_TH, probs_TK)
+            x_TH = (x_TH * probs_TK).to(x_TH.dtype)
+            expert_probs_TK = torch.ones_like(probs_TK)
 
         # Rows go to their experts and come back. (FSDP2's output_dtype makes the casts necessary.)
         dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
+        indices = getattr(dispatched, "indices", None)           # of the rows, if they are known
         if config.shared_expert_overlap:
             dispatched = OverlappedDispatch(dispatched, shared)
         rows, probs, local_plan = dispatched.wait_for_rows()
-        indices = indices_TK if local_plan is plan else None     # of this rank's own rows
         output = self.experts(rows, probs, local_plan, indices).to(rows.dtype)
         y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
 
@@ -298,15 +301,12 @@ class MoELayer(MoEModule):
         return self.pg_collection.dispatch(x, probs, indices, plan, self.config)
 
 
-def _multiplied(x_TH, probs_T1):
-    """(x times the probs, the probs left for the experts: ones)."""
-    return (x_TH * probs_T1).to(x_TH.dtype), torch.ones_like(probs_T1)
-
-
 # ---- Experts ----
 
 def _as_autocast(*tensors):
-    """The tensors in autocast's dtype, where it is on. Like torch's own products, fp64 stays."""
+    """The tensors in autocast's dtype, if it is on. If one is in fp64, all stay as they are, as in
+    torch's own products.
+    """
     device_type = tensors[0].device.type
     if not compat.has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
@@ -319,7 +319,7 @@ def _as_autocast(*tensors):
 class Experts(MoEModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
     per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
-    sharded = {name: ("ep", 0, "expt_dp") for name in per_expert}
+    sharded = dict.fromkeys(per_expert, Sharding("ep", axis=0, summed_over="expt_dp"))
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
     # number of each row's expert among this rank's, [.., 1]. It has to be pure: see docs/change.md.
@@ -368,9 +368,10 @@ class Experts(MoEModule):
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def check_own(self) -> None:
-        """ValueError, in the first forward with this activate: it has not the config's parts, or is
-        not pure (see kernels.check_pure); or, over ep, a parameter of a subclass may have a row for
-        each expert and is not in `sharded`, so that gradients of different experts would be summed.
+        """ValueError, in the first forward with this activate: it takes other parts than the
+        config's activation, or is not pure (see kernels.check_pure). Over ep also: a parameter of a
+        subclass may have a row for each expert, and is not in `sharded`. The ranks would sum its
+        gradients, although their experts are different.
         """
         activate = getattr(self, "activate", None)
         function = getattr(activate, "__func__", activate)
@@ -387,11 +388,11 @@ class Experts(MoEModule):
                 return
             columns = self.config.ffn_hidden_size
             kernels.check_pure(activate, parts, columns, like=self.fc1, owner=self)
-        self._checked = (function,)          # by itself a module would become a part of this one
+        self._checked = (function,)          # in a tuple, since a module would become a part
 
     def _while_unchanged(self, activate):
-        """activate, which raises a RuntimeError in the backward if a parameter that it may read is
-        another by then: it is computed once more there, and would read that one.
+        """activate, with a check. The backward computes it once more, and would read parameters as
+        they are then: if one was changed or replaced since the forward, this is a RuntimeError.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return activate
@@ -422,7 +423,8 @@ def _refuse_undeclared(experts, declared):
     """
     for path, tensor in [*experts.named_parameters(), *experts.named_buffers()]:
         _, name = owner_of(experts, path)
-        # A module such as nn.PReLU has a tensor of one number, and there may be one expert.
+        # A module such as nn.PReLU has a tensor of one number. If there is one expert, the tensor
+        # looks like a row for each.
         module_of_one = len(experts.fc1) == 1 and "." in name
         fits = tensor.shape[:1] == experts.fc1.shape[:1] and not module_of_one
         if fits and name not in declared:
@@ -472,11 +474,11 @@ def select_experts(
     """A layer with these experts of `layer`, in this order. Leave some out to prune; name some
     twice to grow, as [*range(E), 0].
 
-    The router's rows and expert bias go along: what its class names in `per_expert`, to which a
-    router of your own may add. Counts start anew, all else is copied. In an optimizer the new
-    parameters take the old ones' places, with their state. The new layer is not compiled.
-    ValueError: several ranks, a number that is no expert's, state of an unknown shape, and what the
-    config refuses.
+    The router's rows and expert bias are selected too: all tensors that its class names in
+    `per_expert`, where a router of your own may name more. Counts start from nothing, and all else
+    is copied. In the optimizer the new parameters replace the old ones and take over their state.
+    The new layer is not compiled. ValueError: several ranks, a number that is no expert's, state of
+    an unknown shape, and what the config refuses.
 
     >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
     >>> select_experts(layer, [3, 0, 2]).router.weight.shape
@@ -492,7 +494,7 @@ def select_experts(
         raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
     config = replace(layer.config, num_experts=len(experts))
     if isinstance(layer.experts, Experts):
-        whole = [name for name, (_, axis, _) in layer.experts.sharded.items() if axis is None]
+        whole = [name for name in layer.experts.sharded if layer.experts.shard(name).axis is None]
         _refuse_undeclared(layer.experts, [*layer.experts.per_expert, *whole])
     new = copy.deepcopy(layer)
     new.set_config(config)
@@ -522,7 +524,7 @@ def select_experts(
     new.router.counts.follow(chosen.device)
 
     if optimizer is not None:
-        names = {old: name for name, old in layer.named_parameters()}
+        names: dict = {old: name for name, old in layer.named_parameters()}
         parameters = dict(new.named_parameters())
         states = {
             old: {key: selected(names[old], old, value, key) for key, value in state.items()}

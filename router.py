@@ -53,7 +53,7 @@ class Router(MoEModule, ABC):
                 f"tp has {ranks} ranks, sequence_parallel is {config.sequence_parallel} and "
                 f"batch_first is {config.batch_first}; needs sequence_parallel=True and "
                 f"batch_first=False: each rank routes its own part of the first axis, the sequence")
-        self.layer_number = None
+        self.layer_number: int | None = None
         self.make_tensors()
         self.counts = RouterCounts(config, self.pg_collection.size("tp_cp"))
         self._recording = False
@@ -89,7 +89,7 @@ class Router(MoEModule, ABC):
     ) -> tuple[Tensor, Tensor]:
         """(probs [T, K], indices [T, K] int64): the K most probable experts of each row of
         forward(input)'s map. A row with fewer ends with index E and prob 0; padding is unrouted.
-        ValueError: topk_indices or cu_seqlens; override this to take them.
+        ValueError: topk_indices or cu_seqlens are given. Override this to take them.
         """
         for name, given in (("topk_indices", topk_indices), ("cu_seqlens", cu_seqlens)):
             if given is not None:
@@ -126,7 +126,7 @@ class Router(MoEModule, ABC):
         _loss_scale(self.weight.device)              # made before the first compiled forward
 
     def _given_indices(self, topk_indices, axes):
-        """The indices [T, K] int64 that replace the choice: replay_routing's, or the argument."""
+        """The indices [T, K] int64 that replace the choice: replay_routing's, else the argument."""
         name, indices = self._replayed or ("topk_indices", topk_indices)
         if indices is None:
             raise ValueError(f"{name} is None: this router had not run in record_routing; "
@@ -150,9 +150,9 @@ class Router(MoEModule, ABC):
         return self.training and torch.is_grad_enabled()
 
     def _apply_expert_bias(self, routing_map):
-        """Counts the tokens of the map [T, E], before dropping and without padding, in the backward
-        of the probs that `forward` returns. Call it in the forward of a router of your own, once or
-        more often; TopKRouter counts by itself.
+        """Counts the tokens of the map [T, E], which is before dropping and without padding. They
+        are counted in the backward of the probs that `forward` returns. Call it in the forward of a
+        router of your own, once or more often; TopKRouter counts by itself.
         """
         if self._in_training_forward():
             self.counts.count(None, routing_map.sum(0))
@@ -166,21 +166,22 @@ class Router(MoEModule, ABC):
         return self.counts.write(probs, self.bias_histogram, histogram, add=True)
 
     def reset_bias_histogram(self) -> None:
-        """Empties the histogram of bias_update="quantile", which is of the old bias. Call it after
-        writing the expert bias by hand; load_state_dict calls it itself.
+        """Empties the histogram of bias_update="quantile". Call it after you have written the
+        expert bias by hand, since the histogram holds for the old bias; load_state_dict does so.
         """
         self.counts.zero("bias_histogram")
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Starts the averages of the global loss anew; finish_step calls it."""
+        """Starts the averages of the global loss again from nothing; finish_step calls it."""
         self.counts.zero("global_tokens_per_expert", "ga_steps")
 
     def add_in_backward(self, activation: Tensor, buffer: Tensor, value: Tensor) -> Tensor:
-        """activation, whose backward adds value to buffer: for a count of your own in `choose` or
-        `forward`. So an activation checkpoint adds it once, and a forward without a backward not at
-        all. If the activation needs no gradient, the backward of `forward`'s probs adds it.
+        """Returns activation, whose backward adds value to buffer: for a count of your own in
+        `choose` or `forward`. So under an activation checkpoint it is added once, and in a forward
+        without a backward not at all. If the activation needs no gradient, the backward of
+        `forward`'s probs adds it.
 
-        TypeError: value is fractional and buffer has an integer dtype, which would cut it off.
+        TypeError: value is fractional, and buffer has an integer dtype, which would truncate it.
         ValueError: the shapes differ.
         """
         if value.is_floating_point() and not buffer.is_floating_point():
@@ -208,8 +209,8 @@ class Router(MoEModule, ABC):
         return self
 
     def begin_counting(self):
-        """At the start of a forward: drops what one without a backward has left, and brings the
-        counts to the weight's device.
+        """Called at the start of a forward. Drops the counts of an earlier forward that had no
+        backward, and brings the counts to the weight's device.
         """
         self._bring_counts()
         if self.counts.waiting:
@@ -217,7 +218,9 @@ class Router(MoEModule, ABC):
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def _bring_counts(self):
-        """To the weight's device, if fully_shard or assign=True moved it without `_apply`."""
+        """Brings the counts to the weight's device, if fully_shard or assign=True has moved the
+        weight without `_apply`.
+        """
         if self.counts.last_tokens_per_expert.device != self.weight.device:
             self.counts.follow(self.weight.device)
 
@@ -231,14 +234,14 @@ class Router(MoEModule, ABC):
         super()._load_from_state_dict(*args, **kwargs)
         self._maintain_float32_expert_bias()         # load_state_dict(assign=True) takes any dtype
         self.begin_counting()                        # and any device
-        self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of another bias
+        self.counts.zero("local_tokens_per_expert", "bias_histogram")        # of the old bias
 
     def _save_to_state_dict(self, *args, **kwargs):
         self._maintain_float32_expert_bias()
         super()._save_to_state_dict(*args, **kwargs)
 
 
-# Hooks of a Router, so that its counts do not depend on who calls it.
+# They are hooks, so that a Router counts no matter who calls it.
 
 def _begin_counting(router, inputs):
     router.begin_counting()
@@ -496,7 +499,7 @@ class TopKRouter(Router):
             local = (~padding_mask).sum()
         elif ranks.size("tp_cp") > 1:
             local = torch.full((), local, device=logits.device)
-        tokens = ranks.sum(local, "tp_cp")
+        tokens = ranks.sum(local, ranks.tp_cp)
         if ranks.size("tp_cp") > 1:
             loss = loss * local / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(
@@ -540,7 +543,7 @@ class TopKRouter(Router):
         zero at padding; counts and T are summed over tp_cp.
         """
         group = self.pg_collection.tp_cp
-        counts_E = self.pg_collection.sum(routing_map.sum(0), "tp_cp")
+        counts_E = self.pg_collection.sum(routing_map.sum(0), group)
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
@@ -553,13 +556,13 @@ class TopKRouter(Router):
             probs, scores_for_aux_loss, routing_map, sequence_T=sequence_T, num_sequences=bsz)
 
     def _apply_loss_of_sequences(self, probs, scores, routing_map, sequence_T, num_sequences):
-        """_apply_seq_aux_loss for any sequence_T [T]: the mean over sequences with tokens on any
-        rank of tp_cp.
+        """_apply_seq_aux_loss for any sequence_T [T], the sequence of each token: the mean over all
+        sequences that have tokens on some rank of tp_cp.
         """
         group = self.pg_collection.tp_cp
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
         counts = kernels.sequence_counts(routing_map, sequence_T, num_sequences)
-        counts = self.pg_collection.sum(counts, "tp_cp")
+        counts = self.pg_collection.sum(counts, group)
         loss = kernels.switch_loss_of_sequences(
             scores, counts, sequence_T, self.config.topk, moe_aux_loss_coeff=coeff)
         return self.attach_and_log_load_balancing_loss(
@@ -569,12 +572,12 @@ class TopKRouter(Router):
 
     def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map):
         """probs with the global switch loss attached (arXiv 2501.11873). Counts and T are summed
-        over tp_dp_cp, and averaged over this forward and those that had their backward since
-        reset_global_aux_loss_tracker.
+        over tp_dp_cp. They are averaged over this forward and all forwards that have had their
+        backward since reset_global_aux_loss_tracker.
         """
         ranks = self.pg_collection
         local_E = routing_map.sum(0)
-        counts_E = ranks.sum(local_E, "tp_dp_cp").float()
+        counts_E = ranks.sum(local_E, ranks.tp_dp_cp).float()
         sums_E, steps = self.global_tokens_per_expert, self.ga_steps
         # Otherwise the compiler might compute the mean in the backward, of sums that other
         # microbatches have changed since.
@@ -582,13 +585,13 @@ class TopKRouter(Router):
         mean_E = mean_E.to(scores_for_aux_loss.dtype)
         probs = self.counts.write(probs, sums_E, counts_E, add=True)
         probs = self.counts.write(probs, steps, torch.ones_like(steps), add=True)
-        valid = ranks.sum(local_E.sum(), "tp_cp").to(mean_E.dtype) / self.config.topk
+        valid = ranks.sum(local_E.sum(), ranks.tp_cp).to(mean_E.dtype) / self.config.topk
         return self._attach_switch_loss(
             "global_aux_loss", probs, scores_for_aux_loss, mean_E, ranks.tp_dp_cp, valid=valid)
 
     def _attach_switch_loss(self, kind, probs, scores, counts_E, group, valid=None):
-        """probs, in whose backward the switch loss of these counts is. valid: how many tokens are
-        valid; None: Σ counts / K.
+        """probs with the switch loss of these counts attached. valid: how many tokens are valid;
+        None: Σ counts / K.
         """
         config = self.config
         coeff = self.get_aux_loss_coeff(kind)
@@ -606,11 +609,12 @@ class TopKRouter(Router):
         reduce_group, reduce_group_has_dp: bool = False,
         valid_token_count: int | Tensor | None = None,
     ) -> Tensor:
-        """activation, with aux_loss in its backward, and aux_loss / aux_loss_coeff kept for
-        load_balancing_metrics, which sums it over reduce_group and averages it over data-parallel
-        ranks unless reduce_group_has_dp. With calculate_per_token_loss the loss is attached times
-        valid_token_count (default: the rows of the activation over tp_cp). ValueError: an unknown
-        aux_loss_name.
+        """Returns activation, whose backward adds the gradient of aux_loss.
+
+        aux_loss / aux_loss_coeff is kept for load_balancing_metrics, which sums it over
+        reduce_group, and averages it over the data-parallel ranks unless reduce_group_has_dp. With
+        calculate_per_token_loss the attached loss is multiplied by valid_token_count (by default
+        the rows of the activation over tp_cp). ValueError: an unknown aux_loss_name.
         """
         compat.check_known("aux_loss_name", aux_loss_name, METRICS)
         sharers = None if reduce_group_has_dp else group_size(reduce_group)
@@ -710,7 +714,8 @@ def _write(buffer: Tensor, value: Tensor, grad: Tensor, add: bool) -> None:
 
 def keep_in_forward(activation: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(activation, value), copied so that the compiler computes the value in the forward and keeps
-    it: the value's copy is an op, which is not made again, and the activation's copy needs it.
+    it. The value's copy is an op, which no graph computes again, and the activation's copy comes
+    after it.
     """
     value = compat.copy_after(value, activation.detach())
     functions = compat.copy_after, lambda grad, value: grad
@@ -739,15 +744,15 @@ class _WriteInBackward(torch.autograd.Function):
 
 class RouterCounts:
     """What a router counts: plain tensors in fp32 (the histogram in int32), updated in place in the
-    backward of a training forward. They are no buffers: DistributedDataParallel would overwrite
-    those by rank 0's. None: not configured.
+    backward of a training forward. They are no buffers, since DistributedDataParallel would
+    overwrite buffers by rank 0's. A tensor that is not configured is None.
 
     local_tokens_per_expert [E]      since the last update_expert_bias
     bias_histogram [E, 1000]         of needed biases, since then
     global_tokens_per_expert [E]     the running sum of the global loss
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
-    each name in LOGGED []           of that forward too: a loss, or the assignments over capacity
+    each name in LOGGED []           a loss of that forward, or its assignments over capacity
     """
 
     def __init__(self, config, tp_cp_size):
@@ -781,7 +786,7 @@ class RouterCounts:
         return activation
 
     def log(self, activation, name, value, sharers):
-        """activation, whose backward keeps the value."""
+        """Returns activation, whose backward keeps the value for load_balancing_metrics."""
         # Dynamo refuses to write to an object in a checkpointed region of a graph. So this writes
         # only where the value changes, which it does in no forward of this file.
         if self.sharers[name] != sharers:
@@ -789,8 +794,8 @@ class RouterCounts:
         return self.write(activation, getattr(self, name), value.float(), add=False)
 
     def write(self, activation, buffer, value, add):
-        """activation, whose backward adds value to buffer, or (add=False) puts it in place. For an
-        activation without a backward see carried_by.
+        """Returns activation, whose backward adds value to buffer, or with add=False replaces the
+        buffer's value. For an activation without a backward see carried_by.
         """
         if activation is None or not activation.requires_grad:
             self._defer(buffer, value, add)
@@ -798,7 +803,7 @@ class RouterCounts:
         return _WriteInBackward.apply(activation, buffer, value, add)
 
     def _defer(self, buffer, value, add):
-        """Keeps a write for carried_by. Those of one forward to one buffer add up."""
+        """Keeps a write for carried_by. All writes of one forward to one buffer add up."""
         others = []
         for write in self.waiting:
             if write[0] is buffer:
@@ -812,8 +817,8 @@ class RouterCounts:
         self.waiting = writes
 
     def carried_by(self, activation):
-        """activation, whose backward does the waiting writes: of _apply_expert_bias, or of a frozen
-        router, whose probs need no gradient.
+        """Returns activation, whose backward does the writes that wait. They come from
+        _apply_expert_bias, or from a frozen router, whose probs need no gradient.
         """
         if self.waiting and activation.requires_grad:
             for write in self.waiting:
@@ -822,7 +827,7 @@ class RouterCounts:
         return activation
 
     def shares(self, ranks):
-        """[LOGGED]: by what the sum of each over so many ranks is divided."""
+        """For each name in LOGGED the number by which its sum over all ranks is divided."""
         shares = [ranks / (self.sharers[name] or ranks) for name in LOGGED]
         return self.last_tokens_per_expert.new_tensor(shares)
 
@@ -837,9 +842,9 @@ class RouterCounts:
             getattr(self, name).fill_(math.nan)
 
     def move(self, fn):
-        """To the device that fn moves to. Unlike parameters they keep their dtype (in bf16 a large
-        count no longer grows by 1) and, under to_empty, their values. From the meta device they
-        begin anew.
+        """Moves the counts to the device to which fn moves a tensor. They keep their dtype, since a
+        large count in bf16 no longer grows by 1, and under to_empty also their values. On the meta
+        device they have none, so from there they start again.
         """
         was_meta = self.last_tokens_per_expert.is_meta
         for name, tensor in self.tensors().items():
@@ -850,7 +855,7 @@ class RouterCounts:
             self.reset()
 
     def follow(self, device):
-        """To another device, with their values."""
+        """Moves the counts to this device, with their values."""
         with torch.inference_mode(False):            # else training could not update them
             self.move(lambda tensor: torch.empty_like(tensor, device=device))
 
@@ -870,15 +875,17 @@ def _named_routers(model):
 
 
 def finish_step(model: nn.Module, check_replicas: bool = False) -> None:
-    """Ends a training step: updates the expert biases and starts the averages of the global loss
-    anew. Call it after the optimizer's step, once for all microbatches: docs/recipes.md has the
-    place in Lightning and others. Give a PipelineStage its input_args and output_args: else it may
-    run a step on empty tensors, which is counted. Collective.
+    """Ends a training step: updates the expert biases, and starts new averages for the global loss.
+    Call it after the optimizer's step, once for all microbatches: docs/recipes.md has the place in
+    Lightning and others. Collective.
 
-    check_replicas: a RuntimeError names MoE parameters and expert biases that differ between ranks
-    that should hold them alike, as after a forgotten reduce_gradients. It costs one collective and
-    a read of all weights, so use it for the first steps. ValueError: several ranks run, and a
-    router has no group of them.
+    A PipelineStage needs its input_args and output_args. Without them it may first run on empty
+    tensors, and that forward would be counted.
+
+    check_replicas: a RuntimeError names the MoE parameters and expert biases that ranks should hold
+    alike and do not, as after a forgotten reduce_gradients. This costs one collective and a read of
+    all weights, so use it in the first steps. ValueError: several ranks run, and a router has no
+    group of them.
     """
     update_expert_bias(model)
     routers = _named_routers(model)
@@ -897,7 +904,7 @@ def finish_step(model: nn.Module, check_replicas: bool = False) -> None:
 
 
 def _check_one_process(otherwise):
-    """For a router that has no group of all ranks."""
+    """ValueError if several ranks run: for a router that has no group of all ranks."""
     ranks = compat.num_processes()
     if ranks > 1:
         raise ValueError(
@@ -907,10 +914,10 @@ def _check_one_process(otherwise):
 
 
 def update_expert_bias(model: nn.Module) -> None:
-    """Updates the expert bias of every router from the tokens of all ranks since the last update:
-    by bias_update_rate towards an even load (arXiv 2408.15664), or, with bias_update="quantile", by
-    kernels.quantile_expert_bias. finish_step calls it. Collective. ValueError: several ranks run,
-    and a router has no group to sum its counts over.
+    """Updates the expert bias of every router from the tokens of all ranks since the last update.
+    Each bias moves by bias_update_rate towards an even load (arXiv 2408.15664), or becomes that of
+    kernels.quantile_expert_bias with bias_update="quantile". finish_step calls this. Collective.
+    ValueError: several ranks run, and a router has no group to sum its counts over.
     """
     routers = [router for router in _routers(model) if router.expert_bias is not None]
     for router in routers:
@@ -1000,9 +1007,9 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     indices: one tensor [T, K] per router, in module order, as record_routing gives them, or a
     tensor [layers, T, K], of any integer dtype. E is unrouted. A token with a -1, which inference
     engines write for what they do not know, is routed by the router. Run the backward inside the
-    context too: a reentrant checkpoint outside of it routes anew, and its gradients are wrong
-    without an error. ValueError: no router, another number of layers, or nested on one model; in
-    the forward, naming the router, a wrong shape or dtype, or None.
+    context too: outside of it a reentrant checkpoint would make a new choice, and its gradients
+    would be wrong without an error. ValueError: no router, another number of layers, or nested on
+    one model. In the forward, with the router's name: a wrong shape or dtype, or None.
     """
     routers = _named_routers(model)
     if len(indices) != len(routers):
@@ -1028,11 +1035,11 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     "max_violation" [layers]: max_e n_e / mean n - 1 (arXiv 2408.15664).
     "dropped" [layers]: assignments over capacity, if any layer has one.
     the name of each loss that is on in any layer, [layers]: divided by its coefficient.
-    NaN: a layer without it, or nothing counted yet.
+    A value is NaN in a layer without this loss, and before anything is counted.
 
-    reduce: over all ranks, collective: counts summed, losses summed over the ranks that share them
-    and averaged over the others; else this rank's. ValueError: several ranks run, and a router has
-    no group of them.
+    reduce: the values are of all ranks, not of this one (collective). Counts are summed. Losses are
+    summed over the ranks that share them, and averaged over the others. ValueError: several ranks
+    run, and a router has no group of them.
     """
     routers = _routers(model)
     counts = [router.counts.last_tokens_per_expert.long() for router in routers]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 if __package__:
     from . import compat, kernels
-    from .base import Dispatch, MoEModule, OneProcess
+    from .base import Dispatch, MoEModule, OneProcess, Sharding
 else:
     import compat
     import kernels
-    from base import Dispatch, MoEModule, OneProcess
+    from base import Dispatch, MoEModule, OneProcess, Sharding
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -85,7 +85,7 @@ def _check_step(shared, step, required_state):
 # A tensor returns to the current stream, forward or backward, by an op that waits and copies. In a
 # graph of torch 2.13 a wait by itself could be moved after the op that reads the data.
 
-_SIDE_STREAMS = {}                           # device -> torch.Stream
+_SIDE_STREAMS: dict = {}                     # device -> torch.Stream
 
 
 @torch.compiler.assume_constant_result       # a graph cannot make a stream, so its tracer does
@@ -121,7 +121,9 @@ def _fork_stream(tensor: Tensor) -> Tensor:
 
 @compat.op(_empty_on_other_stream)
 def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A copy of `tensor`, after the current stream waited for the side stream, for `others` too."""
+    """A copy of `tensor`, after the current stream has waited for the side stream. `others` come
+    from there too, and may be read from now on.
+    """
     current = _current_stream(tensor.device)
     current.wait_stream(_SIDE_STREAMS[tensor.device])
     for made_there in (tensor, *others):
@@ -132,12 +134,12 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 class _ToSideStream(torch.autograd.Function):
     """(input, *weights) -> (input for the current stream; input and weights for the side stream).
 
-    With `wait` the side stream waits for its input, a copy. In the backward the current stream
-    waits for the side stream's gradients.
+    With `wait` the side stream's input is a copy, for which that stream waits. In the backward the
+    current stream waits for the side stream's gradients.
     """
 
-    # *tensors: without grad, Dynamo up to torch 2.14 calls a forward without its ctx if that fits
-    # the number of its named arguments.
+    # The tensors have no names here. Else Dynamo up to torch 2.14 might leave out ctx: without
+    # gradients it does if `apply` gets as many arguments as `forward` has names, ctx among them.
     @staticmethod
     def forward(ctx, stream, wait, *tensors):
         ctx.stream = stream
@@ -157,7 +159,7 @@ class _ToSideStream(torch.autograd.Function):
     @staticmethod
     @compat.once_differentiable
     def backward(ctx, grad_main, *grads):
-        # In a graph what needs no gradient gets zeros, which nothing is to wait for.
+        # In a graph an output without a gradient gets zeros here, which nobody has to wait for.
         _, _, *needed = ctx.needs_input_grad
         grad_main = grad_main if needed[0] else None
         grads = [grad if need else None for grad, need in zip(grads, needed)]
@@ -202,12 +204,12 @@ class _BackwardStreamWait(torch.autograd.Function):
 
 
 class _FromSideStream(torch.autograd.Function):
-    """A copy of output, after the current stream has waited for the side stream; in the backward
-    the other way round.
+    """A copy of output, before which the current stream waits for the side stream. In the backward
+    the side stream waits for the current one, and gets a copy of the gradient.
 
-    A non-reentrant checkpoint recomputes when the first node of the backward unpacks a tensor, on
-    that node's stream. If that were the side stream, nobody would wait for the recomputation. So
-    this node, which is on the current stream, comes first and unpacks one.
+    A non-reentrant checkpoint recomputes when the first node of the backward unpacks a saved
+    tensor, on the stream of that node. If it were the side stream, nobody would wait for the
+    recomputation. This node is the first, on the current stream: so it saves a tensor to unpack.
     """
 
     @staticmethod
@@ -223,8 +225,8 @@ class _FromSideStream(torch.autograd.Function):
 
 
 def set_tensor_grad_fn_sequence_sr(tensor: Tensor | None, value: int) -> None:
-    """Sets the priority of the tensor's node: of those that are ready, the backward takes the
-    highest first. No tensor or no grad_fn: does nothing.
+    """Sets the priority of the tensor's node. The backward runs, of all nodes that are ready, the
+    one with the highest priority first. Without a tensor or a grad_fn this does nothing.
     """
     node = getattr(tensor, "grad_fn", None)
     if node is not None:
@@ -244,7 +246,7 @@ class SharedExpertMLP(MoEModule):
     pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm, get_output.
     A step out of order is a RuntimeError.
     """
-    sharded = {"fc1": ("tp", 1, "dp_cp"), "fc2": ("tp", 1, "dp_cp")}
+    sharded = dict.fromkeys(("fc1", "fc2"), Sharding("tp", axis=1, summed_over="dp_cp"))
 
     def __init__(self, config: "MoEConfig", gate: bool, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -259,7 +261,7 @@ class SharedExpertMLP(MoEModule):
         self.gate_weight = self.parameter(1, H) if gate else None
         # A tp rank that has a part of the tokens has a part of the gate's gradient, else all of it.
         over = "tp_dp_cp" if ranks == 1 or config.sequence_parallel else "dp_cp"
-        self.sharded = {**self.sharded, "gate_weight": ("tp", None, over)}
+        self.sharded = {**self.sharded, "gate_weight": Sharding(summed_over=over)}
         self.reset_overlap()
         self.reset_parameters()
 
@@ -269,8 +271,8 @@ class SharedExpertMLP(MoEModule):
         output = self._leave(self._fc2(act, self.fc2))
         return output if gate_score is None else output * gate_score
 
-    # The weights are arguments, since in steps they come from _ToSideStream, which joins their
-    # gradients.
+    # The weights are arguments, since in five steps they are outputs of _ToSideStream. Its backward
+    # waits for their gradients.
 
     def _score(self, x, gate_weight=None):
         H = self.config.hidden_size
@@ -351,7 +353,7 @@ class SharedExpertMLP(MoEModule):
 
     @overlap_state_check(_State.FC1_FORWARD_DONE, _State.FC2_FORWARD_DONE)
     def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Computes fc2. The backward of overlapped_comm_output goes first of all that is ready."""
+        """Computes fc2. The backward of overlapped_comm_output is to run before all others."""
         if overlapped_comm_output is not None:
             set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
         with self._beside():
@@ -413,8 +415,8 @@ class OverlappedDispatch(NamedTuple):
 
 
 def ends_overlap(forward):
-    """Decorator of the layer's forward: the shared expert keeps nothing after it, even after an
-    exception, by which a checkpoint ends its recomputation.
+    """Decorator of the layer's forward: after it the shared expert keeps nothing. That holds after
+    an exception too, since a checkpoint ends its recomputation by raising one.
     """
     @functools.wraps(forward)
     def ended(self, *args, **kwargs):

@@ -7,17 +7,19 @@
         (compiled(x) - target).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        layer.update_bias()                              # on several ranks: see its group
+        layer.update_bias()                              # on several ranks give it a group
 
-The weights of a Mixtral or Qwen3-MoE block of transformers, with norm_topk_prob=True:
+To load the weights of a Mixtral block of transformers, or of a Qwen3-MoE block that has
+norm_topk_prob=True:
 
     layer.load_state_dict({
         "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, W]
         "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2W, H] -> [E, 2, W, H]
 
-T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of an
-expert. Capitals at the end of a name are the axes of that tensor, so x_TH is [T, H]. The same input
-gives bitwise the same output and gradients.
+Letters: T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of
+an expert. If a name ends in capitals, they are the axes of the tensor: x_TH is [T, H].
+
+The same input gives bitwise the same output and gradients.
 """
 import re
 import warnings
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils.checkpoint import checkpoint
 
-if torch.__version__ < (2, 11, "dev0"):
+if torch.__version__ < "2.11.dev0":
     raise RuntimeError(f"torch is {torch.__version__}; this file needs 2.11 or later")
 
 
@@ -45,10 +47,12 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 
 def op(fake, cudagraph_unsafe=False):
-    """Decorator: the compiler calls the function as it is. `fake` returns empty results.
-    cudagraph_unsafe: the host reads values in it, so CUDA graphs leave it out.
+    """Decorator: makes the function a custom op, into which the compiler does not look. `fake`
+    returns empty results. cudagraph_unsafe: the host reads values in the op, so CUDA graphs leave
+    it out.
     """
-    def register(function):                  # by the module's name, so that copies do not collide
+    def register(function):
+        # The module's name is part of the op's name, so that copies of this file do not collide.
         name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
         tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
         registered = torch.library.custom_op(name, function, mutates_args=(), tags=tags)
@@ -85,11 +89,13 @@ def rows_of_each(offsets):
     return offsets.diff(prepend=offsets.new_zeros(1))
 
 
-# Torch's own product takes bf16 and reads the offsets on their device, where it runs. Elsewhere the
-# host has to read them, so on a card they are copied to the host, once for all products.
+# F.grouped_mm, torch's own product, takes bf16 and reads the offsets on their device. Where it does
+# not run, the product is a loop, and the host has to read the offsets. So on such a card they are
+# copied to the host, once for all products.
 @torch.compiler.assume_constant_result
 def native_product(device) -> str:
-    """Where torch's own product runs: "H100" (or H200), "B200" (or B300), "AVX-512"; else "none".
+    """Which hardware runs F.grouped_mm here: "H100" (or H200), "B200" (or B300), "AVX-512", or
+    "none".
     """
     if device.type == "cuda" and torch.version.hip is None:
         return {9: "H100", 10: "B200"}.get(torch.cuda.get_device_capability(device)[0], "none")
@@ -131,39 +137,41 @@ def multiply(a, b, out):
 
 
 def grouped_mm(a, b, offsets, native):
-    """a [N, I] · b [E, I, O] -> [N, O], where unrouted rows are zeros;
-      a [I, N] · b [N, O] -> [E, I, O], for each expert over its rows.
+    """a [N, I] · b [E, I, O] -> [N, O]: row block e times b[e]. Unrouted rows are zeros.
+      a [I, N] · b [N, O] -> [E, I, O]: the product of block e of a and block e of b.
     """
     if not native:
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
-    if b.ndim == 3:                                      # it leaves them uninitialised
+    # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the product of an expert that
+    # has no rows.
+    if b.ndim == 3:
         row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
         return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
-    if native_product(a.device) == "B200":               # experts without rows hold anything there
+    if native_product(a.device) == "B200":
         out = out.masked_fill((rows_of_each(offsets) == 0)[:, None, None], 0.0)
     return out
 
 
 def swiglu(hidden, prob=None):
-    """silu(gate) · up · prob of hidden [.., 2W], in fp32 at least, rounded once."""
+    """silu(gate) · up · prob, for hidden [.., 2W]: gate, then up. fp32 at least, rounded once."""
     gate, up = map(upcast, hidden.chunk(2, -1))
     act = F.silu(gate) * up
     return cast(act if prob is None else act * prob, hidden.dtype)
 
 
 def again(function, *args):
-    """function(*args), computed again in the backward, for which only the arguments are kept."""
+    """function(*args). Only the arguments are kept: the backward computes the function again."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def no_view(x):
-    """x again. If an autograd function returned a view, nobody could change that in place."""
+    """x, but no view. A view that an autograd function returns cannot be changed in place."""
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
 class Moved(torch.autograd.Function):
-    """rows, which plain code moved from x, with the gradient back(grad, order, row_KT) for x."""
+    """Returns rows, which plain code made of x. The gradient of x is back(grad, order, row_KT)."""
     @staticmethod
     def forward(ctx, rows, x, back, order, row_KT):
         ctx.save_for_backward(order, row_KT)
@@ -177,20 +185,21 @@ class Moved(torch.autograd.Function):
 
 
 def move(x, way, back, order, row_KT):
-    """way(x, order, row_KT), whose gradient is back(grad, order, row_KT): a gather both ways.
-    Autograd's gradient of a gather would be a scatter.
+    """way(x, order, row_KT), whose gradient is back(grad, order, row_KT). Both are gathers, while
+    autograd's gradient of a gather would be a scatter.
     """
-    # Inside Moved a checkpoint in a graph of torch 2.11 would not make it again.
+    # `way` is called outside of Moved: in a graph of torch 2.11 a checkpoint does not compute again
+    # what is inside an autograd function.
     return Moved.apply(way(x.detach(), order, row_KT), x, back, order, row_KT)
 
 
 def spread(x, order, row_KT):
-    """x [T, H] -> [N, H]: to each row its token."""
+    """x [T, H] -> [N, H]: each row is a copy of its token."""
     return x[order // len(row_KT)]
 
 
 def combine(rows, order, row_KT):
-    """rows [N, H] -> [T, H]: to each token the sum of its rows, in fp32 at least. No atomics."""
+    """rows [N, H] -> [T, H]: each token is the sum of its rows, in fp32 at least. No atomics."""
     return cast(sum(upcast(rows[row_T]) for row_T in row_KT), rows.dtype)
 
 
@@ -205,7 +214,7 @@ def to_tokens(rows, order, row_KT):
 
 
 class GroupedLinear(torch.autograd.Function):
-    """rows [N, I] -> [N, O]: weight[e] · row, for weight [E, O, I], as its gradient is too."""
+    """rows [N, I] -> [N, O]: weight[e] · row. weight is [E, O, I], and so is its gradient."""
     @staticmethod
     def forward(ctx, rows, weight, offsets, native):
         ctx.save_for_backward(rows, weight, offsets)
@@ -239,8 +248,8 @@ def experts(x, probs, fc1, fc2, order, row_KT, offsets, native):
 
 
 class Count(torch.autograd.Function):
-    """y. In the backward the counts are the gradient of `leaf`, to which autograd adds them: once,
-    even if a checkpoint runs the forward twice.
+    """Returns y. Its backward returns the counts as the gradient of `leaf`, and autograd adds them
+    to leaf.grad: once, even if a checkpoint runs the forward twice.
     """
     @staticmethod
     def forward(ctx, y, leaf, counts):
@@ -255,8 +264,8 @@ class Count(torch.autograd.Function):
 
 
 def few_experts(x, probs, indices, fc1, fc2):
-    """experts in a graph without gradients: each assignment reads its expert's weights where they
-    are, and the compiler makes no tensor of them.
+    """`experts` for few tokens, in a graph without gradients. Each assignment reads its expert's
+    weights in place: the compiler makes no tensor of fc1[expert_TK].
     """
     expert_TK = indices.clamp(max=len(fc1) - 1)
     hidden = (upcast(fc1[expert_TK]) * upcast(x)[:, None, None]).sum(-1)            # [T, K, 2W]
@@ -265,14 +274,14 @@ def few_experts(x, probs, indices, fc1, fc2):
     return cast(rows.masked_fill((indices == len(fc1))[..., None], 0.0).sum(1), x.dtype)
 
 
-@torch.compiler.assume_constant_result       # Dynamo of torch 2.11 would take every graph for one
+@torch.compiler.assume_constant_result       # Dynamo of torch 2.11 would trace it as True
 def is_exporting():
     return torch.compiler.is_exporting()
 
 
 def holds_in_this_graph(condition):
-    """Whether a condition on sizes holds. The compiler makes another graph for sizes where it does
-    not. An export has one graph, so there: whether it always holds.
+    """Whether a condition on sizes holds. For sizes where it does not, the compiler makes another
+    graph. An export has one graph, so there the answer is whether it holds for all sizes.
     """
     return (statically_known_true if is_exporting() else guard_or_false)(condition)
 
@@ -296,13 +305,13 @@ def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
             return upcast(a) @ upcast(b)
     finally:
         for setting, low in lowered:
-            setting.fp32_precision = "none"              # what torch.backends.fp32_precision says
+            setting.fp32_precision = "none"              # now it is inherited
             if setting.fp32_precision != low:
                 setting.fp32_precision = low
 
 
 class Logits(torch.autograd.Function):
-    """x [T, H] · router [E, H]ᵀ, which keeps x as it is."""
+    """x [T, H] · router [E, H]ᵀ in fp32 at least. x is kept in its dtype, without an fp32 copy."""
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
@@ -321,8 +330,8 @@ class Logits(torch.autograd.Function):
 
 
 class Pick(torch.autograd.Function):
-    """scores[t, indices[t, k]]. In the backward the loss Σ_e factors[e] · Σ_t all_scores[t, e]
-    counts as added to the main loss.
+    """scores[t, indices[t, k]]. The backward also returns the gradient of the balance loss
+    Σ_e factors[e] · Σ_t all_scores[t, e], as if it had been added to the main loss.
     """
     @staticmethod
     def forward(ctx, scores, indices, all_scores, factors):
@@ -346,17 +355,19 @@ class MoE(nn.Module):
 
     score_function: "softmax" over the K chosen logits, or "sigmoid" of the chosen, divided by their
       sum if K > 1 (arXiv 2412.19437).
-    expert_bias: a bias in fp32 that only chooses, see update_bias.
-    aux_loss_coeff: of the loss coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e], where n_e tokens
-      have e among the top K of their logits (arXiv 2101.03961). In training its gradient is added:
-      do not add the loss. Multiply the coefficient by the main loss's factor, such as
-      1 / microbatches or a GradScaler's scale.
-    shared_ffn_hidden_size: of an expert for every token.
+    expert_bias: a bias in fp32 that changes the choice but not the probs, see update_bias.
+    aux_loss_coeff: of the balance loss, coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e], where n_e
+      is how many tokens have e among the top K of their logits (arXiv 2101.03961). In training the
+      backward adds its gradient, so do not add the loss yourself. If you multiply the main
+      loss by a factor, such as 1 / microbatches or a GradScaler's scale, multiply the coefficient
+      by it too.
+    shared_ffn_hidden_size: the FFN size of a shared expert, which computes every token.
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
-    in fp32 at least. One host sync a forward on a card, none on H100 and B200 in bf16. x must be
-    finite, even where padding_mask is True.
+    in fp32 at least. On a card a forward syncs once, on H100 and B200 in bf16 not at all. x must
+    be finite, even where padding_mask is True.
     """
+    expert_bias: Tensor | None
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_experts: int, topk: int,
@@ -381,7 +392,7 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", bias)
         # The counts are the gradient of a leaf. It is no parameter, since an optimizer would change
         # it, and no buffer, since DistributedDataParallel would overwrite a buffer by rank 0's.
-        self.leaf = None
+        self.leaf: Tensor | None = None
         self._place_counts()
         self.reset_parameters()
 
@@ -411,7 +422,7 @@ class MoE(nn.Module):
         probs, indices = self.route(x, padding_mask)
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
-        # That weights begin at multiples of 16 bytes, which F.grouped_mm needs too, is not checked.
+        # F.grouped_mm also needs weights that begin at multiples of 16 bytes, which is not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and native_product(x.device) != "none"
         order, row_KT, offsets = sort_by_expert(indices, E)
@@ -419,7 +430,7 @@ class MoE(nn.Module):
         if not native:
             offsets = offsets.cpu()
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
-        # More assignments are worth a sort. On a card nobody has measured how many.
+        # A sort pays with more assignments than `most`. On a card nobody has measured how many.
         most = 2 * E if x.is_cpu else E // 2
         in_place = torch.compiler.is_compiling() and not torch.is_grad_enabled()
         if in_place and holds_in_this_graph(indices.numel() <= most):
@@ -467,17 +478,18 @@ class MoE(nn.Module):
 
     @property
     def counts(self) -> Tensor:
-        """[E] in fp32: tokens of each expert in the forwards in training that .backward() has gone
-        through since the last update_bias. Exact up to 2**24 a rank and expert.
+        """[E] in fp32: the tokens of each expert since the last update_bias, from training forwards
+        that had their .backward(). Exact up to 2**24 for each rank and expert.
         """
         return self.leaf.grad
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
-        """After the optimizer's step: up for experts with few tokens (arXiv 2408.15664). A forward
-        is counted in its .backward(); torch.autograd.grad and .backward(inputs=..) count nothing.
+        """Raises the bias of experts with few tokens and lowers that of experts with many (arXiv
+        2408.15664). Call it after the optimizer's step. A forward is counted in its .backward();
+        torch.autograd.grad and .backward(inputs=..) count nothing.
 
-        group: the ranks that train the same weights, such as torch.distributed.group.WORLD, whose
+        group: the ranks that train the same weights, such as torch.distributed.group.WORLD. Their
         counts are summed.
         """
         if self.expert_bias is None:
@@ -495,15 +507,15 @@ class MoE(nn.Module):
         counts = self.counts.long()
         if group is not None:
             dist.all_reduce(counts, group=group)
-        self.expert_bias = self.expert_bias.float()          # load_state_dict(assign=True)
+        self.expert_bias = self.expert_bias.float()          # assign=True may have loaded bf16
         self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign()
         self.counts.zero_()
         self.counted_at = self.counts._version
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def _place_counts(self) -> None:
-        """Brings the counts to the weights' device, since fully_shard moves those without _apply.
-        From the meta device they begin with 0.
+        """Brings the counts to the weights' device, since fully_shard moves weights without _apply.
+        Counts on the meta device have no values, so they begin with 0.
         """
         device, old = self.router.device, self.leaf
         if old is None or old.device != device:
@@ -512,7 +524,7 @@ class MoE(nn.Module):
                     len(self.router), dtype=torch.float32, device=device, requires_grad=True)
                 keep = old is not None and not old.is_meta
                 leaf.grad = old.grad.to(device) if keep else torch.zeros_like(leaf)
-            torch._dynamo.mark_static(leaf)      # else a graph may take its length for that of x
+            torch._dynamo.mark_static(leaf)      # else a graph may tie its length to x's
             self.leaf, self.counted_at = leaf, None
 
     def __getstate__(self):                              # pickle leaves out the gradient of a leaf
@@ -525,7 +537,7 @@ class MoE(nn.Module):
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
-        self._place_counts()                             # assign=True brings another device
+        self._place_counts()                             # assign=True may bring another device
 
     def _apply(self, fn, recurse=True):
         bias = self.expert_bias

@@ -69,15 +69,15 @@ class ProcessGroups(OneProcess):
     def rank(self, name):
         return group_rank(getattr(self, name))
 
-    def sum(self, x, name):
-        return all_sum(x, getattr(self, name))
+    def sum(self, x, group):
+        return all_sum(x, group)
 
     def sums(self, tensors, groups):
         return all_sums(tensors, groups)
 
     def dispatch(self, x, probs, indices, plan, config):
         if self.size("ep") == 1:
-            return Local(x, probs, plan)
+            return Local(x, probs, plan, indices)
         sharding.refuse_ddp_of_parts()
         capacity_factor = config.capacity_factor if config.pad_to_capacity else None
         return ExpertParallel(

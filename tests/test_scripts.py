@@ -157,21 +157,27 @@ def test_sources_installed_as_a_package(tmp_path):
     source.mkdir()
     for file in ("pyproject.toml", "README.md", "LICENSE", *[f.name for f in HERE.glob("*.py")]):
         shutil.copy(HERE / file, source)
-    for folder in ("ranks", "models"):
+    for folder in ("ranks", "models", "package"):
         shutil.copytree(HERE / folder, source / folder)
     done = run("-m", "pip", "install", "-q", "--no-deps", "--target", target, source, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     installed = target / "minimal_moe"
     names = [file.stem for file in (*installed.glob("*.py"), *installed.glob("*/*.py"))]
-    assert sorted(names) == sorted(LAYER + RANKS + MODELS + ["maps", "small", "check"])
+    others = ["__init__", "maps", "small", "check"]
+    assert sorted(names) == sorted(LAYER + RANKS + MODELS + others)
     tops = [path.name for path in target.iterdir() if path.suffix != ".dist-info"]
     assert tops == ["minimal_moe"]
+    [metadata] = target.glob("*.dist-info/METADATA")
+    needs = re.findall("^Requires-Dist: (.*)$", metadata.read_text(), re.M)
+    assert needs == ["torch>=2.11", "einops; extra == 'models'"]
     done = run("-c", f"import sys; sys.path.insert(0, {str(target)!r})\n"
                "import torch, minimal_moe.models.live, minimal_moe.check, minimal_moe.small\n"
                "import minimal_moe.maps, minimal_moe.ranks.parallel\n"
                "from minimal_moe.moe import MoEConfig, MoELayer\n"
+               "print(minimal_moe.__version__)\n"
                "print(MoELayer(MoEConfig(8, 4, 4, 2))(torch.ones(3, 8)).shape)", cwd=tmp_path)
-    assert done.stdout.strip() == "torch.Size([3, 8])", done.stderr
+    version = re.search('^version = "(.*)"$', (HERE / "pyproject.toml").read_text(), re.M)[1]
+    assert done.stdout.split("\n")[:2] == [version, "torch.Size([3, 8])"], done.stderr
 
 
 def imported_modules(file: str) -> set[str]:
