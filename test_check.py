@@ -20,7 +20,8 @@ import maps
 import moe
 import small
 from check import Row, check_experts, check_router
-from test_moe import DEVICE, compiled, error, fresh_start, needs, on_a_card, on_device, slow_but
+from test_moe import (
+    DEVICE, compiled, error, fresh_start, needs, on_a_card, on_device, slow, slow_but)
 
 HERE = Path(__file__).resolve().parent
 
@@ -427,9 +428,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("function, case, result, dtype", [
-    (*planted, dtype) for planted in WRONG for dtype in (torch.float32, torch.bfloat16)
-    if planted[0] != random_gradient or dtype == torch.float32])     # 0.1 %: bf16 rounds more
+@pytest.mark.parametrize("function, case, result, dtype", slow_but(
+    [(*planted, torch.float32) for planted in WRONG],
+    [(*planted, dtype) for planted in WRONG for dtype in (torch.float32, torch.bfloat16)
+     if planted[0] != random_gradient or dtype == torch.float32]))     # 0.1 %: bf16 rounds more
 def test_check_flags_planted_mistakes(function, case, result, dtype, capsys):
     """In the case that is there for it, and --case shows a row with both values."""
     [row] = check_experts(function, dtype, DEVICE, case=case)
@@ -647,6 +649,7 @@ def test_check_refused_is_no_mistake(capsys):
     assert "case is 'two'; known: random" in error(check_experts, expert_mlp, case="two")
 
 
+@slow
 def test_check_what_is_no_matter_of_right_and_wrong(capsys):
     def noisy(x, *args):
         return by_expert(x, *args) * (1 + 1e-6 * torch.rand(1, device=x.device))
@@ -712,6 +715,7 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
+@slow
 def test_check_from_the_command_line(tmp_path, run):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -877,6 +881,7 @@ def test_check_refuses_a_command_line(tmp_path, run):
         assert (status, out) == (2, "") and err.startswith(text) and err.count("\n") == 1, args
 
 
+@slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell's pipe")
 def test_check_whose_output_is_closed():
     """As `| head -1` does."""
@@ -888,6 +893,7 @@ def test_check_whose_output_is_closed():
     assert done.wait(timeout=200) == 2
 
 
+@slow
 def test_check_shapes_of_your_own(capsys):
     """What is wrong with 128 experts alone is found by that shape alone."""
     def wrong_at_128(x, probs, indices, fc1, fc2):

@@ -1294,7 +1294,8 @@ class TwoExperts(torch.nn.Module):
 
 @pytest.mark.parametrize("made", [
     kernels.activation_of("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
-    kernels.activation_of("situ", beta=1.5, linear_beta=2.0), kernels.relu2])
+    pytest.param(kernels.activation_of("situ", beta=1.5, linear_beta=2.0), marks=slow),
+    pytest.param(kernels.relu2, marks=slow)])
 def test_activation_made_before_it_is_compiled(made):
     """With dynamic=True the compiler turns its constants into symbolic numbers."""
     two = TwoExperts(made)
@@ -1510,8 +1511,9 @@ def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("T, E, K, order", [
     (40, 30, 3, (0, 2, 1, 3)), (60, 16, 2, (0, 2, 3, 1)), (7, 20, 2, (0, 3, 1, 2)),
     (9, 1, 1, (0, 1, 3, 2)), (0, 3, 2, (0, 2, 1, 3))])
-@pytest.mark.parametrize("who, backend", [
-    ("this device", None), ("batches", "eager"), ("batches", "aot_eager")])
+@pytest.mark.parametrize("who, backend", slow_but(
+    [("this device", None), ("batches", "eager")],
+    [("this device", None), ("batches", "eager"), ("batches", "aot_eager")]))
 def test_experts_match_loop(monkeypatch, T, E, K, order, who, backend):
     """expert_mlp for each load: output and every gradient. It takes indices as they are; a layer
     merges repeats before. What is nowhere adds nothing and gives its prob no gradient. The weights
@@ -1632,7 +1634,8 @@ def test_config_errors(row):
     check_error_table(row, **locals())
 
 
-def test_config_takes_an_activation():
+@pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
+def test_config_takes_an_activation(backend):
     """A function of one part or two, one of one's own too, its constants bound by a partial. What
     cannot work is refused when the config is made."""
     named = dict(activation="quick_geglu", glu_alpha=1.3, glu_linear_offset=1.0)
@@ -1642,7 +1645,7 @@ def test_config_takes_an_activation():
     x = leaf(5, 2, 6)
     agree(layer, same_layer, x, tol=0)
     for dynamic in (None, True):
-        agree(compiled(layer, dynamic=dynamic), same_layer, x)
+        agree(compiled(layer, backend, dynamic=dynamic), same_layer, x)
     assert dataclasses.replace(layer.config) == layer.config
 
     def bilinear(gate, up, scale=0.5):
@@ -1655,11 +1658,11 @@ def test_config_takes_an_activation():
     layer = exact_layer(activation=bilinear, **shared)
     want = twin(layer, activation="quick_geglu", glu_alpha=0.0)          # its sigmoid is 1/2
     agree(layer, want, x)
-    agree(compiled(layer), want, x)
+    agree(compiled(layer, backend), want, x)
     layer = exact_layer(activation=cubed, **shared)
     assert layer.config.parts == 1 and layer.experts.fc1.shape[1] == 1
     torch.autograd.gradcheck(layer, x)
-    agree(compiled(layer), layer, x)
+    agree(compiled(layer, backend), layer, x)
     check_error_table("""
         small_config(activation=torch.nn.functional.silu(torch.ones(1))) => needs one of swiglu, ge
         small_config(activation=lambda: 1); small_config(activation=lambda a, b, c: a) => needs one
@@ -1877,19 +1880,19 @@ def slope_loop(layer, x):
     return torch.stack(y)
 
 
-def test_experts_activate_with_the_expert_of_each_row():
+@pytest.mark.parametrize("T", slow_but([5], [1, 5, 40]))
+def test_experts_activate_with_the_expert_of_each_row(T):
     """In the plan's order, and in a graph without gradients for few tokens in the tokens'; with
     padding, experts without tokens, and after select_experts too."""
     layer = slope_layer()
-    for T in (1, 5, 40):
-        x = leaf(T, 6)
-        agree(layer, of_module(layer, slope_loop), x)
-        padding = torch.arange(T) % 2 == 0
-        with torch.no_grad():
-            want = slope_loop(layer, x)
-            for function in (layer, compiled(layer)):
-                close(function(x), want)
-                close(function(x, padding)[~padding], want[~padding])
+    x = leaf(T, 6)
+    agree(layer, of_module(layer, slope_loop), x)
+    padding = torch.arange(T) % 2 == 0
+    with torch.no_grad():
+        want = slope_loop(layer, x)
+        for function in (layer, compiled(layer)):
+            close(function(x), want)
+            close(function(x, padding)[~padding], want[~padding])
     agree(compiled(layer), of_module(layer, slope_loop), x)
     new = moe.select_experts(layer, [5, 0, 3, 3])
     same(new.experts.slope, layer.experts.slope[[5, 0, 3, 3]])

@@ -204,7 +204,7 @@ def test_small_takes_the_products_of_the_layer(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", [case if case == "all" else pytest.param(case, marks=slow) for case in CASES])
+    "case", [case if case == "plain" else pytest.param(case, marks=slow) for case in CASES])
 def test_small_compiled(case):
     """One graph for the first T and one for all others; few tokens too, where Inductor's scatter
     would lose a gradient, and more than 4096, where its sums over tokens would be made anew."""
@@ -555,11 +555,12 @@ def test_small_plan_in_a_graph(dynamic):
         same(function(indices), plan(indices))
 
 
-def test_small_repeats_to_the_bit():
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=slow)])
+def test_small_repeats_to_the_bit(backend):
     layer = layer_of("all")
+    function = compiled(layer, backend)
     x = torch.randn(40, H, requires_grad=True)
-    for function in (layer, compiled(layer, "inductor")):
-        same(step(layer, x, function=function), step(layer, x, function=function))
+    same(step(layer, x, function=function), step(layer, x, function=function))
 
 
 @on_the_cpu
@@ -641,6 +642,7 @@ def test_small_errors():
         torch.autograd.grad, layer(x).sum(), [x], create_graph=True)
 
 
+@slow
 def test_small_example():
     """The example in the docstring trains."""
     text = re.search(r"(    layer = .*?)\n\n", small.__doc__, re.S)[1]

@@ -26,7 +26,7 @@ from test_moe import (
     CONFIGS, DEVICE, EMULATED, INF, NAN, QUANTILE, RouterLoop, WAYS, about, about_the_cpu, agree,
     close, compiled, counts_of, exact_config, fp32_leaf, fresh_start, grads, graphs_made,
     layer_loop, loads, on_a_card, on_a_card_without_products, on_device, outcome, random_indices,
-    random_layer, same, saved_bytes, small_config, small_layer, with_native_products)
+    random_layer, same, saved_bytes, slow_but, small_config, small_layer, with_native_products)
 from tests.test_graphs import check_keeps_little
 
 
@@ -195,7 +195,7 @@ def test_experts_batches_keep_few_bytes(monkeypatch):
     assert kept == 4 * (T * H + rows) + 4 * (E + N + 3 * N // 10) + 4 * E
 
 
-@pytest.mark.parametrize("way", [None, "aot_eager"])
+@pytest.mark.parametrize("way", slow_but([None], [None, "aot_eager"]))
 def test_shared_overlap_has_a_side_stream_wherever_it_is(way):
     """However the weights came to a card: drawn there, unpickled, copied, moved, or assigned by
     load_state_dict, which does not tell the module."""

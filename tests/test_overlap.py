@@ -307,7 +307,7 @@ def behind_norms(*layers):
 
 
 @pytest.mark.parametrize("way", slow_but(["plain", "non-reentrant"], EAGER_WAYS))
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("gate", [pytest.param(False, marks=slow), True])
 def test_overlap_has_no_race(gate, way):
     """Automodel #3109: every configuration, alone, behind a norm, twice, and in checkpoints."""
     for name in CONFIGS if way in ("plain", "non-reentrant") else ["losses"]:

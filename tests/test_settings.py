@@ -207,7 +207,7 @@ def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
     assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, torch.ones(2))
 
 
-@pytest.mark.parametrize("way", ["plain", "compiled"])
+@pytest.mark.parametrize("way", slow_but(["plain"], ["plain", "compiled"]))
 def test_router_warns_of_fp16_without_a_loss_scale(monkeypatch, way):
     """A GradScaler cannot be seen, but autocast to fp16 can. No scale is needed without balance
     losses, in bf16, or where one was set."""
