@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class Dispatch(Protocol):
     """What MoELayer.dispatch returns. The layer calls the three methods once each, in this order,
     with the experts between the first and the second. Rows have width H, or ℓ with latent experts.
-    The experts multiply by the probs, so the way back is a plain sum. If there is an attribute
-    `indices`, it is the [M, K] that the plan was made of, for kernels.expert_mlp.
+    The experts multiply by the probs, so the way back is a plain sum.
     """
 
     def wait_for_rows(self) -> "tuple[Tensor, Tensor, Plan]":
@@ -49,7 +48,6 @@ class Local(NamedTuple):
     tokens: Tensor
     probs: Tensor
     plan: "Plan"
-    indices: Tensor | None = None
 
     def wait_for_rows(self):
         return self.tokens, self.probs, self.plan
@@ -89,7 +87,7 @@ class OneProcess:
 
     def dispatch(self, x: Tensor, probs: Tensor, indices: Tensor, plan: "Plan", config) -> Dispatch:
         """For the arguments see MoELayer.dispatch."""
-        return Local(x, probs, plan, indices)
+        return Local(x, probs, plan)
 
     def enter_tp(self, x: Tensor, sequence_parallel: bool) -> Tensor:
         """The tokens of all tp ranks. With sequence_parallel each rank has a part of them, and the
@@ -123,10 +121,13 @@ def group_size(group) -> int:
 # ---- Modules ----
 
 class Sharding(NamedTuple):
-    """How ranks hold a parameter. By default it is whole on every rank."""
-    over: str = "tp"                   # the name of the group that shares it out
-    axis: int | None = None            # along which axis; None: whole on every rank
-    summed_over: str = "tp_dp_cp"      # the name of the group that sums its gradient
+    """How ranks hold a parameter."""
+    over: str                          # the name of the group that shares it out
+    axis: int | None                   # along which axis; None: whole on every rank
+    summed_over: str                   # the name of the group that sums its gradient
+
+
+WHOLE = Sharding("tp", axis=None, summed_over="tp_dp_cp")
 
 
 # parameter -> its first value; the others are drawn
@@ -169,7 +170,7 @@ class MoEModule(nn.Module):
 
     def shard(self, name: str) -> Sharding:
         """How ranks hold this parameter."""
-        return Sharding(*self.sharded.get(name, ()))
+        return Sharding(*self.sharded.get(name, WHOLE))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -83,9 +83,9 @@ def _refuse_second_derivative(backward):
 def copy_after(value: Tensor, made_before: Tensor) -> Tensor:
     """A copy of value, which the compiler makes after the other tensor.
 
-    So copy_after(value, grad) is made in the backward. Without it the compiler may compute in the
-    forward, and keep, what the backward needs of `value`. If the value changes in between, as the
-    loss scale may, it would be read too early.
+    So copy_after(value, grad) is made in the backward. Without it the compiler may compute things
+    from `value` already in the forward, and keep them for the backward. If the value changes in
+    between, as the loss scale may, it would be read too early.
     """
     return value.clone()
 

@@ -170,7 +170,8 @@ def _begins_aligned(x):
 
 def _native(*operands):
     """Whether torch's grouped product takes rows or matrices [E, ..] as they are: in bf16, E below
-    1024, widths and strides multiples of 16 bytes.
+    1024, widths, strides and (in eager mode) addresses multiples of 16 bytes, on a device that has
+    the product.
     """
     for x in operands:
         if x.dtype != torch.bfloat16 or x.ndim == 3 and len(x) >= 1024:
@@ -265,8 +266,8 @@ def _plan_batches(ends):
     An expert with a twelfth of all rows or more is alone. The others are in batches, and the
     batches in parts. The parts bound the memory of a product: the rows of one part are gathered at
     a time. A part ends with the expert that completes a quarter of all slots, or four slots an
-    expert if that is more. The experts of a batch are of one class (see _classes_of). They are at
-    most a third of all in batches, unless they are neighbours.
+    expert if that is more. The experts of a batch are of one class (see _classes_of). A batch holds
+    at most a third of the experts that are in batches, or more if they are neighbours.
     """
     rows = {e: end - start for e, (start, end) in enumerate(zip((0, *ends), ends)) if end > start}
     alone = [e for e in rows if 12 * rows[e] >= ends[-1]]
@@ -319,8 +320,8 @@ def _classes_of(rows):
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
-    The index [E + L] int32 holds first the experts of the batches, in order, then a row for each of
-    their slots, part after part: N for a spare slot. L = 13·N // 10.
+    The index [E + L] int32 holds the experts of the batches in order. Then it holds for each slot,
+    part after part, its row, or N if the slot is spare. L = 13·N // 10.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = on_host.tolist()
@@ -390,7 +391,9 @@ def _rows_times_weights(
 
 
 def _batches_times_weights(out, rows, weights, bias, offsets, index):
-    """Writes the batches' rows of out [N + 1, O]. A spare slot multiplies any row into row N."""
+    """Fills the rows of the batches in out [N + 1, O]. A spare slot multiplies some row, and its
+    result goes to row N, which nobody reads.
+    """
     ids, parts = _parts(offsets, index)
     for batches, row_l in parts:
         gathered = rows.index_select(0, row_l.clamp(max=len(rows) - 1))

@@ -413,11 +413,11 @@ def only_best_groups(scores, num_groups, group_topk, group_score_topk):
     group's score is the sum of its group_score_topk best scores.
     """
     T, E = scores.shape
-    grouped = scores.reshape(T, num_groups, E // num_groups)
-    score_TG = grouped.topk(group_score_topk, dim=-1).values.sum(-1)
+    scores_TGe = scores.reshape(T, num_groups, E // num_groups)
+    score_TG = scores_TGe.topk(group_score_topk, dim=-1).values.sum(-1)
     best_groups = score_TG.topk(group_topk, dim=-1).indices
     kept_TG = _map_of(best_groups, num_groups)
-    return grouped.masked_fill(~kept_TG[..., None], -math.inf).flatten(1)
+    return scores_TGe.masked_fill(~kept_TG[..., None], -math.inf).flatten(1)
 
 
 def check_groups(
@@ -590,8 +590,8 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, padding_mask: Tensor | None = None
       A = exp(cost - its row's maximum), d0 = (1/T) / (A·d1 + 1e-8), d1 = (1/E) / (Aᵀ·d0 + 1e-8)
 
     from d1 = 1, until the mean absolute change of d1 is at most tol, or for 256 rounds. The result
-    is d1 · A · d0[:, None]: finite for costs up to ±1e4, without a gradient. The result for
-    the other tokens is as if padding (padding_mask [T]) were not there; its own rows are 0.
+    is d1 · A · d0[:, None]: finite for costs up to ±1e4, without a gradient. Padding tokens
+    (padding_mask [T]) get rows of 0, and the other rows are as if there were no padding.
     """
     check_shapes(cost=(cost, "T E"), padding_mask=(padding_mask, "T"))
     return _sinkhorn(upcast(cost.detach()), tol, padding_mask).to(cost.dtype)
@@ -712,7 +712,7 @@ def required_bias_histogram(
 
 def quantile_expert_bias(histogram: Tensor, expert_bias: Tensor, topk: int) -> Tensor:
     """The new bias [E]: with it a share K/E of the tokens would choose each expert, at the old
-    thresholds α_t. From this its mean over E is subtracted, which changes no choice.
+    thresholds α_t. Then the mean over E is subtracted from it, which changes no choice.
 
     histogram [E, num_bins] is the sum of required_bias_histogram over all tokens, and expert_bias
     [E] is the bias that was given to it. Before the mean is subtracted, the new bias is the K/E
@@ -1071,9 +1071,9 @@ def activation_of(kind, **constants):
 
 
 def again(function, *tensors: Tensor) -> Tensor:
-    """function(*tensors), for which only the tensors are kept: the backward computes the function
-    once more, and autograd makes its gradient. A graph computes only elementwise code and gathers
-    again, eager mode products too.
+    """function(*tensors). Only the tensors are kept for the backward: it computes the function once
+    more, and autograd makes its gradient. A graph computes only elementwise code and gathers again,
+    eager mode products too.
     """
     # A checkpoint asks for the state of autocast, which the meta device does not have.
     if not torch.is_grad_enabled() or not compat.has_autocast(tensors[0].device.type):
@@ -1154,8 +1154,8 @@ def check_pure(function, parts: int, columns: int, like: Tensor | None = None, o
 
 
 def _run_noted(function, values):
-    """(a set of what the function did that is not pure, [its result, its gradients]), for copies of
-    the values. None if it does not run.
+    """(the impure things that the function did, [its result, its gradients]), run on copies of the
+    values. None if it does not run.
     """
     inputs = [x.clone().requires_grad_() for x in values]
     noted = compat.NotePurity()
@@ -1200,7 +1200,8 @@ def _kept_by(function, owner):
 
 class _StoreFp8(torch.autograd.Function):
     """y -> (y as fp8 e4m3, zeros in the shape and dtype of y, which take no memory). Autograd gives
-    an fp8 tensor no gradient. So its value is added to the zeros, and their gradient becomes y's.
+    an fp8 tensor no gradient. So the stored value is added to the zeros, and the gradient of the
+    zeros becomes that of y.
     """
 
     @staticmethod
@@ -1221,7 +1222,7 @@ def _of_stored(value):
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """Returns exact, in the place of value, which gets the gradient."""
+    """Returns `exact`. Its gradient goes to `value`."""
 
     @staticmethod
     def forward(ctx, value, exact):
@@ -1304,10 +1305,10 @@ def _flat_weights(fc1, fc1_bias):
 
 
 def _are_few(probs, fc1):
-    """Whether this is a graph without gradients, and has so few assignments that it is quicker
-    without a plan. The limit was measured on CPUs ("Decoding" in docs/results.md), where transposed
-    weights are read more slowly. On a card nobody has measured: there 2·E assignments would read up
-    to twice what a grouped product reads.
+    """Whether to compute without a plan: in a graph without gradients, up to 2·E assignments on a
+    CPU, E / 2 on a card or with transposed weights. 2·E was measured ("Decoding" in
+    docs/results.md). On a card nobody has measured: there 2·E assignments would read up to twice
+    what a grouped product reads.
     """
     if torch.is_grad_enabled() or not torch.compiler.is_compiling():
         return False
@@ -1385,8 +1386,8 @@ def expert_mlp(
     not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, relu, gelu), fc2 [E, H, F],
     fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
     kind, fp8_input_store and constants are `activation`'s. If you give the `indices` [T, K] int64
-    that the plan was made of, a graph without gradients for few tokens reads only them, and does
-    not compute the plan.
+    that the plan was made of, a graph without gradients for few tokens reads them in place of the
+    plan, and does not compute the plan.
 
     fc1 and fc2 may be transposed views, gate and up interleaved; no weight is copied as long as P
     and F are adjacent in memory. The probs are multiplied in before fc2, so fc2's output is not

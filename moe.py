@@ -1,5 +1,5 @@
-"""A Mixture-of-Experts layer: config, layer, experts, latent pair. To know it, read up to the end
-of the section "Experts". Its files:
+"""A Mixture-of-Experts layer: config, layer, experts, latent pair. To understand the layer, read
+this file up to the end of the section "Experts". The layer's files:
 
     router.py           logits, choice, drops, balance losses, counts; all routers of a model
     shared_experts.py   an MLP for every token, in one call or beside the routed path
@@ -269,10 +269,10 @@ class MoELayer(MoEModule):
 
         # Rows go to their experts and come back. (FSDP2's output_dtype makes the casts necessary.)
         dispatched = self.dispatch(x_TH, expert_probs_TK, indices_TK, plan)
-        indices = getattr(dispatched, "indices", None)           # of the rows, if they are known
         if config.shared_expert_overlap:
             dispatched = OverlappedDispatch(dispatched, shared)
         rows, probs, local_plan = dispatched.wait_for_rows()
+        indices = indices_TK if local_plan is plan else None     # the plan of other rows has others
         output = self.experts(rows, probs, local_plan, indices).to(rows.dtype)
         y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
 
@@ -304,8 +304,8 @@ class MoELayer(MoEModule):
 # ---- Experts ----
 
 def _as_autocast(*tensors):
-    """The tensors in autocast's dtype, if it is on. If one is in fp64, all stay as they are, as in
-    torch's own products.
+    """The tensors in autocast's dtype, if it is on. If one is in fp64, none is cast. (torch casts
+    each by itself, and then refuses the mix.)
     """
     device_type = tensors[0].device.type
     if not compat.has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
@@ -391,8 +391,9 @@ class Experts(MoEModule):
         self._checked = (function,)          # in a tuple, since a module would become a part
 
     def _while_unchanged(self, activate):
-        """activate, with a check. The backward computes it once more, and would read parameters as
-        they are then: if one was changed or replaced since the forward, this is a RuntimeError.
+        """activate, which raises a RuntimeError in the backward if a parameter was changed or
+        replaced since the forward. For the backward computes it once more, and would read the new
+        values.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return activate

@@ -167,7 +167,7 @@ class Router(MoEModule, ABC):
 
     def reset_bias_histogram(self) -> None:
         """Empties the histogram of bias_update="quantile". Call it after you have written the
-        expert bias by hand, since the histogram holds for the old bias; load_state_dict does so.
+        expert bias by hand, since the histogram holds for the old bias. load_state_dict calls it.
         """
         self.counts.zero("bias_histogram")
 
@@ -241,7 +241,7 @@ class Router(MoEModule, ABC):
         super()._save_to_state_dict(*args, **kwargs)
 
 
-# They are hooks, so that a Router counts no matter who calls it.
+# These functions are hooks, so that a Router counts whether or not a MoELayer calls it.
 
 def _begin_counting(router, inputs):
     router.begin_counting()
@@ -817,8 +817,8 @@ class RouterCounts:
         self.waiting = writes
 
     def carried_by(self, activation):
-        """Returns activation, whose backward does the writes that wait. They come from
-        _apply_expert_bias, or from a frozen router, whose probs need no gradient.
+        """Returns activation. Its backward also does the writes in `waiting`: those of
+        _apply_expert_bias, or of a frozen router, whose probs need no gradient.
         """
         if self.waiting and activation.requires_grad:
             for write in self.waiting:
@@ -842,9 +842,9 @@ class RouterCounts:
             getattr(self, name).fill_(math.nan)
 
     def move(self, fn):
-        """Moves the counts to the device to which fn moves a tensor. They keep their dtype, since a
-        large count in bf16 no longer grows by 1, and under to_empty also their values. On the meta
-        device they have none, so from there they start again.
+        """Moves the counts to where fn moves a tensor. Their dtype stays, since a large count in
+        bf16 no longer grows by 1. Their values stay too, even under to_empty. But on the meta
+        device they have none, so from there they begin at 0.
         """
         was_meta = self.last_tokens_per_expert.is_meta
         for name, tensor in self.tensors().items():
@@ -1037,7 +1037,7 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     the name of each loss that is on in any layer, [layers]: divided by its coefficient.
     A value is NaN in a layer without this loss, and before anything is counted.
 
-    reduce: the values are of all ranks, not of this one (collective). Counts are summed. Losses are
+    reduce: True: the values are of all ranks (collective). False: of this rank alone. Counts are summed. Losses are
     summed over the ranks that share them, and averaged over the others. ValueError: several ranks
     run, and a router has no group of them.
     """

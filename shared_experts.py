@@ -12,11 +12,11 @@ from torch import Tensor
 
 if __package__:
     from . import compat, kernels
-    from .base import Dispatch, MoEModule, OneProcess, Sharding
+    from .base import WHOLE, Dispatch, MoEModule, OneProcess, Sharding
 else:
     import compat
     import kernels
-    from base import Dispatch, MoEModule, OneProcess, Sharding
+    from base import WHOLE, Dispatch, MoEModule, OneProcess, Sharding
 if TYPE_CHECKING:
     from .moe import MoEConfig
 
@@ -121,8 +121,9 @@ def _fork_stream(tensor: Tensor) -> Tensor:
 
 @compat.op(_empty_on_other_stream)
 def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A copy of `tensor`, after the current stream has waited for the side stream. `others` come
-    from there too, and may be read from now on.
+    """A copy of `tensor`, after the current stream has waited for the side stream. `others` are
+    further tensors that the current stream may read from now on: this op comes after those that
+    made them.
     """
     current = _current_stream(tensor.device)
     current.wait_stream(_SIDE_STREAMS[tensor.device])
@@ -134,8 +135,8 @@ def _join_stream(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
 class _ToSideStream(torch.autograd.Function):
     """(input, *weights) -> (input for the current stream; input and weights for the side stream).
 
-    With `wait` the side stream's input is a copy, for which that stream waits. In the backward the
-    current stream waits for the side stream's gradients.
+    With `wait` the side stream first waits for the current one, and gets a copy of the input. In
+    the backward the current stream waits for the side stream's gradients.
     """
 
     # The tensors have no names here. Else Dynamo up to torch 2.14 might leave out ctx: without
@@ -159,7 +160,7 @@ class _ToSideStream(torch.autograd.Function):
     @staticmethod
     @compat.once_differentiable
     def backward(ctx, grad_main, *grads):
-        # In a graph an output without a gradient gets zeros here, which nobody has to wait for.
+        # In a graph an output that got no gradient has zeros here. Nobody has to wait for them.
         _, _, *needed = ctx.needs_input_grad
         grad_main = grad_main if needed[0] else None
         grads = [grad if need else None for grad, need in zip(grads, needed)]
@@ -204,8 +205,8 @@ class _BackwardStreamWait(torch.autograd.Function):
 
 
 class _FromSideStream(torch.autograd.Function):
-    """A copy of output, before which the current stream waits for the side stream. In the backward
-    the side stream waits for the current one, and gets a copy of the gradient.
+    """A copy of output. First the current stream waits for the side stream. In the backward the
+    side stream waits for the current one, and gets a copy of the gradient.
 
     A non-reentrant checkpoint recomputes when the first node of the backward unpacks a saved
     tensor, on the stream of that node. If it were the side stream, nobody would wait for the
@@ -261,7 +262,7 @@ class SharedExpertMLP(MoEModule):
         self.gate_weight = self.parameter(1, H) if gate else None
         # A tp rank that has a part of the tokens has a part of the gate's gradient, else all of it.
         over = "tp_dp_cp" if ranks == 1 or config.sequence_parallel else "dp_cp"
-        self.sharded = {**self.sharded, "gate_weight": Sharding(summed_over=over)}
+        self.sharded = {**self.sharded, "gate_weight": WHOLE._replace(summed_over=over)}
         self.reset_overlap()
         self.reset_parameters()
 
@@ -353,7 +354,9 @@ class SharedExpertMLP(MoEModule):
 
     @overlap_state_check(_State.FC1_FORWARD_DONE, _State.FC2_FORWARD_DONE)
     def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Computes fc2. The backward of overlapped_comm_output is to run before all others."""
+        """Computes fc2. Of all nodes that are ready, the backward runs that of
+        overlapped_comm_output first.
+        """
         if overlapped_comm_output is not None:
             set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
         with self._beside():

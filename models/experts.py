@@ -55,13 +55,13 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
     indices = top_k_index.clamp(max=E)
     plan = moe.kernels.plan_permutation(indices, E)
     x_TH = hidden_states.to(fc1.dtype)
-    dispatched = Local(x_TH, top_k_weights, plan, indices)
+    dispatched = Local(x_TH, top_k_weights, plan)
     if router is not None:
         dispatched = router.pg_collection.dispatch(
             x_TH, top_k_weights, indices, plan, router.config)
     rows, probs, local_plan = dispatched.wait_for_rows()
     output = moe.kernels.expert_mlp(
-        rows, probs, local_plan, fc1=fc1, fc2=fc2, indices=getattr(dispatched, "indices", None),
+        rows, probs, local_plan, fc1=fc1, fc2=fc2, indices=indices if local_plan is plan else None,
         **options)
     y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
     return y_TH.to(hidden_states.dtype)

@@ -337,7 +337,7 @@ def _router_for(model, name, row, changes, groups):
         fields["scaling_factor"] = None
     dtypes = functools.partial(_dtypes_of_gate, row.precision, changes)
     fields |= dtypes(model.dtype, weight.dtype)
-    reading = read_config(model.config, _layer_of(name))
+    reading = read_config(model.config, layer_of(name))
     reading.refuse(reading.problems)
     published = {field: value for field, value in reading.fields.items()
                  if field not in OF_THE_BLOCK}
@@ -408,7 +408,7 @@ def _put_router(model, name, row, router):
         share_out(module, groups, over_ep=module in over_ep)
 
 
-def _layer_of(name):
+def layer_of(name):
     return int(re.findall(r"\d+", "0." + name)[-1])
 
 

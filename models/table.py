@@ -1,5 +1,5 @@
-"""Published Mixture-of-Experts models as a table, FAMILIES: it follows the words that its rows are
-written in. A row has the knobs of the layer's config, the names and axes of the published weights,
+"""Published Mixture-of-Experts models as a table, FAMILIES. Above it stand the words in which its
+rows are written. A row has the knobs of the layer's config, the names and axes of the published weights,
 and what else the model's block does. To add a model, add a row.
 
 The table sets no balance loss: set load_balancing_type with dataclasses.replace, or as a change of

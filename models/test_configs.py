@@ -354,7 +354,7 @@ def sparse_in_the_library(case: str, **fields) -> tuple[list[int], object]:
     with torch.device("meta"):
         model = whole_model(case, **fixed)
     prefixes = prefixes_of(tensors_of(model), table.TYPES[case].layouts[-1:])
-    return [_layer_of(prefix) for prefix in prefixes], model.config
+    return [layer_of(prefix) for prefix in prefixes], model.config
 
 
 @needs("transformers")

@@ -118,7 +118,7 @@ def test_live_experts_match_the_library(case):
 @needs("transformers")
 def test_live_experts_refused_by_class():
     """An overridden gate is recognised by the class that has it: a subclass of a known one is
-    unknown. The test above has seen all classes."""
+    unknown. With SLOW=1 the test above sees all classes."""
     assert len(EXPERTS_CLASSES) >= 65 and set(EXPERTS_REFUSED) < set(EXPERTS_CLASSES)
     from transformers.models.gpt_oss import GptOssConfig, modeling_gpt_oss
     from transformers.models.nemotron_h import NemotronHConfig, modeling_nemotron_h

@@ -77,7 +77,7 @@ class ProcessGroups(OneProcess):
 
     def dispatch(self, x, probs, indices, plan, config):
         if self.size("ep") == 1:
-            return Local(x, probs, plan, indices)
+            return Local(x, probs, plan)
         sharding.refuse_ddp_of_parts()
         capacity_factor = config.capacity_factor if config.pad_to_capacity else None
         return ExpertParallel(
