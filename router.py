@@ -1037,9 +1037,9 @@ def load_balancing_metrics(model: nn.Module, reduce: bool = False) -> dict[str, 
     the name of each loss that is on in any layer, [layers]: divided by its coefficient.
     A value is NaN in a layer without this loss, and before anything is counted.
 
-    reduce: True: the values are of all ranks (collective). False: of this rank alone. Counts are summed. Losses are
-    summed over the ranks that share them, and averaged over the others. ValueError: several ranks
-    run, and a router has no group of them.
+    reduce: True: the values are of all ranks (collective). False: of this rank alone. Counts are
+    summed. Losses are summed over the ranks that share them, and averaged over the others.
+    ValueError: several ranks run, and a router has no group of them.
     """
     routers = _routers(model)
     counts = [router.counts.last_tokens_per_expert.long() for router in routers]

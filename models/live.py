@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import re
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ if __package__ == "models":                  # beside the flat files of the laye
     from models.configs import OF_THE_BLOCK, read_config, router_dtypes, type_of
     from models.experts import OURS, experts_forward, options_of, register_experts
     from models.reader import listed
-    from models.table import family, prefixes_of, tensors_of
+    from models.table import family, layer_of, prefixes_of, tensors_of
     from ranks.sharding import share_out
 else:                                        # the layer is a package
     from .. import moe
@@ -30,7 +29,7 @@ else:                                        # the layer is a package
     from .configs import OF_THE_BLOCK, read_config, router_dtypes, type_of
     from .experts import OURS, experts_forward, options_of, register_experts
     from .reader import listed
-    from .table import family, prefixes_of, tensors_of
+    from .table import family, layer_of, prefixes_of, tensors_of
 
 
 # ---- Replace and restore ----
@@ -406,10 +405,6 @@ def _put_router(model, name, row, router):
             setattr(module, own, nn.Parameter(part, requires_grad=whole.requires_grad))
     for module in block.modules():
         share_out(module, groups, over_ep=module in over_ep)
-
-
-def layer_of(name):
-    return int(re.findall(r"\d+", "0." + name)[-1])
 
 
 # ---- What save_pretrained has written, by load_state_dict ----

@@ -1,11 +1,12 @@
 """Published Mixture-of-Experts models as a table, FAMILIES. Above it stand the words in which its
-rows are written. A row has the knobs of the layer's config, the names and axes of the published weights,
-and what else the model's block does. To add a model, add a row.
+rows are written. A row has the knobs of the layer's config, the names and axes of the published
+weights, and what else the model's block does. To add a model, add a row.
 
 The table sets no balance loss: set load_balancing_type with dataclasses.replace, or as a change of
 live.replace_blocks. The letters are those of kernels.py.
 """
 import difflib
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -719,3 +720,8 @@ def prefixes_of(names, layouts):
 def tensors_of(module):
     """name -> tensor, of all parameters and buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def layer_of(name):
+    """The number of a layer in the name of its block; without one it is 0."""
+    return int(re.findall(r"\d+", "0." + name)[-1])

@@ -18,7 +18,6 @@ from models.cases import (
     FAMILIES, IN_THE_LIBRARY, PRECISION, PUBLISHED, check_errors, fam_config, fam_fields,
     fam_layer, fam_tensors, family, library_config, library_fields, situ, whole_model)
 from models.configs import config_from_hf, read_config
-from models.live import _layer_of
 from models.table import prefixes_of, tensors_of
 from models.weights import from_hf, to_hf
 from moe import MoEConfig, MoELayer
@@ -354,7 +353,7 @@ def sparse_in_the_library(case: str, **fields) -> tuple[list[int], object]:
     with torch.device("meta"):
         model = whole_model(case, **fixed)
     prefixes = prefixes_of(tensors_of(model), table.TYPES[case].layouts[-1:])
-    return [layer_of(prefix) for prefix in prefixes], model.config
+    return [table.layer_of(prefix) for prefix in prefixes], model.config
 
 
 @needs("transformers")

@@ -17,7 +17,7 @@ from models.cases import (
     library_block, library_config, library_fields, only_chooses, random_ids, replaced,
     router_of, same_model, some_quick, whole_logits, whole_model)
 from models.configs import config_from_hf
-from models.live import _layer_of, replace_blocks, restore_blocks
+from models.live import replace_blocks, restore_blocks
 from models.table import prefixes_of, tensors_of
 from models.weights import from_hf
 from moe import MoELayer
@@ -64,7 +64,7 @@ def test_live_precision_is_that_of_the_loaded_model(case, tmp_path):
         if "hy_v4" in case:                          # a layer would clamp its shared expert too
             fields["n_shared_experts"] = 0
             tensors = {name: t for name, t in tensors.items() if "shared_experts" not in name}
-        config = config_from_hf(fields, layer_of(prefix))
+        config = config_from_hf(fields, table.layer_of(prefix))
         found = prefixes_of(tensors, table.TYPES[family(case)].layouts)
         layer = from_hf(MoELayer(config), tensors, family(case), found[-1])
         replace_blocks(model)

@@ -92,14 +92,25 @@ def test_graph_with_overlap(name, first, dynamic):
     (False, 8, (5,), 1),
     (False, None, (5,), 1)])
 def test_graph_through_inductor(overlap, shared, sizes, graphs):
-    """One graph serves all T from 18 on; below, torch's decomposition of a product guards on T. At
-    T = 5, Inductor's code for CPUs read the target of a scatter before it was written (pytorch
+    """At T = 5, Inductor's code for CPUs read the target of a scatter before it was written (pytorch
     #185509): the gradient of the chosen scores was lost beside that of a balance loss. This depends
     on what Inductor fuses, so test_compile_without_host_sync wants no graph that scatters."""
     layer = exact_layer(
         shared_expert_overlap=overlap, shared_expert_intermediate_size=shared,
         load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1)
     assert graphs_over_T(layer, sizes, mask=len(sizes) > 1, backend="inductor") == graphs
+
+
+@slow
+def test_graphs_over_all_T():
+    """For T from 1 on at most four graphs: the first T, all others, T = 1, and where T · topk
+    passes 32,767. One more for T = 0."""
+    layer = exact_layer(load_balancing_type="aux_loss", aux_loss_coeff=0.1)
+    K = layer.config.topk
+    sizes = 20, 37, 1, 32768 // K + 1, 2, 1000
+    assert graphs_over_T(layer, sizes, mask=False, backend="inductor") <= 4
+    layer.router.reset_counts()
+    assert graphs_over_T(layer, (*sizes, 0), mask=False, backend="inductor") <= 5
 
 
 @pytest.mark.parametrize("way", slow_but(
