@@ -92,9 +92,10 @@ def test_graph_with_overlap(name, first, dynamic):
     (False, 8, (5,), 1),
     (False, None, (5,), 1)])
 def test_graph_through_inductor(overlap, shared, sizes, graphs):
-    """At T = 5, Inductor's code for CPUs read the target of a scatter before it was written (pytorch
-    #185509): the gradient of the chosen scores was lost beside that of a balance loss. This depends
-    on what Inductor fuses, so test_compile_without_host_sync wants no graph that scatters."""
+    """At T = 5, Inductor's code for CPUs read the target of a scatter before it was written
+    (pytorch #185509): the gradient of the chosen scores was lost beside that of a balance loss.
+    This depends on what Inductor fuses, so test_compile_without_host_sync wants no graph that
+    scatters."""
     layer = exact_layer(
         shared_expert_overlap=overlap, shared_expert_intermediate_size=shared,
         load_balancing_type="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.1)
