@@ -203,8 +203,8 @@ def test_small_takes_the_products_of_the_layer(monkeypatch):
     assert all(weight.flatten(1).any(1).sum() == 2 for weight in weights)
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "plain" else pytest.param(case, marks=slow) for case in CASES])
+@slow
+@pytest.mark.parametrize("case", CASES)
 def test_small_compiled(case):
     """One graph for the first T and one for all others; few tokens too, where Inductor's scatter
     would lose a gradient, and more than 4096, where its sums over tokens would be made anew."""
@@ -240,6 +240,7 @@ def test_small_any_number_of_tokens(shape):
         assert all(slope.isfinite().all() for slope in slopes)
 
 
+@slow
 def test_small_no_tokens_in_bf16():
     """For an empty [0, H], Inductor computes strides of the transpose that torch's product
     refuses."""

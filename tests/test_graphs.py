@@ -71,9 +71,10 @@ def graphs_over_T(layer, sizes, mask: bool = False, given: bool = False, **how) 
     return graphs_made()
 
 
-@pytest.mark.parametrize("name, first, dynamic", slow_but([("losses", 7, None)], [
+@slow
+@pytest.mark.parametrize("name, first, dynamic", [
     ("losses", 4, True), ("losses", 1000, True),
-    *itertools.product(CONFIGS, [7], [None, True])]))
+    *itertools.product(CONFIGS, [7], [None, True])])
 def test_graph_with_overlap(name, first, dynamic):
     """What eager mode gives. Two graphs, the second for every T, with a mask; or a dynamic one from
     the first call, with a replayed choice. The first T may be E, or the number of the losses, or of
@@ -234,6 +235,7 @@ def calls_of_a_step(**fields) -> list[list[str]]:
             for code in codes]
 
 
+@slow
 @about_the_cpu("the code of its compiler")
 def test_compile_experts_run_in_this_order(no_cpp_compiler):
     """No product runs twice, and what the backward makes again it makes after the gradient."""
@@ -277,13 +279,13 @@ copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
 kernel rows_times_rows kernel write kernel product_in product_in kernel""")
 
 
+@slow
 @about_the_cpu("the code of its compiler")
 @pytest.mark.parametrize("count, fields", [
     (33, dict(latent_size=256, latent_norm=True)),
-    pytest.param(24, dict(), marks=slow),
-    pytest.param(24 + compat.cpu_multiplies_in(torch.bfloat16),
-                 dict(params_dtype=torch.bfloat16), marks=slow),
-    pytest.param(24, dict(latent_size=256), marks=slow)])
+    (24, dict()),
+    (24 + compat.cpu_multiplies_in(torch.bfloat16), dict(params_dtype=torch.bfloat16)),
+    (24, dict(latent_size=256))])
 def test_compile_loops_and_bytes(count, fields, no_cpp_compiler):
     """How many loops the kernels of torch 2.13 hold says what is fused; one more where the product
     is torch's own, which makes unrouted rows zeros. Kept for the backward: T·H + 2·T·ℓ + N·2F
@@ -318,6 +320,7 @@ def test_compile_no_tokens_in_bf16():
         close(outcome(function, x), outcome(layer, x), 5e-2)
 
 
+@slow
 def test_compile_fp8_store_halves_what_bf16_keeps():
     check_keeps_little(None, "inductor", fp8=True)
     plain = MoELayer(MoEConfig(64, 32, 16, topk=8, params_dtype=torch.bfloat16))
@@ -747,6 +750,7 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
     assert left_out(small) == ["loop_over_experts"]
 
 
+@slow
 def test_compile_buffers_that_a_backward_writes_have_fixed_addresses(monkeypatch):
     """A CUDA graph may hold a write to an input whose address it may rely on, and no other: so the
     ops that count are in it."""

@@ -377,6 +377,7 @@ _join_stream records, backward: memory is given to aten::mm on side before main 
 """)
 
 
+@slow
 def test_overlap_checkpoint_in_a_graph_that_comes_first():
     """In a new process: what a library notes at its first call, Dynamo refuses in a checkpoint."""
     done = run("-c", """if True:
@@ -486,7 +487,8 @@ side  mm x2
 main  join_stream, behind 4 more""")
 
 
-@pytest.mark.parametrize("gate", [pytest.param(False, marks=slow), True])
+@slow
+@pytest.mark.parametrize("gate", [False, True])
 def test_overlap_graph_without_gradients(gate):
     """In evaluation, and in training where the input or the shared expert is frozen. The fork comes
     first; a frozen weight has no product in the backward."""
@@ -624,6 +626,7 @@ def write_graph(rank, ranks, folder):
         Path(folder, "graph").write_text(lines)
 
 
+@slow
 def test_overlap_order_of_the_graph(tmp_path):
     write_graph(folder=str(tmp_path))
     assert_expected_inline(in_runs((tmp_path / "graph").read_text().splitlines()), """\
