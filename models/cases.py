@@ -397,7 +397,7 @@ SAME = {
 }
 for case, (like, block, whole) in SAME.items():
     PUBLISHED[case] = dataclasses.replace(PUBLISHED[like], block=block, whole=whole)
-FAMILIES = list(PUBLISHED)
+NAMES = list(PUBLISHED)
 PUBLISHED["nemotron_h-latent"] = dataclasses.replace(
     PUBLISHED["nemotron_h"],
     config=PUBLISHED["nemotron_h"].config | dict(moe_latent_size=L4),
@@ -418,7 +418,7 @@ for case, fixed in {
 OWN = [case for case in PUBLISHED if case not in SAME]
 EVERY_CASE = pytest.mark.parametrize("case", OWN)
 EVERY_LAYOUT = pytest.mark.parametrize(
-    "case", [case for case in OWN if case in FAMILIES or case == "nemotron_h-latent"])
+    "case", [case for case in OWN if case in NAMES or case == "nemotron_h-latent"])
 IN_THE_LIBRARY = [case for case in PUBLISHED if PUBLISHED[case].block]
 
 
@@ -523,12 +523,12 @@ def published_loop(case, x: Tensor, t: dict, chosen=None) -> Tensor:
     return torch.stack(rows).view(x.shape)
 
 
-def family(case: str) -> str:
+def family_of(case: str) -> str:
     return case.split("-")[0]
 
 
 def fam_fields(case: str, **fixed) -> dict:
-    return {"model_type": family(case), **PUBLISHED[case].config, **fixed}
+    return {"model_type": family_of(case), **PUBLISHED[case].config, **fixed}
 
 
 def fam_config(case: str, dtype=torch.float64, **fixed) -> MoEConfig:
@@ -560,7 +560,7 @@ def fam_layer(case: str, dtype=torch.float64, tensors=None, prefix: str = "") ->
     if tensors is None:
         tensors = fam_tensors(case, dtype)
     layer = MoELayer(fam_config(case, dtype))
-    assert from_hf(layer, tensors, family(case), prefix=prefix) is layer
+    assert from_hf(layer, tensors, family_of(case), prefix=prefix) is layer
     return layer
 
 

@@ -105,7 +105,7 @@ def read_config(hf_config, layer_idx: int | None = None) -> Reading:
             sources[name] = list(dict.fromkeys(read.log))
     after = fields.pop("after")
 
-    dtype = _dtype_of(reads)
+    dtype = _published_dtype(reads)
     if dtype not in DTYPES:
         router.problems.append(f"dtype is {dtype}; needs {', '.join(DTYPES)}")
         dtype = "float32"
@@ -156,7 +156,7 @@ def refuse_dense(model_type, read):
 
 # ---- Dtypes ----
 
-def _dtype_of(reads):
+def _published_dtype(reads):
     for read in reads:
         dtype = read.get("dtype", default=ABSENT)
         if dtype is ABSENT:              # the library's objects have dtype, and warn of torch_dtype

@@ -55,8 +55,9 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
     indices = top_k_index.clamp(max=E)
     plan = moe.kernels.plan_permutation(indices, E)
     x_TH = hidden_states.to(fc1.dtype)
-    dispatched = Local(x_TH, top_k_weights, plan)
-    if router is not None:
+    if router is None:
+        dispatched = Local(x_TH, top_k_weights, plan)
+    else:
         dispatched = router.pg_collection.dispatch(
             x_TH, top_k_weights, indices, plan, router.config)
     rows, probs, local_plan = dispatched.wait_for_rows()

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from models import atlas, published, table
 from models.cases import (
-    E8, F5, FAMILIES, H6, IN_THE_LIBRARY, LOCAL, OWN, PLAIN, PUBLISHED, ROUTED, SIZES, SMALL,
-    WIDE, close_grads, double, fam_config, fam_fields, family, gate_of_the_library,
-    library_block, library_config, library_fields, modeling_of, situ, whole_model)
+    E8, F5, H6, IN_THE_LIBRARY, LOCAL, NAMES, OWN, PLAIN, PUBLISHED, ROUTED, SIZES, SMALL, WIDE,
+    close_grads, double, fam_config, fam_fields, family_of, gate_of_the_library, library_block,
+    library_config, library_fields, modeling_of, situ, whole_model)
 from models.configs import KNOWN, config_from_hf, read_config, type_of
 from models.reader import Reader
 from moe import MoEConfig, MoELayer
@@ -77,10 +77,10 @@ def test_atlas_refuses(capsys, monkeypatch, tmp_path):
 def test_atlas_ends_with_the_config(case):
     """From any config of the type. A family without a knob for it has no line for it."""
     fields = fam_fields(case)
-    text = atlas.router(family(case), fields)
+    text = atlas.router(family_of(case), fields)
     assert eval(text.splitlines()[-1]) == config_from_hf(fields)
     assert 10 <= len(text.splitlines()) <= 19 and "None" not in text
-    row = table.TYPES[family(case)]
+    row = table.TYPES[family_of(case)]
     assert ("expert_bias" in text) == ("enable_expert_bias" in row.knobs)
     assert ("latent_down" in text) == (case in ("nemotron_h-latent", "kimi_k3"))
 
@@ -446,7 +446,7 @@ def test_atlas_has_the_formulas_of_refused_routers(case):
     """With the numbers of a config, and with the names of its fields. The last line is the reason
     why there is no MoEConfig."""
     config, block = refused_block(case)
-    name = family(case) if case != "nllb-moe" else case
+    name = family_of(case) if case != "nllb-moe" else case
     text = atlas.router(name, config)
     assert text == atlas.router(name, config.to_dict())
     title, *lines, last = text.splitlines()
@@ -532,7 +532,7 @@ def interpreted(text: str, x: Tensor, **names) -> dict[int, float]:
 def check_formulas(case: str, config, text: str, layer_idx: int = 1) -> None:
     """The choice and the weights of the library's gate, in fp32, from the printed lines alone."""
     block = library_block(case, config, layer_idx)
-    layout = table.TYPES[family(case)].layouts[-1]
+    layout = table.TYPES[family_of(case)].layouts[-1]
     tensors = {slot.parameter: block.state_dict().get(name) for name, slot in layout.items()}
     names = {"W": tensors["router.weight"], "b": tensors.get("router.bias"),
              "expert_bias": tensors.get("router.expert_bias")}
@@ -555,7 +555,7 @@ def check_formulas(case: str, config, text: str, layer_idx: int = 1) -> None:
 @pytest.mark.parametrize("case", IN_THE_LIBRARY)
 def test_atlas_gives_what_the_librarys_gate_gives(case):
     config = library_config(case, **library_fields(case))
-    check_formulas(case, config, atlas.router(family(case), config))
+    check_formulas(case, config, atlas.router(family_of(case), config))
 
 
 @needs("transformers")

@@ -15,8 +15,8 @@ import torch
 
 from models import atlas, published, reader, table
 from models.cases import (
-    FAMILIES, IN_THE_LIBRARY, PRECISION, PUBLISHED, check_errors, fam_config, fam_fields,
-    fam_layer, fam_tensors, family, library_config, library_fields, situ, whole_model)
+    IN_THE_LIBRARY, NAMES, PRECISION, PUBLISHED, check_errors, fam_config, fam_fields,
+    fam_layer, fam_tensors, family_of, library_config, library_fields, situ, whole_model)
 from models.configs import config_from_hf, read_config
 from models.table import prefixes_of, tensors_of
 from models.weights import from_hf, to_hf
@@ -26,9 +26,9 @@ from tests.test_scripts import HERE, check_examples
 
 
 def test_configs_are_those_listed_here():
-    assert set(table.FAMILIES) == set(FAMILIES)
+    assert set(table.FAMILIES) == set(NAMES)
     assert sorted(table.FAMILIES) == sorted([*published.MODELS, *published.FIELDS])
-    assert set(FAMILIES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
+    assert set(NAMES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
 
 
 def library_types() -> list[str]:
@@ -152,7 +152,7 @@ def test_configs_defaults_are_the_librarys(case):
         sizes["ffn_config"] = {name: value for name, value in ffn if "normalize" not in name}
     layer_idx = 3 if case == "deepseek_v4" else None  # the first without a table
     by_default = config_from_hf(library_config(case, **sizes), layer_idx)
-    assert by_default == config_from_hf({"model_type": family(case)} | sizes, layer_idx)
+    assert by_default == config_from_hf({"model_type": family_of(case)} | sizes, layer_idx)
 
 
 def test_configs_config_dtype():
@@ -357,7 +357,7 @@ def sparse_in_the_library(case: str, **fields) -> tuple[list[int], object]:
 
 
 @needs("transformers")
-@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in FAMILIES])
+@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in NAMES])
 def test_configs_dense_layers_are_the_librarys(case):
     """Of every type, where its config does not say: of the config object, and of a dict without
     that field."""

@@ -13,7 +13,7 @@ import torch
 from kernels import topk_routing
 from models import table
 from models.cases import (
-    IN_THE_LIBRARY, PRECISION, T7, double, fam_fields, family, gate_of_the_library,
+    IN_THE_LIBRARY, PRECISION, T7, double, fam_fields, family_of, gate_of_the_library,
     library_block, library_config, library_fields, only_chooses, random_ids, replaced,
     router_of, same_model, some_quick, whole_logits, whole_model)
 from models.configs import config_from_hf
@@ -53,7 +53,7 @@ def test_live_precision_is_that_of_the_loaded_model(case, tmp_path):
     saved = whole_model(case, **many_experts(case))
     saved.save_pretrained(tmp_path)
     model = type(saved).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    held = table.TYPES[family(case)].layouts[-1]
+    held = table.TYPES[family_of(case)].layouts[-1]
     prefix = prefixes_of(tensors_of(model), [held])[-1]
     block = model.get_submodule(prefix[:-1])
     x = torch.randn(2, 2048, 32).bfloat16()
@@ -65,8 +65,8 @@ def test_live_precision_is_that_of_the_loaded_model(case, tmp_path):
             fields["n_shared_experts"] = 0
             tensors = {name: t for name, t in tensors.items() if "shared_experts" not in name}
         config = config_from_hf(fields, table.layer_of(prefix))
-        found = prefixes_of(tensors, table.TYPES[family(case)].layouts)
-        layer = from_hf(MoELayer(config), tensors, family(case), found[-1])
+        found = prefixes_of(tensors, table.TYPES[family_of(case)].layouts)
+        layer = from_hf(MoELayer(config), tensors, family_of(case), found[-1])
         replace_blocks(model)
         for router in (layer.router, router_of(model, -1)):
             probs, chosen = router.route(x)
@@ -188,7 +188,7 @@ class OneBlock(torch.nn.Module):
         kept = [name for model in vars(modeling).values()
                 for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
         kept.append("gate.wg")                       # Hunyuan's is made in fp32
-        router = next(iter(table.TYPES[family(case)].layouts[-1]))
+        router = next(iter(table.TYPES[family_of(case)].layouts[-1]))
         with torch.no_grad():
             block.get_parameter(router).mul_(0.2)    # sigmoid scores of large logits are all 1
             for name, tensor in [*block.named_parameters(), *block.named_buffers()]:

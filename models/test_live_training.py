@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import router as router_file
 from models.cases import (
-    E8, H6, OneOf, T7, double, fam_config, family, one_step, padded_ids, random_ids, replaced,
+    E8, H6, OneOf, T7, double, fam_config, one_step, padded_ids, random_ids, replaced,
     same_model, whole_logits, whole_model)
 from models.experts import register_experts
 from models.live import MoECallback, _callback_class, replace_blocks, restore_blocks

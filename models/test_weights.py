@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import moe
 from models import table
 from models.cases import (
-    AXIS, E8, EVERY_CASE, EVERY_LAYOUT, F5, GUD, H6, IN_THE_LIBRARY, L4, OWN, OneOf, PUBLISHED,
-    T7, W_HELD, check_errors, close_grads, double, fam_config, fam_fields, fam_layer,
-    fam_tensors, family, ffn_loop, library_block, library_config, library_fields, only_chooses,
-    published_loop, relu2, some_quick, swiglu_loop)
+    AXIS, E8, EVERY_CASE, EVERY_LAYOUT, F5, GUD, H6, IN_THE_LIBRARY, L4, OWN, PUBLISHED, T7,
+    W_HELD, OneOf, check_errors, close_grads, double, fam_config, fam_fields, fam_layer,
+    fam_tensors, family_of, ffn_loop, library_block, library_config, library_fields,
+    only_chooses, published_loop, relu2, some_quick, swiglu_loop)
 from models.configs import config_from_hf
 from models.weights import from_hf, to_hf, upcycle
 from moe import MoEConfig, MoELayer
@@ -75,7 +75,7 @@ def match_published_loop(case: str, through) -> None:
     with torch.no_grad():
         for parameter, grad in zip(layer.parameters(), gots[1:], strict=True):
             parameter.copy_(grad)
-    named = to_hf(layer, family(case))
+    named = to_hf(layer, family_of(case))
     close([named[key] for key in leaves], wants[1:], 1e-8)
 
 
@@ -96,8 +96,8 @@ def test_weights_round_trip(case, dtype):
     the library keeps in fp32 comes out in fp32, with the same numbers."""
     want = fam_tensors(case, dtype, "a.b.")
     layer = fam_layer(case, dtype, want, prefix="a.b.")
-    out = to_hf(layer, family(case), "a.b.")
-    if table.TYPES[family(case)].precision.startswith("fp32"):
+    out = to_hf(layer, family_of(case), "a.b.")
+    if table.TYPES[family_of(case)].precision.startswith("fp32"):
         gate = "a.b." + PUBLISHED[case].tensors.split()[0]
         want[gate] = want[gate].float()
     same(out, want)
@@ -136,7 +136,7 @@ def test_weights_match_the_library(case):
 
     block = library_block(case, theirs)
     tensors = {name: tensor for name, tensor in block.state_dict().items() if tensor.numel()}
-    layer = from_hf(MoELayer(config), tensors, family(case))
+    layer = from_hf(MoELayer(config), tensors, family_of(case))
     x = torch.randn(2, T7, H6, requires_grad=True)
     want = block(x.clone())
     got = layer(x)
