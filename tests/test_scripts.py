@@ -1025,11 +1025,10 @@ def test_steps_print_their_table(capfd, monkeypatch):
         loop, *graphs = rows_of("bf16")
         *_, last = rows_of("fp32")
     assert loop[-1] == "-" and loop[-2] == "yes"
-    assert [row[-1] for row in graphs] == ["2"] * 4
+    assert [row[-1] for row in graphs] == ["2"] * 3
     kept = [float(row[0]) for row in (loop, *graphs)]
-    assert kept[1] > 2 * kept[2] and kept[2:] == pytest.approx([kept[-1]] * 3, rel=0.1)
-    assert [row[3] for row in graphs[2:]] == ["yes", "yes"]
-    assert graphs[-1][2] == "1.00" and last[2:4] == ["1.00", "yes"]
+    assert kept[1] > 2 * kept[2] and kept[2:] == pytest.approx([kept[-1]] * 2, rel=0.1)
+    assert graphs[-1][2:4] == ["1.00", "yes"] and last[2:4] == ["1.00", "yes"]
 
 
 # ---- docs: README and docs ----
@@ -1268,8 +1267,8 @@ def test_docs_bytes_kept():
 @about_the_cpu("it stands in for a card")
 @pytest.mark.parametrize("who", ["a loop", "native"])
 def test_docs_bytes_kept_in_a_graph(monkeypatch, who):
-    """By the layer itself: 8·E less than results.md says for eager mode, and T·K more, which graphs
-    of torch 2.15 make again."""
+    """By the layer itself: 8·E less than results.md says for eager mode, and T·K more for a mask,
+    which a graph of torch 2.15 makes again. One of torch 2.11 keeps another mask."""
     PRODUCTS[who](monkeypatch)
     T, H, F_, E, K = 40, 24, 16, 10, 3
     layer = MoELayer(MoEConfig(H, F_, E, topk=K, params_dtype=torch.bfloat16))
@@ -1278,7 +1277,7 @@ def test_docs_bytes_kept_in_a_graph(monkeypatch, who):
     base = 2 * T * H + 4 * T * K * F_ + 28 * T * K + 12 * E
     kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
     want = base - 8 * E + T * K
-    assert kept == want if torch.__version__ < (2, 14) else want - T * K <= kept <= want
+    assert kept == want if torch.__version__[:4] == "2.13" else abs(kept - want) <= T * K
     eager = saved_bytes(lambda: layer(x), exclude=layer.parameters())
     assert eager == base + 2 * T * K * F_
 
