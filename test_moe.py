@@ -1292,10 +1292,11 @@ class TwoExperts(torch.nn.Module):
         return y + activation(x.repeat(1, kernels.parts_of(self.made)), self.made)
 
 
+@slow
 @pytest.mark.parametrize("made", [
     kernels.activation_of("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
-    pytest.param(kernels.activation_of("situ", beta=1.5, linear_beta=2.0), marks=slow),
-    pytest.param(kernels.relu2, marks=slow)])
+    kernels.activation_of("situ", beta=1.5, linear_beta=2.0),
+    kernels.relu2])
 def test_activation_made_before_it_is_compiled(made):
     """With dynamic=True the compiler turns its constants into symbolic numbers."""
     two = TwoExperts(made)
