@@ -397,7 +397,7 @@ SAME = {
 }
 for case, (like, block, whole) in SAME.items():
     PUBLISHED[case] = dataclasses.replace(PUBLISHED[like], block=block, whole=whole)
-NAMES = list(PUBLISHED)
+WITH_A_ROW = list(PUBLISHED)
 PUBLISHED["nemotron_h-latent"] = dataclasses.replace(
     PUBLISHED["nemotron_h"],
     config=PUBLISHED["nemotron_h"].config | dict(moe_latent_size=L4),
@@ -418,7 +418,7 @@ for case, fixed in {
 OWN = [case for case in PUBLISHED if case not in SAME]
 EVERY_CASE = pytest.mark.parametrize("case", OWN)
 EVERY_LAYOUT = pytest.mark.parametrize(
-    "case", [case for case in OWN if case in NAMES or case == "nemotron_h-latent"])
+    "case", [case for case in OWN if case in WITH_A_ROW or case == "nemotron_h-latent"])
 IN_THE_LIBRARY = [case for case in PUBLISHED if PUBLISHED[case].block]
 
 

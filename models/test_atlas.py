@@ -15,9 +15,9 @@ from torch import Tensor
 
 from models import atlas, published, table
 from models.cases import (
-    E8, F5, H6, IN_THE_LIBRARY, LOCAL, NAMES, OWN, PLAIN, PUBLISHED, ROUTED, SIZES, SMALL, WIDE,
+    E8, F5, H6, IN_THE_LIBRARY, LOCAL, OWN, PLAIN, PUBLISHED, ROUTED, SIZES, SMALL, WIDE,
     close_grads, double, fam_config, fam_fields, family_of, gate_of_the_library, library_block,
-    library_config, library_fields, modeling_of, situ, whole_model)
+    library_config, library_fields, modeling_of, whole_model)
 from models.configs import KNOWN, config_from_hf, read_config, type_of
 from models.reader import Reader
 from moe import MoEConfig, MoELayer

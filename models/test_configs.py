@@ -15,8 +15,8 @@ import torch
 
 from models import atlas, published, reader, table
 from models.cases import (
-    IN_THE_LIBRARY, NAMES, PRECISION, PUBLISHED, check_errors, fam_config, fam_fields,
-    fam_layer, fam_tensors, family_of, library_config, library_fields, situ, whole_model)
+    IN_THE_LIBRARY, PRECISION, PUBLISHED, WITH_A_ROW, check_errors, fam_config, fam_fields,
+    fam_layer, fam_tensors, family_of, library_config, library_fields, whole_model)
 from models.configs import config_from_hf, read_config
 from models.table import prefixes_of, tensors_of
 from models.weights import from_hf, to_hf
@@ -26,9 +26,9 @@ from tests.test_scripts import HERE, check_examples
 
 
 def test_configs_are_those_listed_here():
-    assert set(table.FAMILIES) == set(NAMES)
+    assert set(table.FAMILIES) == set(WITH_A_ROW)
     assert sorted(table.FAMILIES) == sorted([*published.MODELS, *published.FIELDS])
-    assert set(NAMES) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
+    assert set(WITH_A_ROW) - set(IN_THE_LIBRARY) == {"kimi_k2", "kimi_k3"}
 
 
 def library_types() -> list[str]:
@@ -357,7 +357,7 @@ def sparse_in_the_library(case: str, **fields) -> tuple[list[int], object]:
 
 
 @needs("transformers")
-@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in NAMES])
+@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in WITH_A_ROW])
 def test_configs_dense_layers_are_the_librarys(case):
     """Of every type, where its config does not say: of the config object, and of a dict without
     that field."""

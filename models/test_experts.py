@@ -21,7 +21,6 @@ from models.cases import (
 from models.experts import register_experts
 from models.live import replace_blocks, restore_blocks
 from test_moe import close, compiled, fresh_start, needs, same, saved_bytes, slow
-from tests.test_scripts import run
 
 
 @needs("transformers")

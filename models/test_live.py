@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import router as router_file
 from models.cases import (
-    E8, IN_THE_LIBRARY, NAMES, PUBLISHED, T7, check_errors, double, one_step, padded_ids,
-    random_ids, randomised, relu2, replaced, router_of, same_model, some_quick, whole_logits,
-    whole_model, whole_output)
+    E8, IN_THE_LIBRARY, PUBLISHED, T7, WITH_A_ROW, check_errors, one_step, padded_ids, random_ids,
+    randomised, replaced, router_of, same_model, some_quick, whole_logits, whole_model,
+    whole_output)
 from models.configs import config_from_hf
 from models.experts import register_experts
 from models.live import replace_blocks, restore_blocks
@@ -63,7 +63,7 @@ def test_live_guests_are_the_librarys_models(case):
 
 
 @needs("safetensors")
-@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in NAMES])
+@pytest.mark.parametrize("case", [case for case in IN_THE_LIBRARY if case in WITH_A_ROW])
 def test_live_published_names_load_too(case, tmp_path):
     """What save_pretrained has written, by load_state_dict, also of a file cut into three: whatever
     the library renames, joins or transposes when it loads. Not all of it: an error."""

@@ -13,9 +13,9 @@ import torch
 from kernels import topk_routing
 from models import table
 from models.cases import (
-    IN_THE_LIBRARY, PRECISION, T7, double, fam_fields, family_of, gate_of_the_library,
-    library_block, library_config, library_fields, only_chooses, random_ids, replaced,
-    router_of, same_model, some_quick, whole_logits, whole_model)
+    IN_THE_LIBRARY, PRECISION, T7, fam_fields, family_of, gate_of_the_library, library_block,
+    library_config, library_fields, only_chooses, random_ids, replaced, router_of, same_model,
+    some_quick, whole_logits, whole_model)
 from models.configs import config_from_hf
 from models.live import replace_blocks, restore_blocks
 from models.table import prefixes_of, tensors_of
@@ -230,17 +230,24 @@ def wide_fields(case: str) -> dict:
 UNITS = dict(mixtral=19, minimax=19, hunyuan_v1_moe=19, cohere2_moe=4, gpt_oss=16)
 
 
-@pytest.mark.parametrize("case", IN_THE_LIBRARY)
-def test_live_router_in_bf16_chooses_as_the_librarys_gate(case):
-    """For all of 4,096 tokens. Weights to the bit, when they are summed in the library's order,
-    which does not sort the chosen; but for those in UNITS."""
+def gate_and_router(case: str) -> tuple:
+    """(x of 4,096 tokens in bf16, the weights and indices that the library's gate gives for it, the
+    router in the place of this gate)."""
     torch.manual_seed(3)
     model = OneBlock(case, **wide_fields(case))
     x = torch.randn(2, 2048, 64).bfloat16()
     with torch.no_grad():
         weights, indices = gate_of_the_library(case, model.block, x.clone())
-        replace_blocks(model)
-        router = router_of(model)
+    replace_blocks(model)
+    return x, weights, indices, router_of(model)
+
+
+@pytest.mark.parametrize("case", IN_THE_LIBRARY)
+def test_live_router_in_bf16_chooses_as_the_librarys_gate(case):
+    """For all of 4,096 tokens. Weights to the bit, when they are summed in the library's order,
+    which does not sort the chosen; but for those in UNITS."""
+    x, weights, indices, router = gate_and_router(case)
+    with torch.no_grad():
         probs, chosen = router.route(x, topk_indices=indices)
         assert torch.equal(chosen, indices)
         assert torch.equal(router.route(x)[1].sort(1).values, indices.sort(1).values)
@@ -255,13 +262,8 @@ def test_live_router_in_bf16_chooses_as_the_librarys_gate(case):
 def test_live_router_in_bf16_chooses_the_same_in_a_graph(case):
     """As in eager mode, in the same order, and so as the library's gate: a kernel of Inductor's
     rounds nothing between its steps, and rounded logits and scores have ties."""
-    torch.manual_seed(3)
-    model = OneBlock(case, **wide_fields(case))
-    x = torch.randn(2, 2048, 64).bfloat16()
+    x, _, indices, router = gate_and_router(case)
     with torch.no_grad():
-        _, indices = gate_of_the_library(case, model.block, x.clone())
-        replace_blocks(model)
-        router = router_of(model)
         chosen = compiled(router.route, backend="inductor")(x)[1]
         assert torch.equal(chosen, router.route(x)[1])
     assert torch.equal(chosen.sort(1).values, indices.sort(1).values)

@@ -12,7 +12,6 @@ import types
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import router as router_file
 from models.cases import (
@@ -26,7 +25,7 @@ from ranks.parallel import ProcessGroups
 from ranks.sharding import reduce_gradients
 from ranks.test_ranks import filled, full, mesh_of, over_ranks, own_part
 from test_moe import about, close, compiled, error, fresh_start, needs, same
-from tests.test_scripts import example, run
+from tests.test_scripts import example
 
 
 def trained_by_callback(callback, pieces: int, model, x: Tensor, upstream: Tensor):

@@ -12,9 +12,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-import moe
 from models import table
 from models.cases import (
     AXIS, E8, EVERY_CASE, EVERY_LAYOUT, F5, GUD, H6, IN_THE_LIBRARY, L4, OWN, PUBLISHED, T7,

@@ -110,9 +110,8 @@ def test_graphs_over_all_T():
     layer = exact_layer(load_balancing_type="aux_loss", aux_loss_coeff=0.1)
     K = layer.config.topk
     sizes = 20, 37, 1, 32768 // K + 1, 2, 1000
-    assert graphs_over_T(layer, sizes, mask=False, backend="inductor") <= 4
-    layer.router.reset_counts()
-    assert graphs_over_T(layer, (*sizes, 0), mask=False, backend="inductor") <= 5
+    assert graphs_over_T(layer, sizes, backend="inductor") <= 4
+    assert graphs_over_T(layer, (0,), backend="inductor") <= 5              # all that were made
 
 
 @pytest.mark.parametrize("way", slow_but(
