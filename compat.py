@@ -251,62 +251,6 @@ def holds_in_this_graph(condition: bool) -> bool:
     return always_holds(condition) if is_exporting() else guard_or_false(condition)
 
 
-def _tensors_in(value):
-    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
-
-
-def _memory_of(x):
-    return x.untyped_storage()._cdata
-
-
-class NotePurity(torch.utils._python_dispatch.TorchDispatchMode):
-    """A context that notes in `found` what makes a function impure: it draws random numbers, or
-    writes to a tensor that was there before.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-        self._made = []                          # kept, so that no address is used again
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            self.found.add("draws numbers")
-        made = set(map(_memory_of, self._made))
-        for i, argument in enumerate(op._schema.arguments):
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and not made.issuperset(map(_memory_of, _tensors_in(value))):
-                self.found.add("writes to a tensor that it did not make")
-        given = set(map(_memory_of, _tensors_in((args, kwargs))))
-        out = op(*args, **kwargs)
-        self._made += [x for x in _tensors_in(out) if _memory_of(x) not in given]
-        return out
-
-
-@contextlib.contextmanager
-def undisturbed():
-    """A context whose ops are not seen by what runs outside, such as a checkpoint."""
-    def pack(x):
-        return x, x._version
-
-    def unpack(packed):                          # with hooks autograd does not check this
-        x, version = packed
-        if x._version != version:
-            raise RuntimeError("a tensor that the gradient needs was changed in place")
-        return x
-
-    with (torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode(False),
-          torch.autograd.graph.saved_tensors_hooks(pack, unpack)):
-        yield
-
-
-def version_of(x: Tensor) -> int:
-    """How often x was changed in place."""
-    return x._version
-
-
 # A context for the body of an op, on any device; Dynamo cannot trace it.
 op_without_autocast = torch._C._DisableAutocast
 

@@ -194,14 +194,17 @@ def expert_of_rows(num_rows, offsets):
     return expert_of(row_N, offsets).clamp(max=len(offsets) - 1)
 
 
+def unrouted(num_rows, offsets):
+    """[N, 1] bool: whether a row is unrouted."""
+    row_N = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    return (row_N >= offsets[-1])[:, None]
+
+
 def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         out = out + bias[expert_of_rows(len(rows), offsets)]
-    row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
-    # Unrouted rows are left uninitialised. A NaN there would reach the gradient of an activation's
-    # own parameters, which is a sum over all rows.
-    return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
+    return out.masked_fill(unrouted(len(rows), offsets), 0.0)       # they are uninitialised
 
 
 def _native_weight_grad(a, b, offsets):

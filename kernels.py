@@ -1081,6 +1081,22 @@ def again(function, *tensors: Tensor) -> Tensor:
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
+def again_in_a_graph(function, *tensors: Tensor) -> Tensor:
+    """`again` for code that calls a function of your own. In eager mode it is computed once, and
+    autograd keeps what its gradient needs. So it may draw numbers, write in place, keep a state,
+    and read parameters that change before the backward, as any module may. In a graph it may draw
+    numbers: AOTAutograd has the backward draw the same ones.
+    """
+    return again(function, *tensors) if torch.compiler.is_compiling() else function(*tensors)
+
+
+def is_named(function) -> bool:
+    """Whether the function, without its constants, is in ACTIVATIONS. If not, it is your own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return any(function is named for named in ACTIVATIONS.values())
+
+
 def _with_numbers(function):
     """The function, its constants as plain numbers: with dynamic=True they are symbolic, and a
     checkpoint in a graph refuses these.
@@ -1113,89 +1129,6 @@ def check_result(function, out, shape) -> None:
     if out.shape != shape or not out.is_floating_point():
         raise ValueError(f"{function} returns {out.dtype} {list(out.shape)}; needs a floating "
                          f"dtype and the shape of a part, {[*shape]}")
-
-
-def check_pure(function, parts: int, columns: int, like: Tensor | None = None, owner=None) -> None:
-    """ValueError unless the function may be computed again in the backward: it draws no numbers,
-    writes to no tensor that it did not make, keeps nothing, and returns a tensor in the shape of a
-    part. It is run three times, on two rows of so many columns, in the dtype (fp32 at least) and on
-    the device of `like`, by default the CPU. If it does not run there, it is not judged.
-
-    "Keeps nothing" is checked for its attributes and the variables of its closure, with the lists
-    and dicts among them, but not for globals. owner: the module that has the attributes.
-    """
-    dtype, device = torch.float32, torch.device("cpu")
-    if like is not None:
-        dtype, device = torch.promote_types(like.dtype, torch.float32), like.device
-    numbers = torch.linspace(-2.5, 3.0, 2 * columns * parts, dtype=dtype, device=device)
-    if not compat.has_values(numbers):
-        return
-    called = function
-    if signature_of(function).takes_expert:
-        expert = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        called = functools.partial(function, expert=expert)
-
-    before = _kept_by(function, owner)
-    with compat.undisturbed(), torch.enable_grad(), compat.without_autocast(numbers), device:
-        runs = [_run_noted(call, numbers.view(2, columns, parts).unbind(-1))
-                for call in (called, called, functools.partial(again, called))]
-    if None in runs:
-        return
-    found = sorted(set.union(*[noted for noted, _ in runs]))
-    after = _kept_by(function, owner)
-    if len(before) != len(after) or any(a is not b for a, b in zip(before, after)):
-        found.append("keeps a state")
-    results = [result for _, result in runs]
-    if any(len(x) != len(results[0]) or not all(map(_same_values, results[0], x)) for x in results):
-        found.append("gives other numbers when it is called again")
-    if found:
-        raise ValueError(f"{function} {', '.join(found)}; needs to be pure, because the backward "
-                         f"computes it once more")
-
-
-def _run_noted(function, values):
-    """(the impure things that the function did, [its result, its gradients]), run on copies of the
-    values. None if it does not run.
-    """
-    inputs = [x.clone().requires_grad_() for x in values]
-    noted = compat.NotePurity()
-    try:
-        with noted:
-            out = function(*inputs)
-    except Exception:
-        return None
-    check_result(function, out, inputs[0].shape)
-    if not out.requires_grad:
-        return noted.found, [out]
-    try:
-        slopes = torch.autograd.grad(out, inputs, inputs[0].detach(), allow_unused=True)
-    except RuntimeError as failed:
-        raise ValueError(f"{function} has no gradient: {failed}") from failed
-    return noted.found, [out.detach(), *[x for x in slopes if x is not None]]
-
-
-def _same_values(a, b):
-    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _kept_by(function, owner):
-    """The values that a function may keep from call to call, with those in lists and dicts."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if owner is None:
-        owner = getattr(function, "__self__", function)
-    places = []
-    for part in owner.modules() if isinstance(owner, torch.nn.Module) else [owner]:
-        places.append(getattr(part, "__dict__", {}))
-    cells = getattr(function, "__closure__", None) or ()
-    kept = [cell.cell_contents for cell in cells if cell != types.CellType()]       # not empty
-    for value in [*kept, *[value for place in places for value in place.values()]]:
-        kept.append(value)
-        if isinstance(value, dict):
-            kept += [*value, *value.values()]
-        elif isinstance(value, (list, set)):
-            kept += value
-    return kept
 
 
 class _StoreFp8(torch.autograd.Function):
@@ -1242,6 +1175,12 @@ def check_activation(y, weights, parts, g=None):
             raise ValueError(f"{name} has shape {list(x.shape)}; needs {[*rows, columns]}")
 
 
+def check_stored(fp8_input_store, function):
+    if fp8_input_store and not is_named(function):
+        raise ValueError(f"fp8_input_store is True, and {function} is not in ACTIVATIONS; leave it "
+                         f"out: the function would be computed twice, on y and on the stored y")
+
+
 def activation(
     y: Tensor, kind: "str | Callable[..., Tensor]" = "swiglu", weights: Tensor | None = None,
     fp8_input_store: bool = False, **constants: float | None,
@@ -1250,11 +1189,13 @@ def activation(
     "gelu"), times weights [.., 1] of any dtype -> [.., F] in y.dtype, computed in fp32 at least and
     rounded once.
 
-    kind: a name in ACTIVATIONS, or a function of one or two parts, which has to be pure (see
-    check_pure; it is not checked here). constants: its parameters with a default. y and weights are
-    kept for the backward. With fp8_input_store y is kept as fp8 e4m3, clamped to ±448, while the
-    forward uses the unrounded y. ValueError: an unknown kind or constant, or shapes that do not
-    fit.
+    kind: a name in ACTIVATIONS, or an elementwise function of your own, of one or two parts.
+    constants: its parameters with a default. y and weights are kept for the backward, which
+    computes the activation again. In eager mode a function of your own is computed only once, and
+    autograd keeps what it needs.
+    fp8_input_store: y is kept as fp8 e4m3, clamped to ±448, while the forward uses the unrounded y.
+    ValueError: an unknown kind or constant, shapes that do not fit, or fp8_input_store with a
+    function of your own, since it computes both.
 
     >>> activation(torch.tensor([1.0, -2.0, 3.0]), kind="relu2")
     tensor([1., 0., 9.])
@@ -1266,10 +1207,13 @@ def activation(
         raise ValueError(f"{function} takes the row's expert, which only expert_mlp knows")
     parts = parts_of(function)
     check_activation(y, weights, parts)
+    check_stored(fp8_input_store, function)
 
     def value(y, weights):
         return activated(y, weights, function, parts)
 
+    if not is_named(function):
+        return again_in_a_graph(value, y, weights)
     if not fp8_input_store:
         return again(value, y, weights)
     act = again(_of_stored(value), *_StoreFp8.apply(y), weights)
@@ -1335,13 +1279,14 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
 
 
 def _mlp_of_rows(
-    tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert, fp8_input_store,
+    tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, activate, function, fp8_input_store,
 ):
     """expert_mlp for any number of tokens: rows in expert order, and two grouped products."""
-    read = grouped.where_read(plan.offsets, plan.order.shape[0], fc1, fc2)
+    N = plan.order.shape[0]
+    read = grouped.where_read(plan.offsets, N, fc1, fc2)
     expert_N1 = None
-    if takes_expert:
-        expert_N1 = grouped.expert_of_rows(plan.order.shape[0], plan.offsets)[:, None]
+    if signature_of(function).takes_expert:
+        expert_N1 = grouped.expert_of_rows(N, plan.offsets)[:, None]
 
     def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
@@ -1353,15 +1298,15 @@ def _mlp_of_rows(
     def value(hidden, probs):
         return activate(hidden, gather_probs(probs, plan), expert=expert_N1)
 
+    def own_value(hidden, probs):
+        # The function's parameters get sums over all rows. Zeros in the unrouted ones would make
+        # them NaN, if the slope at 0 is infinite. So there the function sees ones.
+        return value(hidden.masked_fill(grouped.unrouted(N, plan.offsets), 1.0), probs)
+
     def from_experts(act):
         return grouped.linear(act, fc2, read)
 
-    if not fp8_input_store or not torch.is_grad_enabled():
-        # The tokens and `hidden` are kept, in eager mode also the activation. The backward computes
-        # the rows and the activation again, in eager mode also fc1's product.
-        hidden = again(to_experts, tokens, fc1)
-        rows = from_experts(again(value, hidden, probs))
-    else:
+    if fp8_input_store and torch.is_grad_enabled():
         hidden, stored, zeros = again(to_store, tokens, fc1)
         act = again(_of_stored(value), stored, zeros, probs)
         with torch.no_grad():
@@ -1369,6 +1314,13 @@ def _mlp_of_rows(
             exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
         # Nobody reads the product with `act`, so a graph leaves it out. Eager mode computes it.
         rows = _InPlaceOf.apply(from_experts(act), exact)
+    else:
+        # The tokens and `hidden` are kept, in eager mode also the activation. The backward computes
+        # the rows and the activation again, in eager mode also fc1's product.
+        hidden = again(to_experts, tokens, fc1)
+        named = is_named(function)
+        act = again(value, hidden, probs) if named else again_in_a_graph(own_value, hidden, probs)
+        rows = from_experts(act)
     y = combine_rows(rows, plan)
     return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
 
@@ -1408,6 +1360,7 @@ def expert_mlp(
         fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
+    check_stored(fp8_input_store, function)
 
     fc1, fc1_bias, axis = _flat_weights(fc1, fc1_bias)
     weights = fc1, fc2, fc1_bias, fc2_bias
@@ -1418,5 +1371,4 @@ def expert_mlp(
             indices = grouped.expert_of(plan.inverse, plan.offsets)
         return _mlp_in_place(
             tokens, probs, indices, *weights, activate, signature.takes_expert)
-    return _mlp_of_rows(
-        tokens, probs, plan, *weights, activate, signature.takes_expert, fp8_input_store)
+    return _mlp_of_rows(tokens, probs, plan, *weights, activate, function, fp8_input_store)

@@ -322,8 +322,7 @@ class Experts(MoEModule):
     sharded = dict.fromkeys(per_expert, Sharding("ep", axis=0, summed_over="expt_dp"))
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
-    # number of each row's expert among this rank's, [.., 1]. It has to be pure: see docs/change.md.
-    _checked = ()                        # the activate that check_own has checked, in a tuple
+    # number of each row's expert among this rank's, [.., 1]. See docs/change.md.
 
     def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -350,72 +349,32 @@ class Experts(MoEModule):
         kernels.expert_mlp.
 
         Under autocast the products are in its dtype; gradients have the parameters' dtypes.
-        ValueError, in the first forward: see check_own.
+        ValueError: see check_own.
         """
         self.check_own()
         dtype = tokens.dtype
         weights = self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
         if compat.is_any_autocast():
             tokens, *weights = _as_autocast(tokens, *weights)
-        activation = self.config.activation_function
-        activate = getattr(self, "activate", None)
-        if activate is not None:
-            activation = self._while_unchanged(activate)
         out = kernels.expert_mlp(
-            tokens, probs, plan, *weights, kind=activation,
+            tokens, probs, plan, *weights,
+            kind=getattr(self, "activate", self.config.activation_function),
             fp8_input_store=self.config.activation_fp8_input_store, indices=indices)
         return out.to(dtype)
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def check_own(self) -> None:
-        """ValueError, in the first forward with this activate: it takes other parts than the
-        config's activation, or is not pure (see kernels.check_pure). Over ep also: a parameter of a
-        subclass may have a row for each expert, and is not in `sharded`. The ranks would sum its
-        gradients, although their experts are different.
+        """ValueError: `activate` takes other parts than the config's activation. Or ep > 1, and a
+        parameter of a subclass may have a row for each expert, and is not in `sharded`: the ranks
+        would sum its gradients, although their experts are different.
         """
-        activate = getattr(self, "activate", None)
-        function = getattr(activate, "__func__", activate)
-        if self._checked == (function,) or not compat.has_values(self.fc1):
-            return
         if self.pg_collection.size("ep") > 1:
             _refuse_undeclared(self, self.sharded)
-        if activate is not None:
-            parts = kernels.parts_of(activate)
-            if parts != self.config.parts:
-                raise ValueError(f"activate takes {parts} parts; needs {self.config.parts}, as the "
-                                 f"config's activation, {self.config.activation!r}")
-            if self.fc1.is_inference():                  # autograd could not try it
-                return
-            columns = self.config.ffn_hidden_size
-            kernels.check_pure(activate, parts, columns, like=self.fc1, owner=self)
-        self._checked = (function,)          # in a tuple, since a module would become a part
-
-    def _while_unchanged(self, activate):
-        """activate, which raises a RuntimeError in the backward if a parameter was changed or
-        replaced since the forward. For the backward computes it once more, and would read the new
-        values.
-        """
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return activate
-
-        def versions():
-            return {path: (p, compat.version_of(p)) for path, p in self.named_parameters()
-                    if owner_of(self, path)[1] not in Experts.per_expert}
-
-        before = versions()
-
-        @functools.wraps(activate.forward if isinstance(activate, nn.Module) else activate)
-        def checked(*parts, **expert):
-            for path, (p, version) in versions().items():
-                old, old_version = before[path]
-                if p is not old or version != old_version:
-                    raise RuntimeError(
-                        f"{path} was changed or replaced between forward and backward, and the "
-                        f"backward computes activate once more; call backward before the change, "
-                        f"and with functional_call inside the function that it calls")
-            return activate(*parts, **expert)
-
-        return checked
+        activate = getattr(self, "activate", None)
+        parts = self.config.parts if activate is None else kernels.parts_of(activate)
+        if parts != self.config.parts:
+            raise ValueError(f"activate takes {parts} parts; needs {self.config.parts}, as the "
+                             f"config's activation, {self.config.activation!r}")
 
 
 def _refuse_undeclared(experts, declared):
@@ -680,7 +639,6 @@ def _refused_experts(c):
             yield "activation", "needs one positional parameter without a default, or gate and up"
         if takes_expert:
             yield "activation", "only a method Experts.activate gets each row's expert"
-        kernels.check_pure(c.activation, parts, columns=c.ffn_hidden_size)
     if c.activation_fp8_input_store and c.activation != "swiglu":
         yield ("activation_fp8_input_store activation",
                'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')

@@ -1178,7 +1178,8 @@ def test_docs_activation():
     x = leaf(3, 64)
     agree(compiled(layer), layer, x)
     layer(x).sin().sum().backward()
-    assert layer.experts.positive.grad.abs() > 0 and layer.experts.negative.grad.abs() > 0
+    assert layer.experts.slopes.grad.abs().min() > 0
+    assert all(p.ndim > 0 for p in layer.parameters())           # fully_shard refuses others
     a = F.softplus(torch.tensor(0.8).double())
     for y, want in ((2.0, 4 * a + 1), (-2.0, (0.5 + a) * (math.exp(-2) - 1 + 2) - 1)):
         close(layer.experts.activate(torch.tensor(y).double()), want, 1e-7)
