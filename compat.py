@@ -251,6 +251,11 @@ def holds_in_this_graph(condition: bool) -> bool:
     return always_holds(condition) if is_exporting() else guard_or_false(condition)
 
 
+def version_of(x: Tensor) -> int:
+    """How often x was changed in place."""
+    return x._version
+
+
 # A context for the body of an op, on any device; Dynamo cannot trace it.
 op_without_autocast = torch._C._DisableAutocast
 

@@ -139,7 +139,7 @@ class MoEConfig:
     shared_expert_intermediate_size: int | None = None     # Fs; None: no shared expert
     shared_expert_gate: bool = False               # its output times sigmoid(x · gate_weightᵀ)
     shared_expert_overlap: bool = False            # in five steps, beside the routed path
-    sequence_parallel: bool = False                # each tp rank has its part of the sequence
+    sequence_parallel: bool = False                # each tp rank (if several) has its part of S
     params_dtype: torch.dtype = torch.float32
     init_std: float = 0.02
     output_init_std: float | None = None           # of fc2, latent_up; None: init_std
@@ -248,11 +248,13 @@ class MoELayer(MoEModule):
         self, hidden_states: Tensor, padding_mask: Tensor | None = None,
         topk_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [S, B, H] or [T, H]. For the other arguments see TopKRouter.forward."""
+        """hidden_states [S, B, H] or [T, H], finite, even where padding_mask is True, since the
+        gradient of the router's weight is a sum over all tokens. The other arguments are
+        TopKRouter.forward's.
+        """
         config = self.config
         shared = self.shared_experts
-        if hidden_states.ndim not in (2, 3):
-            refuse_input(hidden_states, config)
+        self._check_input(hidden_states)
         if config.shared_expert_overlap:
             hidden_states = shared.pre_forward_comm(hidden_states)
         x_TH = hidden_states.flatten(0, -2)
@@ -283,6 +285,18 @@ class MoELayer(MoEModule):
             beside = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
             y = y + beside.to(y.dtype)
         return self.result(self.router.counts.carried_by(y), probs_TK)
+
+    def _check_input(self, hidden_states):
+        if hidden_states.ndim not in (2, 3):
+            refuse_input(hidden_states, self.config)
+        # Weights that FSDP2 has not gathered yet, or that a parametrization makes, may get another
+        # dtype then. So only plain ones are compared.
+        fc1 = self.experts._parameters.get("fc1")
+        plain = fc1 is not None and not compat.is_in_parts(fc1)
+        if plain and hidden_states.dtype != fc1.dtype and not compat.is_any_autocast():
+            raise TypeError(
+                f"hidden_states is {hidden_states.dtype}, and the experts' weights are "
+                f"{fc1.dtype}; needs one dtype, or torch.autocast")
 
     def result(self, y: Tensor, probs: Tensor):
         """What forward returns: y. Override this to return the router's probs [T, K] too."""
@@ -506,12 +520,14 @@ _CHOICES = {
     "bias_update": ("sign", "quantile"),
     "token_drop_policy": ("probs", "position"),
 }
+_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # field -> fields without effect unless it is set
 _NEEDED_BY = {
     "num_groups": "group_topk group_score_topk",
     "group_topk": "num_groups",
-    "enable_expert_bias": "bias_update",
+    "enable_expert_bias": "bias_update bias_update_rate",
     "latent_size": "latent_norm",
+    "latent_norm": "latent_norm_eps",
     "capacity_factor": "pad_to_capacity token_drop_policy",
     "shared_expert_intermediate_size": "shared_expert_gate shared_expert_overlap",
 }
@@ -546,16 +562,16 @@ def _refused_values(c):
         (_of_type(bool, bool | None), lambda x: isinstance(x, bool), "True or False"),
         (_of_type(int, int | None),
          lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0, "a positive int"),
-        ("router_dtype probs_dtype params_dtype",
-         lambda x: isinstance(x, torch.dtype) and x.is_floating_point, "a floating torch.dtype"),
+        ("router_dtype probs_dtype params_dtype", lambda x: x in _DTYPES,
+         "torch.float16, bfloat16, float32 or float64"),
         ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta",
          lambda x: _is_number(x) and x > 0, "a positive number"),
         ("capacity_factor",
          lambda x: _is_number(x) and 0 < x < 2 ** 31, "a positive number below 2 ** 31"),
-        ("z_loss_coeff input_jitter_eps output_init_std",
+        ("z_loss_coeff input_jitter_eps norm_eps init_std output_init_std",
          lambda x: _is_number(x) and x >= 0, "0 or more"),
-        ("glu_alpha glu_linear_offset norm_eps scaling_factor bias_update_rate init_std",
-         _is_number, "a finite number"),
+        ("glu_alpha glu_linear_offset scaling_factor bias_update_rate", _is_number,
+         "a finite number"),
         ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
          'True, False or "round_robin"'),
     )
@@ -594,6 +610,9 @@ def _refused_balancing(c):
             yield both, f"{kind} needs a positive coefficient; give one, or leave the type out"
         if kind not in LOSS_NAMES and coeff:
             yield both, f"{kind!r} is no loss; name a loss, or leave the coefficient out"
+    if c.calculate_per_token_loss and not (kinds & {*LOSS_NAMES} or c.z_loss_coeff):
+        yield ("calculate_per_token_loss load_balancing_type z_loss_coeff",
+               "calculate_per_token_loss has no effect without a loss; name one, or leave it out")
     if "sinkhorn" in kinds:
         others = ("num_groups scaling_factor enable_expert_bias norm_topk_prob pre_softmax "
                   "score_function probs_dtype")

@@ -137,6 +137,7 @@ class Router(MoEModule, ABC):
         if not fits or not compat.is_integer(indices):
             raise ValueError(f"{name} is {list(indices.shape)} {indices.dtype}; "
                              f"needs {[T, K]} or {[*axes, K]} of an integer dtype")
+        _check_range(name, indices, 0 if self._replayed is None else -1, self.config.num_experts)
         return indices.flatten(0, -2).long()
 
     # -- what is counted, in training with grad --
@@ -295,7 +296,7 @@ class TopKRouter(Router):
 
         padding_mask [S, B] or [T] bool: tokens with True are unrouted.
         topk_indices [T, K] or [S, B, K] in [0, E], of any integer dtype: the choice (replay, hash
-          routing). The range is not checked: that would sync the device.
+          routing). The range is checked only in eager mode on a CPU: elsewhere that would sync.
         cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: the bounds of a pack's
           sequences, for seq_aux_loss. The pack is [T, H], or has one token axis of length 1. Within
           tp_cp each rank gives the bounds of its own part, for the same n sequences. The values are
@@ -774,7 +775,15 @@ class RouterCounts:
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None,
                         "dropped": None}
         self.waiting = []                            # writes without a backward
+        self.seen = None                             # for has_grown
         self.reset()
+
+    def has_grown(self) -> bool:
+        """Whether a backward has counted since the last call. (Not since when, after the counts
+        were moved: then True.) Only versions are compared, since the values would need a sync.
+        """
+        old, self.seen = self.seen, compat.version_of(self.last_tokens_per_expert)
+        return old != self.seen
 
     def tensors(self):
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -840,6 +849,7 @@ class RouterCounts:
         self.zero(*self.tensors())
         for name in LOGGED:
             getattr(self, name).fill_(math.nan)
+        self.has_grown()
 
     def move(self, fn):
         """Moves the counts to where fn moves a tensor. Their dtype stays, since a large count in
@@ -851,6 +861,7 @@ class RouterCounts:
             device = fn(tensor).device
             moved = torch.empty_like(tensor, device=device) if was_meta else tensor.to(device)
             setattr(self, name, compat.with_fixed_address(moved))
+        self.seen = None
         if was_meta:
             self.reset()
 
@@ -879,6 +890,8 @@ def finish_step(model: nn.Module, check_replicas: bool = False) -> None:
     Call it after the optimizer's step, once for all microbatches: docs/recipes.md has the place in
     Lightning and others. Collective.
 
+    It warns if routers train and no backward has counted on this rank since the last call.
+
     A PipelineStage needs its input_args and output_args. Without them it may first run on empty
     tensors, and that forward would be counted.
 
@@ -887,8 +900,15 @@ def finish_step(model: nn.Module, check_replicas: bool = False) -> None:
     all weights, so use it in the first steps. ValueError: several ranks run, and a router has no
     group of them.
     """
-    update_expert_bias(model)
     routers = _named_routers(model)
+    training = [x for x in routers.values() if x.training and x.weight.requires_grad]
+    counted = [router for router in routers.values() if router.counts.has_grown()]
+    if training and not counted:
+        warnings.warn(
+            "no backward has counted on this rank since the last finish_step: a forward in train() "
+            "is counted in its backward. Call finish_step once a step, after the backwards",
+            stacklevel=2)
+    update_expert_bias(model)
     for router in routers.values():
         router.reset_global_aux_loss_tracker()
         router.end_step()
@@ -1009,7 +1029,8 @@ def replay_routing(model: nn.Module, indices: Sequence[Tensor] | Tensor):
     engines write for what they do not know, is routed by the router. Run the backward inside the
     context too: outside of it a reentrant checkpoint would make a new choice, and its gradients
     would be wrong without an error. ValueError: no router, another number of layers, or nested on
-    one model. In the forward, with the router's name: a wrong shape or dtype, or None.
+    one model. In the forward, with the router's name: a wrong shape or dtype, None, or (in eager
+    mode on a CPU) a number that is no expert's.
     """
     routers = _named_routers(model)
     if len(indices) != len(routers):
@@ -1103,6 +1124,15 @@ def _check_mask(padding_mask, axes):
         raise ValueError(f"padding_mask is {list(padding_mask.shape)} {padding_mask.dtype}; "
                          f"needs {axes} torch.bool, True = padding")
     return padding_mask.flatten()
+
+
+def _check_range(name, indices, least, most):
+    in_eager = indices.is_cpu and not torch.compiler.is_compiling()      # elsewhere it would sync
+    if in_eager and indices.numel() and compat.has_values(indices):
+        low, high = (int(x) for x in indices.aminmax())
+        if low < least or high > most:
+            raise ValueError(f"{name} has values from {low} to {high}; needs {least} to {most}, "
+                             f"where {most} is unrouted")
 
 
 def _check_bounds(cu_seqlens, axes):

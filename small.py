@@ -538,6 +538,8 @@ class MoE(nn.Module):
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
         self._place_counts()                             # assign=True may bring another device
+        self.counts.zero_()                              # those were of the old weights and bias
+        self.counted_at = self.counts._version
 
     def _apply(self, fn, recurse=True):
         bias = self.expert_bias

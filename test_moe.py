@@ -22,6 +22,7 @@ import os
 import random
 import re
 import sys
+import warnings
 from typing import Callable, Iterable
 
 import pytest
@@ -1572,12 +1573,18 @@ CONFIG_ERRORS = """
     config(token_drop_policy="random", capacity_factor=1.0) => one of probs, position
     config(bias_update="median") => bias_update = 'median': needs one of sign, quantile
     config(pre_softmax=True, score_function="sigmoid") => pre_softmax = True
-    config(router_dtype=torch.int64); config(params_dtype="bf16") => a floating torch.dtype
-    config(probs_dtype=torch.int64) => needs a floating torch.dtype, or None
+    config(router_dtype=torch.int64); config(params_dtype="bf16") => needs torch.float16, bfloat16
+    config(router_dtype=torch.float8_e4m3fn) => needs torch.float16, bfloat16, float32 or float64
+    config(probs_dtype=torch.float8_e5m2) => bfloat16, float32 or float64, or None
+    config(params_dtype=torch.float8_e4m3fn); config(params_dtype=torch.complex64) => float64
     config(num_groups=4); config(group_topk=4); config(group_score_topk=1) => has no effect
     config(token_drop_policy="position"); config(pad_to_capacity=True) => has no effect
     config(shared_expert_gate=True); config(shared_expert_overlap=True) => has no effect
     config(latent_norm=True); quantile(enable_expert_bias=False) => has no effect
+    config(bias_update_rate=0.1) => bias_update_rate has no effect unless enable_expert_bias is set
+    config(latent_size=4, latent_norm_eps=1e-6) => has no effect unless latent_norm is set
+    config(calculate_per_token_loss=True) => has no effect without a loss
+    sinkhorn(calculate_per_token_loss=True) => has no effect without a loss
     groups(num_groups=3) => num_groups = 3 does not divide
     groups(group_topk=1, topk=3) => cannot hold topk = 3
     groups(group_topk=4) => group_score_topk is 0
@@ -1587,6 +1594,7 @@ CONFIG_ERRORS = """
     situ(activation_clamp_value=1.0); config(glu_alpha=1.0) => has no such constant
     config(situ_beta=2.0); config(situ_linear_beta=2.0) => has no such constant
     situ(situ_beta=0.0); config(latent_size=4, latent_norm_eps=0.0) => needs a positive number
+    config(init_std=-1.0); config(norm_eps=-5.0) => needs 0 or more
     situ(situ_linear_beta=-1.0) => a positive number, or None
     config(activation_clamp_value=0.0) => a positive number, or
     config(activation_clamp_value="7") => a positive number, or
@@ -1595,7 +1603,7 @@ CONFIG_ERRORS = """
     config(output_init_std=-1.0) => 0 or more, or None
     config(capacity_factor=INF); config(capacity_factor=1e308) => a positive number below 2 **
     config(capacity_factor="2"); config(capacity_factor=NAN) => a positive number below 2 ** 31
-    config(init_std=INF); config(norm_eps="0"); config(norm_eps=None) => needs a finite number
+    config(init_std=INF); config(norm_eps="0"); config(norm_eps=None) => needs 0 or more
     config(scaling_factor=True); config(scaling_factor=[2.0]) => needs a finite number, or None
     config(z_loss_coeff="1"); config(input_jitter_eps=NAN) => needs 0 or more, or None
     config(load_balancing_type="aux_loss", aux_loss_coeff="0.1") => aux_loss needs a finite numb
@@ -1761,7 +1769,7 @@ def test_activation_of_your_own_may_draw_and_keep_a_state(way):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
 def test_activation_of_your_own_draws_the_same_numbers_again_in_a_graph(backend):
-    """There the backward computes it again. The numbers are those of eager mode, so all is equal."""
+    """There the backward computes it again. The numbers are eager mode's, so all is equal."""
     with torch._inductor.config.patch(fallback_random=True):
         layer = exact_layer(activation=lambda gate, up: F.dropout(F.silu(gate), 0.5) * up)
         x = leaf(7, 1, 6)
@@ -1776,7 +1784,7 @@ def test_activation_of_your_own_draws_the_same_numbers_again_in_a_graph(backend)
 
 
 def test_activation_of_your_own_in_place():
-    """As autograd says it: refused where the gradient needs what was overwritten, right elsewhere."""
+    """Autograd refuses it where the gradient needs what was overwritten. Elsewhere it is right."""
     x = leaf(7, 1, 6)
     for function, refused in (
             (lambda gate, up: F.relu(gate).mul_(up), "modified by an inplace operation"),
@@ -1806,7 +1814,7 @@ def test_activation_of_your_own_returns_a_part():
         layer_of(lambda y: y.sum())(x) => returns torch.float32 []; needs a floating dtype
         layer_of(lambda y: y.long())(x) => returns torch.int64 [6, 4]; needs a floating dtype
         activation(torch.ones(2, 3), lambda y, expert: y) => takes the row's expert, which only expe
-        activation(torch.ones(2, 3), lambda y: y.sum()) => returns torch.float32 []; needs a floating
+        activation(torch.ones(2, 3), lambda y: y.sum()) => returns torch.float32 []; needs a f
         activation(torch.ones(2, 3), lambda y: y, fp8_input_store=True) => the function would be com
         """, **globals(), **locals())
 
@@ -2307,8 +2315,10 @@ def test_layer_errors():
         layer(torch.randn(6, 9)) => input has shape [6, 9]
         layer(x[0]); overlap(x[0]) => input has shape [8]; needs [S, B, 8] or [T, 8]
         layer(x[0, 0]); layer(x[None, None]) => input has shape [
-        overlap(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the shared expert
-        layer(x.bfloat16()) => TypeError: tokens is torch.bfloat16
+        overlap(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the experts' weigh
+        overlap.shared_experts(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the
+        layer(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the experts' weights
+        layer(x.double()) => TypeError: hidden_states is torch.float64, and the experts' weights
         layer(x, torch.zeros(5).bool()) => padding_mask is [5] torch.bool
         layer(x, torch.zeros(6)) => padding_mask is [6] torch.float32
         layer(x, None, zeros.long()); layer(x, None, zeros[:, :2]) => topk_indices is [6,
@@ -2317,6 +2327,36 @@ def test_layer_errors():
         """, layer=small_layer(), x=torch.randn(6, 8), zeros=torch.zeros(6, 3),
         overlap=small_layer(
             shared_expert_intermediate_size=4, shared_expert_overlap=True))
+
+
+@pytest.mark.parametrize("backend", slow_but([None, "aot_eager"], [None, "aot_eager", "inductor"]))
+def test_layer_finish_step_warns_where_nothing_was_counted(backend):
+    """As small.py's update_bias: after no backward, or one by torch.autograd.grad that stops before
+    the counts. A model in eval mode, or with frozen routers, need not count."""
+    model = TwoLayers(**BIASED)
+    function = compiled(model, backend)
+    x = fp32_leaf(5, 8)
+
+    def warnings_of_a_step():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            finish_step(model)
+        return [str(w.message)[:35] for w in caught if w.filename == __file__]
+
+    nothing = ["no backward has counted on this ran"]
+    assert warnings_of_a_step() == nothing
+    for _ in range(2):
+        function(x).sum().backward()
+        assert warnings_of_a_step() == []
+        assert warnings_of_a_step() == nothing
+    function(x)                                          # it had no backward
+    assert warnings_of_a_step() == nothing
+    model.eval()
+    assert warnings_of_a_step() == []
+    model.train()
+    for router in router_file._routers(model):
+        router.weight.requires_grad_(False)
+    assert warnings_of_a_step() == []
 
 
 def test_layer_batch_first_is_the_transposed_layer():
@@ -2642,6 +2682,8 @@ def test_router_errors():
         router(zeros(())) => input has shape []; needs [S, B, 8] or [T, 8]
         router(zeros(2, 5, 3, 8)) => input has shape [2, 5, 3, 8]
         router.route(x, None, zeros(5, 2).long()) => topk_indices is [5, 2] torch.int64
+        router.route(x, None, zeros(15, 2).long() + 9) => topk_indices has values from 9 to 9; needs
+        router.route(x, None, zeros(15, 2).long() - 1) => topk_indices has values from -1 to -1; nee
         router.route(x, None, zeros(5, 2).long()) => needs [15, 2] or [5, 3, 2] of an integer dtype
         router.route(x, None, zeros(3, 5, 2).long()) => is [3, 5, 2]
         router.route(x[:, 0], None, zeros(5, 2)) => is [5, 2] torch.float32
@@ -3145,6 +3187,8 @@ def test_record_replay_refuses_what_does_not_fit():
         replay(a, None) => indices of second.router is None:
         replay(a, b[:4]) => second.router is [4, 2] torch.int64; needs [5, 2] or [5, 2] of an int
         replay(a, b[:, :1]) => second.router is [5, 1] torch.int64; needs [5, 2] or [5, 2] of an
+        replay(a, b + 9) => indices of second.router has values from
+        replay(a, b - 9) => needs -1 to 6, where 6 is unrouted
         replay(a, b.float()) => second.router is [5, 2] torch.float32; needs [5, 2] or [5, 2]
         """, a=a, b=b, replay=replay, twice=twice)
     for router in router_file._routers(model):

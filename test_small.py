@@ -497,6 +497,8 @@ def test_small_counts_stay_one_tensor(way):
         layer = layer.double().bfloat16().float()
     elif way == "assign":
         layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+        assert not layer.counts.any()                    # those were of the old bias
+        step(layer, x)
     else:                                                # it moves all but the counts
         with torch.device("meta"):
             layer = MoE(H, F_, E, K, **CASES["bias"])
