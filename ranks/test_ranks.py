@@ -14,10 +14,12 @@ import functools
 import importlib
 import inspect
 import itertools
+import math
 import os
 import re
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -146,6 +148,43 @@ def _rank_main(rank, ranks, port, name, kwargs):
     getattr(function, "body", function)(rank, ranks, **kwargs)
     torch.distributed.barrier()                      # nobody leaves while others still connect
     torch.distributed.destroy_process_group()
+
+
+def in_threads(ranks: int, function) -> list:
+    """[function(rank), ..]. The ranks are threads of this process in the group that torch's own
+    tests use, so there may be hundreds. They share what is global, such as the random generator.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+    results, errors = [None] * ranks, []
+    store = torch.distributed.HashStore()
+
+    def run(rank):
+        try:
+            torch.distributed.init_process_group(
+                "threaded", rank=rank, world_size=ranks, store=store)
+            results[rank] = function(rank)
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        except BaseException as failed:
+            errors.append(failed)
+            threaded.ProcessLocalGroup.exception_handle(failed)      # ends those that wait for it
+
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
+    threaded._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert not any(thread.is_alive() for thread in threads), "ranks hang"
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def mesh_of(**sizes: int):
@@ -1207,6 +1246,65 @@ def test_parallel_checkpoints_under_fsdp(rank, ranks, tmp_path):
     fully_shard(model, mesh=mesh_of(world=ranks))
     text = error(model.state_dict)
     assert "needs fully_shard over ranks that hold the same part, such as mesh['dp']" in text, text
+
+
+@slow
+@about_the_cpu("so is the group of threads")
+@pytest.mark.parametrize("experts, sizes", [
+    (256, dict(ep=64)), (256, dict(dp=8, ep=8)), (64, dict(ep=64))])
+def test_parallel_layer_over_many_ranks(experts, sizes, tmp_path):
+    """A step of DeepSeek-V3's routing, with the global loss, is that of one process: outputs,
+    gradients, counts, biases. What it saves is loaded at 8 ranks. Every seventh rank has no token.
+    """
+    ranks = math.prod(sizes.values())
+    config = exact_config(
+        num_experts=experts, topk=8, num_groups=8, group_topk=4, score_function="sigmoid",
+        enable_expert_bias=True, load_balancing_type="global_aux_loss", aux_loss_coeff=0.3)
+    whole = MoELayer(config)
+    first = copy.deepcopy(whole.state_dict())
+    inputs = [leaf(rank % 7, 1, 6) for rank in range(ranks)]
+    y = whole(torch.cat(inputs))
+    y.sin().sum().backward()
+    outputs = y.split([len(x) for x in inputs])
+    of_whole = load_balancing_metrics(whole)
+
+    def end_step(layer):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        finish_step(layer, check_replicas=True)
+        return sharding.sharded_state_dict(layer, optimizer)       # momentum: the gradients
+
+    def step(rank):
+        layer = MoELayer(config, groups_over(**sizes))
+        layer.load_state_dict(first)
+        x = inputs[rank].detach().requires_grad_()
+        y = layer(x)
+        y.sin().sum().backward()
+        close([y, x.grad], [outputs[rank], inputs[rank].grad])
+        reduce_gradients(layer)
+        of_ranks = load_balancing_metrics(layer, reduce=True)
+        for name in ("tokens_per_expert", "global_load_balancing_loss"):
+            close(of_ranks[name], of_whole[name], 0 if "tokens" in name else 1e-6)
+        for name, parameter in layer.named_parameters():
+            with about(name):
+                want = own_part(name, whole.get_parameter(name).grad, layer.pg_collection)
+                close(parameter.grad, want)
+        dcp.save(end_step(layer), checkpoint_id=tmp_path)
+
+    in_threads(ranks, step)
+    want = end_step(whole)
+    assert want["router.expert_bias"].unique().numel() > 1
+
+    def load(rank):
+        layer = MoELayer(config, groups_over(ep=8))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        state = sharding.sharded_state_dict(layer, optimizer)
+        dcp.load(state, checkpoint_id=tmp_path)
+        for name, tensor in state.items():
+            with about(name):
+                close(full(tensor), want[name], 0 if "bias" in name else 1e-9)
+    in_threads(8, load)
+
 
 OVERLAP = dict(shared_expert_overlap=True, shared_expert_gate=True)
 
