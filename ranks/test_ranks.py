@@ -1,5 +1,5 @@
 """Tests of the layer over several ranks: parallel.py and sharding.py, in processes of one gloo
-group on this machine.
+group on this machine; over many ranks in threads of one process.
 
     python -m pytest ranks/test_ranks.py
     python -m pytest ranks/test_ranks.py -k test_groups_      one section, by its tests' first word
