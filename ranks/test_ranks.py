@@ -549,6 +549,69 @@ def test_groups_own_a_module_inside_the_experts(rank, ranks):
     assert "1 tensors" in text and "experts.act.weight on ranks [0, 1, 2] and [3]" in text
 
 
+class ParamWrapper(torch.nn.Module):
+    """As PEFT's: adapters for experts, of rank 3 for each, in a module around them."""
+
+    def __init__(self, base_layer, experts: int = 2):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.Linear(6, 3 * experts, bias=False)
+        self.lora_B = torch.nn.Linear(3 * experts, 5, bias=False)
+
+
+class OwnWrapper(moe.MoEModule):
+    """The same, and it says how ranks hold them."""
+    sharded = {"adapters.lora_A.weight": ("ep", 0, "expt_dp"),
+               "adapters.lora_B.weight": ("ep", 1, "expt_dp")}
+
+    def __init__(self, experts):
+        super().__init__(experts.config, experts.pg_collection)
+        self.base_layer = experts
+        self.adapters = ParamWrapper(None)
+
+
+@over_ranks(2)
+def test_groups_refuse_adapters_around_experts(rank, ranks):
+    """A rank's adapters are for its own experts, and nothing says so. Summed over all ranks, those
+    of different experts would learn the same."""
+    def layer_of(wrap, **sizes):
+        layer = MoELayer(exact_config(), groups_over(**sizes))
+        layer.experts = wrap(layer.experts)
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, rank + 1)
+        return layer
+
+    for wrap in (ParamWrapper, lambda experts: ParamWrapper(ParamWrapper(experts))):
+        layer = layer_of(wrap, ep=2)
+        optimizer = torch.optim.Adam(layer.parameters())
+        for function, *args in [
+                (reduce_gradients, layer), (sharding.gradient_norm, layer, layer.pg_collection),
+                (sharding.sharded_state_dict, layer, optimizer),
+                (functools.partial(finish_step, check_replicas=True), layer)]:
+            text = error(function, *args)
+            assert text.startswith("ValueError: experts."), text
+            assert "lora_A.weight is in ParamWrapper, around weights that ranks share out" in text
+
+    block = torch.nn.Module()                    # of a live model, adapted after replace_blocks
+    block.experts = torch.nn.Linear(6, 2)
+    for module in block.modules():
+        sharding.share_out(module, groups_over(ep=2), over_ep=module is block.experts)
+    block.experts = ParamWrapper(block.experts)
+    model = torch.nn.ModuleDict(dict(block=block, norm=torch.nn.LayerNorm(6)))
+    assert "block.experts.lora_A.weight is in Param" in error(reduce_gradients, model)
+
+    whole = layer_of(ParamWrapper, dp=2)                 # each rank has all experts
+    reduce_gradients(whole)
+    assert (whole.experts.lora_A.weight.grad == 3).all()
+    own = layer_of(OwnWrapper, ep=2)
+    reduce_gradients(own)
+    assert (own.experts.adapters.lora_B.weight.grad == rank + 1).all()
+    assert (own.router.weight.grad == 3).all()
+    state = own.state_dict()
+    assert state["experts.adapters.lora_A.weight"].shape == (12, 6)
+    assert state["experts.adapters.lora_B.weight"].shape == (5, 12)
+
+
 @about_the_cpu("gloo, with which DDP compares shapes, takes no card")
 @over_ranks(2)
 def test_groups_refuse_ddp_around_shared_out_parts(rank, ranks):
