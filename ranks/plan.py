@@ -116,38 +116,40 @@ def sent_bytes(config: moe.MoEConfig, ep: int, rows: Rows) -> float:
     return rows.crossing * row + 16 * (ep - 1)
 
 
-LABELS = ["", "experts held", "MB of their weights", "MB of other weights", "MB of AdamW",
-          "MB kept, compiled", "MB kept, eager", "ranks that a token goes to", "rows received",
-          "rows of an expert", "MB sent, and received"]
+def column(config: moe.MoEConfig, ep: int, tokens: int) -> dict[str, str]:
+    """Of the table: a line's name -> its figure."""
+    rows = expected_rows(config, ep, tokens)
+    experts, others = weight_bytes(config, ep)
+    megabytes = {
+        "weights of experts": experts, "other weights": others,
+        "AdamW": 2 * (experts + others),
+        "kept, compiled": kept_bytes(config, ep, rows, compiled=True),
+        "kept, eager": kept_bytes(config, ep, rows, compiled=False),
+        "sent, and received": sent_bytes(config, ep, rows)}
+    return {
+        "": f"ep {ep}",
+        "experts held": f"{config.num_experts // ep}",
+        "ranks that a token goes to": f"{rows.received / tokens:.2f}",
+        "rows received": f"{rows.received:,.0f}",
+        "rows of an expert": f"{rows.assignments * ep / config.num_experts:,.0f}",
+        **{f"{name}, MB": f"{size / 1e6:,.0f}" for name, size in megabytes.items()}}
 
 
 def table(config: moe.MoEConfig, sizes: list[int], tokens: int) -> str:
     """A column for each of these sizes of ep; a last line says which do not divide E. ValueError:
-    none does.
+    none does; no tokens.
     """
     E = config.num_experts
     fitting = [ep for ep in sizes if ep > 0 and E % ep == 0]
-    others = [str(ep) for ep in sizes if ep not in fitting]
-    left_out = f"{', '.join(others)} of --ep: needs divisors of E = {E}"
+    others = ", ".join(str(ep) for ep in sizes if ep not in fitting)
+    left_out = f"{others} of --ep: needs divisors of E = {E}"
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; needs a number from 1 on")
     if not fitting:
         raise ValueError(left_out)
-    columns = [LABELS]
-    for ep in fitting:
-        rows = expected_rows(config, ep, tokens)
-        experts, whole = weight_bytes(config, ep)
-        megabytes = [experts, whole, 2 * (experts + whole)]
-        kept = [kept_bytes(config, ep, rows, compiled) for compiled in (True, False)]
-        columns.append([
-            f"ep {ep}", f"{E // ep}", *[f"{size / 1e6:,.0f}" for size in megabytes + kept],
-            f"{rows.received / tokens:.2f}", f"{rows.received:,.0f}",
-            f"{rows.assignments * ep / E:,.0f}", f"{sent_bytes(config, ep, rows) / 1e6:,.0f}"])
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for label, *cells in zip(*columns):
-        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-        lines.append("   ".join([label.ljust(widths[0]), *cells]))
+    columns = [column(config, ep, tokens) for ep in fitting]
+    lines = [f"{name:26}" + "".join(f"{cells[name]:>10}" for cells in columns)
+             for name in columns[0]]
     return "\n".join([*lines, f"left out: {left_out}"] if others else lines)
 
 
