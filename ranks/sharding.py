@@ -76,6 +76,7 @@ def _place(module, path, tensor, prefix=""):
     that they make: each needs as many axes as that parameter, and the same size on the sharded
     axis. (With one expert a rank, an adapter for all experts therefore looks like the rank's own.)
     """
+    _refuse_adapters_around_parts(module, path, prefix)
     owner, name = owner_of(module, path)
     groups, over_ep = _ranks_of(owner)
     if not isinstance(owner, MoEModule):
@@ -103,6 +104,22 @@ def _ranks_of(owner):
     if isinstance(owner, MoEModule):
         return owner.pg_collection, False
     return vars(owner).get("_shared_out", (OneProcess(), False))
+
+
+def _refuse_adapters_around_parts(module, path, prefix):
+    """ValueError: the parameter is in a module that was put around experts of this rank, as PEFT's
+    ParamWrapper is. A rank's adapters are for its own experts, in an order that nothing says.
+    """
+    above = [module]
+    for name in path.split(".")[:-1]:
+        above.append(above[-1].get_submodule(name))
+    says = [i for i, each in enumerate(above)
+            if isinstance(each, MoEModule) or "_shared_out" in vars(each)]
+    for around in above[says[-1] + 1:] if says else []:
+        if any([*_own_shards(part, prefix)] for part in around.modules()):
+            raise ValueError(
+                f"{prefix}{path} is in {type(around).__name__}, around weights that ranks share "
+                f"out; needs a MoEModule there, whose table `sharded` says which ranks hold it")
 
 
 # ---- State dicts ----
@@ -391,10 +408,12 @@ def refuse_ddp_of_parts() -> None:
         return
     averaging = {*dist.get_process_group_ranks(ddp.process_group)}
     for path, parameter in ddp.module.named_parameters():
+        if path in ddp.parameters_to_ignore:
+            continue
         group, axis, over = _place(ddp.module, path, parameter)
         shared_out = axis is not None and group_size(group) > 1
         alike = {dist.get_rank()} if over is None else {*dist.get_process_group_ranks(over)}
-        if shared_out and path not in ddp.parameters_to_ignore and not averaging <= alike:
+        if shared_out and not averaging <= alike:
             raise RuntimeError(
                 f"DistributedDataParallel averages {path} over ranks {sorted(averaging)}, of which "
                 f"only {sorted(alike)} hold the same part, and has overwritten it by that of the "
@@ -412,7 +431,8 @@ def reduce_gradients(module: nn.Module) -> None:
     tp_dp_cp with sequence_parallel), expt_dp for experts, and tp_dp_cp for the parameters of other
     modules, such as an nn.PReLU in the experts. A missing gradient counts as zero. A
     parametrization's parameters (LoRA) go with the one that they make. ValueError: that one is
-    sharded along an axis that they lack.
+    sharded along an axis that they lack; or a module that is no MoEModule was put around experts
+    that ranks share out, with parameters of its own (PEFT's LoRA of experts).
     """
     for path, parameter in module.named_parameters():
         _, _, group = _place(module, path, parameter)

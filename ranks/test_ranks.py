@@ -1,5 +1,5 @@
 """Tests of the layer over several ranks: parallel.py and sharding.py, in processes of one gloo
-group on this machine.
+group on this machine; over many ranks in threads of one process.
 
     python -m pytest ranks/test_ranks.py
     python -m pytest ranks/test_ranks.py -k test_groups_      one section, by its tests' first word
@@ -14,10 +14,12 @@ import functools
 import importlib
 import inspect
 import itertools
+import math
 import os
 import re
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -146,6 +148,43 @@ def _rank_main(rank, ranks, port, name, kwargs):
     getattr(function, "body", function)(rank, ranks, **kwargs)
     torch.distributed.barrier()                      # nobody leaves while others still connect
     torch.distributed.destroy_process_group()
+
+
+def in_threads(ranks: int, function) -> list:
+    """[function(rank), ..]. The ranks are threads of this process in the group that torch's own
+    tests use, so there may be hundreds. They share what is global, such as the random generator.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+    results, errors = [None] * ranks, []
+    store = torch.distributed.HashStore()
+
+    def run(rank):
+        try:
+            torch.distributed.init_process_group(
+                "threaded", rank=rank, world_size=ranks, store=store)
+            results[rank] = function(rank)
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        except BaseException as failed:
+            errors.append(failed)
+            threaded.ProcessLocalGroup.exception_handle(failed)      # ends those that wait for it
+
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
+    threaded._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert not any(thread.is_alive() for thread in threads), "ranks hang"
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def mesh_of(**sizes: int):
@@ -508,6 +547,69 @@ def test_groups_own_a_module_inside_the_experts(rank, ranks):
         act.weight.data.add_(1.0)
     text = error(finish_step, mine, check_replicas=True)
     assert "1 tensors" in text and "experts.act.weight on ranks [0, 1, 2] and [3]" in text
+
+
+class ParamWrapper(torch.nn.Module):
+    """As PEFT's: adapters for experts, of rank 3 for each, in a module around them."""
+
+    def __init__(self, base_layer, experts: int = 2):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.Linear(6, 3 * experts, bias=False)
+        self.lora_B = torch.nn.Linear(3 * experts, 5, bias=False)
+
+
+class OwnWrapper(moe.MoEModule):
+    """The same, and it says how ranks hold them."""
+    sharded = {"adapters.lora_A.weight": ("ep", 0, "expt_dp"),
+               "adapters.lora_B.weight": ("ep", 1, "expt_dp")}
+
+    def __init__(self, experts):
+        super().__init__(experts.config, experts.pg_collection)
+        self.base_layer = experts
+        self.adapters = ParamWrapper(None)
+
+
+@over_ranks(2)
+def test_groups_refuse_adapters_around_experts(rank, ranks):
+    """A rank's adapters are for its own experts, and nothing says so. Summed over all ranks, those
+    of different experts would learn the same."""
+    def layer_of(wrap, **sizes):
+        layer = MoELayer(exact_config(), groups_over(**sizes))
+        layer.experts = wrap(layer.experts)
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, rank + 1)
+        return layer
+
+    for wrap in (ParamWrapper, lambda experts: ParamWrapper(ParamWrapper(experts))):
+        layer = layer_of(wrap, ep=2)
+        optimizer = torch.optim.Adam(layer.parameters())
+        for function, *args in [
+                (reduce_gradients, layer), (sharding.gradient_norm, layer, layer.pg_collection),
+                (sharding.sharded_state_dict, layer, optimizer),
+                (functools.partial(finish_step, check_replicas=True), layer)]:
+            text = error(function, *args)
+            assert text.startswith("ValueError: experts."), text
+            assert "lora_A.weight is in ParamWrapper, around weights that ranks share out" in text
+
+    block = torch.nn.Module()                    # of a live model, adapted after replace_blocks
+    block.experts = torch.nn.Linear(6, 2)
+    for module in block.modules():
+        sharding.share_out(module, groups_over(ep=2), over_ep=module is block.experts)
+    block.experts = ParamWrapper(block.experts)
+    model = torch.nn.ModuleDict(dict(block=block, norm=torch.nn.LayerNorm(6)))
+    assert "block.experts.lora_A.weight is in Param" in error(reduce_gradients, model)
+
+    whole = layer_of(ParamWrapper, dp=2)                 # each rank has all experts
+    reduce_gradients(whole)
+    assert (whole.experts.lora_A.weight.grad == 3).all()
+    own = layer_of(OwnWrapper, ep=2)
+    reduce_gradients(own)
+    assert (own.experts.adapters.lora_B.weight.grad == rank + 1).all()
+    assert (own.router.weight.grad == 3).all()
+    state = own.state_dict()
+    assert state["experts.adapters.lora_A.weight"].shape == (12, 6)
+    assert state["experts.adapters.lora_B.weight"].shape == (5, 12)
 
 
 @about_the_cpu("gloo, with which DDP compares shapes, takes no card")
@@ -1207,6 +1309,65 @@ def test_parallel_checkpoints_under_fsdp(rank, ranks, tmp_path):
     fully_shard(model, mesh=mesh_of(world=ranks))
     text = error(model.state_dict)
     assert "needs fully_shard over ranks that hold the same part, such as mesh['dp']" in text, text
+
+
+@slow
+@about_the_cpu("so is the group of threads")
+@pytest.mark.parametrize("experts, sizes", [
+    (256, dict(ep=64)), (256, dict(dp=8, ep=8)), (64, dict(ep=64))])
+def test_parallel_layer_over_many_ranks(experts, sizes, tmp_path):
+    """A step of DeepSeek-V3's routing, with the global loss, is that of one process: outputs,
+    gradients, counts, biases. What it saves is loaded at 8 ranks. Every seventh rank has no token.
+    """
+    ranks = math.prod(sizes.values())
+    config = exact_config(
+        num_experts=experts, topk=8, num_groups=8, group_topk=4, score_function="sigmoid",
+        enable_expert_bias=True, load_balancing_type="global_aux_loss", aux_loss_coeff=0.3)
+    whole = MoELayer(config)
+    first = copy.deepcopy(whole.state_dict())
+    inputs = [leaf(rank % 7, 1, 6) for rank in range(ranks)]
+    y = whole(torch.cat(inputs))
+    y.sin().sum().backward()
+    outputs = y.split([len(x) for x in inputs])
+    of_whole = load_balancing_metrics(whole)
+
+    def end_step(layer):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        finish_step(layer, check_replicas=True)
+        return sharding.sharded_state_dict(layer, optimizer)       # momentum: the gradients
+
+    def step(rank):
+        layer = MoELayer(config, groups_over(**sizes))
+        layer.load_state_dict(first)
+        x = inputs[rank].detach().requires_grad_()
+        y = layer(x)
+        y.sin().sum().backward()
+        close([y, x.grad], [outputs[rank], inputs[rank].grad])
+        reduce_gradients(layer)
+        of_ranks = load_balancing_metrics(layer, reduce=True)
+        for name in ("tokens_per_expert", "global_load_balancing_loss"):
+            close(of_ranks[name], of_whole[name], 0 if "tokens" in name else 1e-6)
+        for name, parameter in layer.named_parameters():
+            with about(name):
+                want = own_part(name, whole.get_parameter(name).grad, layer.pg_collection)
+                close(parameter.grad, want)
+        dcp.save(end_step(layer), checkpoint_id=tmp_path)
+
+    in_threads(ranks, step)
+    want = end_step(whole)
+    assert want["router.expert_bias"].unique().numel() > 1
+
+    def load(rank):
+        layer = MoELayer(config, groups_over(ep=8))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        state = sharding.sharded_state_dict(layer, optimizer)
+        dcp.load(state, checkpoint_id=tmp_path)
+        for name, tensor in state.items():
+            with about(name):
+                close(full(tensor), want[name], 0 if "bias" in name else 1e-9)
+    in_threads(8, load)
+
 
 OVERLAP = dict(shared_expert_overlap=True, shared_expert_gate=True)
 

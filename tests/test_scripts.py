@@ -163,7 +163,7 @@ def test_sources_installed_as_a_package(tmp_path):
     assert done.returncode == 0, done.stderr
     installed = target / "minimal_moe"
     names = [file.stem for file in (*installed.glob("*.py"), *installed.glob("*/*.py"))]
-    others = ["__init__", "maps", "small", "check"]
+    others = ["__init__", "maps", "small", "check", "plan"]
     assert sorted(names) == sorted(LAYER + RANKS + MODELS + others)
     tops = [path.name for path in target.iterdir() if path.suffix != ".dist-info"]
     assert tops == ["minimal_moe"]
@@ -172,7 +172,7 @@ def test_sources_installed_as_a_package(tmp_path):
     assert needs == ["torch>=2.11", "einops; extra == 'models'"]
     done = run("-c", f"import sys; sys.path.insert(0, {str(target)!r})\n"
                "import torch, minimal_moe.models.live, minimal_moe.check, minimal_moe.small\n"
-               "import minimal_moe.maps, minimal_moe.ranks.parallel\n"
+               "import minimal_moe.maps, minimal_moe.ranks.parallel, minimal_moe.ranks.plan\n"
                "from minimal_moe.moe import MoEConfig, MoELayer\n"
                "print(minimal_moe.__version__)\n"
                "print(MoELayer(MoEConfig(8, 4, 4, 2))(torch.ones(3, 8)).shape)", cwd=tmp_path)
@@ -201,6 +201,7 @@ def imported_modules(file: str) -> set[str]:
     ("maps.py", {"compat", "kernels"}),
     ("ranks/sharding.py", {"compat", "base"}),
     ("ranks/parallel.py", {"compat", "kernels", "base"}),
+    ("ranks/plan.py", {"moe", "kernels", "base", "models.atlas"}),
     ("models/reader.py", set()),
     ("models/table.py", {"models.reader"}),
     ("models/configs.py", {"moe", "models.reader", "models.table"}),
@@ -221,8 +222,9 @@ def test_sources_import_torch_and_einops_alone(file, local):
 
 
 @pytest.mark.parametrize(
-    "file", [*[f"{name}.py" for name in LAYER], *[f"ranks/{name}.py" for name in RANKS], "maps.py",
-             "small.py", *[f"models/{name}.py" for name in MODELS], "examples/train.py"])
+    "file", [*[f"{name}.py" for name in LAYER], *[f"ranks/{name}.py" for name in RANKS],
+             "ranks/plan.py", "maps.py", "small.py", *[f"models/{name}.py" for name in MODELS],
+             "examples/train.py"])
 def test_sources_private_names_of_torch(file):
     """They stand in one section of compat.py, of ranks/parallel.py and of ranks/sharding.py. What
     nn.Module is made of, and its methods that are there to be overridden, are none; nor is what
@@ -325,7 +327,7 @@ def test_sources_signatures():
 
 
 @pytest.mark.parametrize(
-    "name", ["models.atlas", "bench", "check", "examples.steps", "examples.train"])
+    "name", ["models.atlas", "ranks.plan", "bench", "check", "examples.steps", "examples.train"])
 def test_sources_help(name, capsys, monkeypatch):
     """--help begins with what the script's docstring says."""
     script = importlib.import_module(name)
