@@ -671,7 +671,8 @@ def test_groups_over_two_ranks_without_communication():
     over_tp(sequence_parallel=True)
 
     router = TopKRouter(
-        small_config(calculate_per_token_loss=True), ProcessGroups(tp_cp=TwoRanks()))
+        small_config(calculate_per_token_loss=True, z_loss_coeff=0.5),
+        ProcessGroups(tp_cp=TwoRanks()))
     x, loss = torch.ones(5, 3, requires_grad=True), torch.tensor(0.25, requires_grad=True)
     router.attach_and_log_load_balancing_loss(
         x, 0.5, aux_loss=loss, aux_loss_name="z_loss", reduce_group=None).sum().backward()
