@@ -166,11 +166,13 @@ def permute(
 
     row = torch.arange(num_out_tokens, device=tokens.device)
     if drop_and_pad:
-        capacity = num_out_tokens // E
-        # The routed tokens of each expert, then the others; T where it has no more.
+        # The routed tokens of each expert, then the others; T where it has no more. (A pad whose
+        # value or width depends on T would need a graph for each T.)
         token_TE = (~routing_map).byte().argsort(dim=0, stable=True)
-        token = F.pad(token_TE.t(), (0, max(capacity - T, 0)), value=T)[:, :capacity].flatten()
-        expert = row // max(capacity, 1)
+        capacity = max(num_out_tokens // E, 1)
+        expert, place = row // capacity, row % capacity
+        token = F.pad(token_TE, (0, 0, 0, 1))[place.clamp(max=T), expert]
+        token = torch.where(place < T, token, T)
     else:
         # Row i is the map's i-th one, column by column, found by bisection.
         ones_so_far = routing_map.t().flatten().cumsum(0)

@@ -215,8 +215,10 @@ class MoELayer(MoEModule):
     layer.latent_up (see LatentDown) and layer.shared_experts; the last three are None if not
     configured.
 
-    `torch.compile(layer, fullgraph=True)` takes every configuration, as one graph for a fixed T
-    (docs/compile.md counts them over all T). It may become a CUDA graph, except with
+    `torch.compile(layer, fullgraph=True)` takes every configuration, as one graph for a fixed
+    shape. For [T, H] there are at most four over all T from 1 on, without gradients five. With
+    [S, B, H] each axis counts by itself: if both change, compile with dynamic=True too, or flatten
+    first (docs/compile.md, "How many graphs"). A graph may become a CUDA graph, except with
     shared_expert_overlap. The same input and state give bitwise the same output and gradients,
     unless input_jitter_eps or force_load_balancing draw numbers.
 

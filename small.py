@@ -366,6 +366,10 @@ class MoE(nn.Module):
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
     in fp32 at least. On a card a forward syncs once, on H100 and B200 in bf16 not at all. x must
     be finite, even where padding_mask is True.
+
+    Compiled with fullgraph=True it is one graph for a fixed shape. For x [T, H] there are at most
+    four over all T from 1 on, without gradients five. With more axes each counts by itself, and the
+    compiler's limit is 8: if more than one changes, compile with dynamic=True too.
     """
     expert_bias: Tensor | None
 

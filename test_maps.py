@@ -6,6 +6,7 @@
 The words: route, drop, permute, activation. It needs test_moe.py and the layer's seven files.
 """
 import functools
+import itertools
 import math
 import random
 
@@ -227,6 +228,31 @@ def test_permute_fused_is_the_function_compiled(monkeypatch, drop_and_pad, backe
     close(fused, plain, 1e-5)
     assert graphs_made() == 2
     maps._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("rows, drop_and_pad, dynamic", slow_but(
+    [("48", False, None), ("48", True, None), ("48", True, True)],
+    itertools.product(["48", "E*T", "E*(T//2 + 1)"], [False, True], [None, True])))
+def test_permute_graphs_over_T(rows, drop_and_pad, dynamic):
+    """Of permute as of unpermute: one for the first T, and one for the others. The capacity is
+    above, at and below T."""
+    E = 4
+    functions = [compiled(f, dynamic=dynamic) for f in (permute, unpermute)]
+    for T in (5, 9, 40, 12, 17):
+        tokens, probs = fp32_leaf(T, 3), fp32_leaf(T, E)
+        routing_map = torch.rand(T, E) < 0.5
+        n = eval(rows, dict(E=E, T=T))
+
+        def there_and_back(permute, unpermute):
+            permuted = permute(
+                tokens, routing_map, probs, num_out_tokens=n, drop_and_pad=drop_and_pad)
+            back = unpermute(
+                permuted[0], permuted[2], (T, 3), probs=probs, routing_map=routing_map,
+                drop_and_pad=drop_and_pad)
+            return *permuted, back, *grads(back, [tokens, probs])
+        with about(f"T = {T}"):
+            close(there_and_back(*functions), there_and_back(permute, unpermute), 1e-5)
+    assert graphs_made() == (2 if dynamic else 4)
 
 
 def test_permute_sorts_chunks():

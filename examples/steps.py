@@ -155,7 +155,8 @@ class Measured:
         self.layer = layer
         self.x = x
         self.parameters = list(layer.parameters())
-        self.function = layer if type(layer) is Loop else torch.compile(layer, fullgraph=True)
+        self.compiled = type(layer) is not Loop
+        self.function = torch.compile(layer, fullgraph=True) if self.compiled else layer
         self.ms = []
         torch._inductor.metrics.reset()
         codes = []
@@ -214,35 +215,41 @@ def main() -> None:
     torch.manual_seed(0)
     weights = Loop(*sizes).state_dict()
     x = torch.randn(T, sizes[0]).to(args.device, DTYPES[args.dtype])
-    steps, refused = {}, {}
+    # Each row is printed as soon as it is measured, so that an interrupt loses none.
+    steps = {}
+    show("step", f"{'kB kept a token':>16}   the same bits   kernels   loops")
     for name, layer in layers.items():
         print(f"{name} ..", file=sys.stderr)
         layer.load_state_dict(weights)
         try:
-            steps[name] = Measured(layer.to(x), x)
+            step = steps[name] = Measured(layer.to(x), x)
         except RuntimeError as error:                        # of F.grouped_mm, in this dtype
             while error.__context__ is not None:             # hidden by the compiler's
                 error = error.__context__
-            refused[name] = str(error)
+            show(name, f"refused: {error}")
+            continue
+        compiled = f"{step.kernels:10}{step.loops}" if step.compiled else "-"
+        bits = "yes" if step.repeats else "no"
+        show(name, f"{step.kept / T / 1e3:16.2f}   {bits:16}{compiled}")
+
     for _ in range(20):                                      # in turn
         for step in steps.values():
             if sum(step.ms) < 5e3:
                 step.time()
+    medians = {name: statistics.median(step.ms) for name, step in steps.items()}
+    show("step", f"{'ms':>9}{'/ last':>8}")
+    for name, ms in medians.items():
+        show(name, f"{ms:9.1f}{ms / medians['4 small.py']:8.2f}")
 
-    print(f"{'step':21}{'kB kept a token':>16}{'ms':>9}{'/ last':>8}   the same bits   "
-          f"kernels   loops   graphs for 4 T")
-    last = statistics.median(steps["4 small.py"].ms)
-    for name in STEPS:
-        if name in refused:
-            print(f"{name:21}refused: {refused[name]}")
-            continue
-        step = steps[name]
-        ms = statistics.median(step.ms)
-        compiled = "-"
-        if step.function is not step.layer:
-            compiled = f"{step.kernels:10}{step.loops:<8}{step.graphs()}"
-        print(f"{name:21}{step.kept / T / 1e3:16.2f}{ms:9.1f}{ms / last:8.2f}   "
-              f"{'yes' if step.repeats else 'no':16}{compiled}")
+    # After the times: a graph for every T would take part in them.
+    show("step", "graphs for 4 T")
+    for name, step in steps.items():
+        if step.compiled:
+            show(name, step.graphs())
+
+
+def show(name, columns) -> None:
+    print(f"{name:21}{columns}", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,16 +56,20 @@ SOURCES = *LAYER, maps, sharding, parallel
 
 # ---- One graph for every configuration ----
 
-def graphs_over_T(layer, sizes, mask: bool = False, given: bool = False, **how) -> int:
-    """How many graphs the compiled layer needs for inputs of these T. Each result is that of eager
-    mode."""
+def graphs_over_T(
+    layer, sizes, mask: bool = False, given: bool = False, axes: tuple = (2,), **how,
+) -> int:
+    """How many graphs the compiled layer needs for inputs [T, *axes, H] of these T. Each result is
+    that of eager mode."""
     function = compiled(layer, **how)
     for T in sizes:
         calls = []
         for _ in range(2):
-            padding = torch.rand(T, 2) < 0.2 if mask else None
-            choice = random_indices(2 * T, 4, layer.config.topk, repeats=0.3) if given else None
-            calls.append((leaf(T, 2, 6), padding, choice))
+            padding = torch.rand(T, *axes) < 0.2 if mask else None
+            choice = None
+            if given:
+                choice = random_indices(T * math.prod(axes), 4, layer.config.topk, repeats=0.3)
+            calls.append((leaf(T, *axes, 6), padding, choice))
         with about(f"T = {T}"):
             agree(function, layer, *calls)
     return graphs_made()
@@ -104,14 +108,125 @@ def test_graph_through_inductor(overlap, shared, sizes, graphs):
 
 
 @slow
-def test_graphs_over_all_T():
-    """For T from 1 on at most four graphs: the first T, all others, T = 1, and where T · topk
-    passes 32,767. One more for T = 0."""
+@pytest.mark.parametrize("axes", [(), (2,)])
+def test_graphs_over_all_T(axes):
+    """Tokens [T, H], or [T, 2, H]. For T from 1 on at most four graphs: the first T, all others,
+    T = 1, and where T · topk passes 32,767. One more for T = 0."""
     layer = exact_layer(load_balancing_type="aux_loss", aux_loss_coeff=0.1)
     K = layer.config.topk
     sizes = 20, 37, 1, 32768 // K + 1, 2, 1000
-    assert graphs_over_T(layer, sizes, backend="inductor") <= 4
-    assert graphs_over_T(layer, (0,), backend="inductor") <= 5              # all that were made
+    assert graphs_over_T(layer, sizes, axes=axes, backend="inductor") <= 4
+    assert graphs_over_T(layer, (0,), axes=axes, backend="inductor") <= 5      # all that were made
+
+
+LAYERS = {
+    "small": lambda: small.MoE(6, 4, 16, 2, expert_bias=True, aux_loss_coeff=0.1),
+    "layer": lambda: MoELayer(MoEConfig(
+        6, 4, 16, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.1)),
+}
+
+
+def check_shapes_of(layer, function, shapes) -> None:
+    """A step, or without gradients the outputs, for inputs of these shapes [.., H]."""
+    for shape in shapes:
+        x = fp32_leaf(*shape, 6)
+        with about(f"x {shape}, {graphs_made()} graphs"):
+            y = function(x)
+            close(y, layer(x), 1e-5)
+        if torch.is_grad_enabled():
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("name", slow_but(["small"], LAYERS))
+def test_graphs_of_tokens(name):
+    """[T, H]: the first T, all others, T = 1 and T = 0. Without gradients one more, of few
+    tokens."""
+    layer = LAYERS[name]()
+    check_shapes_of(layer, compiled(layer), [(20,), (37,), (1,), (2,), (100,)])
+    assert graphs_made() == 3
+    check_shapes_of(layer, compiled(layer), [(0,)])
+    assert graphs_made() == 4
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        check_shapes_of(layer.eval(), compiled(layer), [(20,), (37,), (1,), (2,), (4,), (100,)])
+        assert graphs_made() == 4
+        check_shapes_of(layer, compiled(layer), [(0,)])
+    assert graphs_made() == 5
+
+
+@pytest.mark.parametrize("name", slow_but(["small"], LAYERS))
+@pytest.mark.parametrize("returned", [True, False])
+def test_graph_counts_what_the_loss_leaves_out(name, returned):
+    """A layer whose output the graph returns, and none whose output it does not."""
+    used, unused = LAYERS[name](), LAYERS[name]()
+
+    def both(x):
+        y, z = used(x), unused(x)
+        return (y, z) if returned else (y,)
+    compiled(both)(fp32_leaf(20, 6))[0].sum().backward()
+    counts = [layer.counts if name == "small" else layer.router.counts.last_tokens_per_expert
+              for layer in (used, unused)]
+    assert counts[0].sum() == 40
+    assert counts[1].nansum() == (40 if returned else 0)
+
+
+# As docs/compile.md counts them, for each shape [B, S] in turn.
+WAYS_OF_AXES = {
+    "default": [1, 2, 3, 4, 5, 6, 7, 8, 8],                  # the tenth shape is an error
+    "dynamic": [1, 1, 1, 2, 3, 4, 5, 6, 6, 7],
+    "a view": [1, 2, 2, 3, 3, 4, 5, 6, 6, 7],
+    "flat": [1, 2, 2, 3, 3, 4, 5, 5, 5, 5],
+    "flat, dynamic": [1, 1, 1, 2, 2, 3, 4, 4, 4, 4],
+}
+
+
+@pytest.mark.parametrize("name, way", slow_but(
+    [("small", "dynamic")], itertools.product(LAYERS, WAYS_OF_AXES)))
+def test_graphs_of_a_session(name, way):
+    """x [B, S, H] in training, evaluation and decoding, under Dynamo's limit of 8. A view outside
+    of the graph still has the axes of x; what is no view has T alone."""
+    assert torch._dynamo.config.recompile_limit == 8
+    layer = LAYERS[name]()
+    graph = compiled(layer, dynamic=True if "dynamic" in way else None)
+
+    def flat(x):
+        if way == "a view":
+            return x.flatten(0, -2)
+        return small.no_view(x.flatten(0, -2)) if name == "small" else compat.as_no_view(x, (-1, 6))
+
+    def function(x):
+        return graph(x) if way in ("default", "dynamic") else graph(flat(x)).view(x.shape)
+
+    made = []
+
+    def run(shapes):
+        for shape in shapes:
+            check_shapes_of(layer, function, [shape])
+            made.append(graphs_made())
+
+    run([(4, 128), (4, 64), (8, 64)])
+    layer.eval()
+    with torch.no_grad():
+        run([(4, 128), (1, 100), (1, 3), (1, 1), (2, 1), (4, 1)])
+        if way == "default":
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                function(torch.randn(64, 1, 6))
+        else:
+            run([(64, 1)])
+    assert made == WAYS_OF_AXES[way]
+
+
+@pytest.mark.parametrize("name", slow_but(["small"], LAYERS))
+def test_graphs_of_ten_layers(name):
+    """Compiled one by one they share their graphs: that of the first T, and that of all others."""
+    layers = [LAYERS[name]() for _ in range(10)]
+    for layer in layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for T in (20, 37, 50):
+        for layer in layers:
+            layer(fp32_leaf(T, 6)).sum().backward()
+    assert graphs_made() == 2
 
 
 @pytest.mark.parametrize("way", slow_but(
