@@ -1012,7 +1012,8 @@ def test_steps_compute_the_loop(name):
 
 def test_steps_print_their_tables(capfd, monkeypatch):
     """A row for each step: its bytes, bits and kernels, its time over the last's, its graphs. In
-    fp32 the rows of F.grouped_mm say why there is none, and an interrupt loses no row before it."""
+    fp32 a graph of torch 2.13 refuses F.grouped_mm, and its rows say so. An interrupt loses no row
+    before it."""
     def run(dtype):
         arguments = ["--shape", *"64 32 16 8 2".split(), "--dtype", dtype]
         monkeypatch.setattr(sys, "argv", ["steps.py", *arguments])
@@ -1050,8 +1051,11 @@ def test_steps_print_their_tables(capfd, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run("fp32")
         kept, times, graphs = tables("fp32")
-    assert [*kept] == [*steps.STEPS] and [*times] == [loop, last] and not graphs
-    assert kept[two][0] == kept[three][0] == "refused:" and times[last][1] == "1.00"
+    refused = [name for name, words in kept.items() if words[0] == "refused:"]
+    assert [*kept] == [*steps.STEPS] and times[last][1] == "1.00" and not graphs
+    assert [*times] == [name for name in steps.STEPS if name not in refused]
+    if torch.__version__[:4] == "2.13":
+        assert refused == [two, three]
 
 
 # ---- docs: README and docs ----
@@ -1122,7 +1126,8 @@ def test_docs_options_of_the_probs():
 
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 def test_docs_ops_in_a_profile(way):
-    """The table of docs/features.md is what a profile shows: names, and how often."""
+    """The table of docs/features.md is what a profile shows: names, and how often. On torch 2.15
+    it shows no op whose arguments are all tensors."""
     page = (HERE / "docs/features.md").read_text()
     rows = re.findall(r"\| `(moe_\w+::\w+)` \|.*\| (\d) \|\n", page)
     layer = MoELayer(small_config())
@@ -1135,6 +1140,8 @@ def test_docs_ops_in_a_profile(way):
             if event.key.startswith("moe_")}
     want = {name: int(count) for name, count in rows}
     want["moe_grouped::rows_times_weights"] += way == "plain"
+    if torch.__version__[:4] == "2.15":
+        del want["moe_compat::copy_after"]
     assert seen == want
 
 
