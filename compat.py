@@ -251,9 +251,9 @@ def holds_in_this_graph(condition: bool) -> bool:
     return always_holds(condition) if is_exporting() else guard_or_false(condition)
 
 
-def version_of(x: Tensor) -> int:
-    """How often x was changed in place."""
-    return x._version
+def version_of(x: Tensor) -> int | None:
+    """How often x was changed in place. None: x was made in inference mode, where nobody counts."""
+    return None if x.is_inference() else x._version
 
 
 # A context for the body of an op, on any device; Dynamo cannot trace it.

@@ -50,7 +50,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     if offsets.dtype != torch.int32:
         raise TypeError(f"offsets is {offsets.dtype}; needs torch.int32")
     read = where_read(offsets, rows.shape[0], rows, weights)
-    return linear(rows, weights.mT, read)
+    # Of the rows the gradient is masked.
+    return zero_raw(linear(zero_raw(rows, read), weights.mT, read), read)
 
 
 class _Linear(torch.autograd.Function):
@@ -85,8 +86,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(rows: Tensor, weight: Tensor, read: "Read", bias: Tensor | None = None) -> Tensor:
     """rows [N, I] -> [N, O]: weight[e] · row + bias[e] for the rows of expert e, weight [E, O, I],
-    bias [E, O]. Unrouted rows are zeros without a gradient. read: what where_read returns, once for
-    all products with these offsets.
+    bias [E, O]. Unrouted rows are zeros without a gradient, or raw in both: see zero_raw. read: what
+    where_read returns, once for all products with these offsets.
     """
     return _Linear.apply(rows, weight, bias, read.native, read.offsets, read.index)
 
@@ -114,9 +115,20 @@ def where_read(offsets, num_rows, *operands):
     return Read(*_read_in_batches(offsets, num_rows))
 
 
+def zero_raw(rows, read):
+    """rows [N, ..], whose unrouted rows become zeros, as their gradients do, where a product may
+    have left anything in them: in a graph with native products. There a mask behind each product
+    would read and write all rows, since products are no part of a kernel. Behind an activation it
+    is a part of one.
+    """
+    if read.native and torch.compiler.is_compiling():
+        return rows.masked_fill(unrouted(rows, read.offsets), 0.0)
+    return rows
+
+
 def product(rows, weights, read, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]. Unrouted
-    rows are zeros.
+    rows are zeros, or raw: see zero_raw.
     """
     if read.native:
         return _native_product(rows, weights, read.offsets, bias)
@@ -194,17 +206,24 @@ def expert_of_rows(num_rows, offsets):
     return expert_of(row_N, offsets).clamp(max=len(offsets) - 1)
 
 
-def unrouted(num_rows, offsets):
-    """[N, 1] bool: whether a row is unrouted."""
-    row_N = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
-    return (row_N >= offsets[-1])[:, None]
+def unrouted(rows, offsets):
+    """rows [N, ..] -> [N, 1] bool: whether a row is unrouted.
+
+    The last of the offsets is taken as their maximum, for Inductor: gradients that depend on a
+    reduction it writes where they are due. So gate's and up's become the halves of fc1's output's
+    gradient in the kernel that makes the activation. Else it joins them in one of their own, which
+    reads all of that again (docs/compile.md).
+    """
+    row_N = torch.arange(rows.shape[0], dtype=torch.int32, device=offsets.device)
+    return (row_N >= offsets.amax())[:, None]
 
 
 def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         out = out + bias[expert_of_rows(len(rows), offsets)]
-    return out.masked_fill(unrouted(len(rows), offsets), 0.0)       # they are uninitialised
+    # F.grouped_mm leaves unrouted rows uninitialised. In a graph they stay so, see zero_raw.
+    return out if torch.compiler.is_compiling() else out.masked_fill(unrouted(out, offsets), 0.0)
 
 
 def _native_weight_grad(a, b, offsets):

@@ -33,13 +33,13 @@ from torch.utils.checkpoint import checkpoint
 if __package__:
     from . import compat, grouped
     from .compat import (
-        as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
+        always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
         holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
 else:
     import compat
     import grouped
     from compat import (
-        as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
+        always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
         holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
 
 
@@ -876,7 +876,10 @@ def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
 
 
 def _spread_probs(probs, order, inverse, offsets):
-    return F.pad(probs.flatten(), (0, 1)).index_select(0, order)[:, None]
+    probs_N = probs.flatten()
+    if not always_holds(order.shape[0] == probs_N.shape[0]):
+        probs_N = F.pad(probs_N, (0, 1))                 # for fillers, whose order is T·K
+    return probs_N[order][:, None]
 
 
 def _collect_probs(grad, order, inverse, offsets):
@@ -1278,6 +1281,15 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
     return cast(out_TKH.masked_fill((indices >= E)[..., None], 0.0).sum(1), tokens.dtype)
 
 
+def _bias_of_rows(bias, num_rows, read):
+    """bias [E, O] -> [N, O]: each row's."""
+    def back(grad, offsets):
+        return grouped.bias_grad(grad.contiguous(), grouped.Read(offsets, native=True))
+
+    bias_NO = bias.detach()[grouped.expert_of_rows(num_rows, read.offsets)]
+    return _Gathered.apply(bias_NO, bias, back, read.offsets)
+
+
 def _mlp_of_rows(
     tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, activate, function, fp8_input_store,
 ):
@@ -1288,6 +1300,13 @@ def _mlp_of_rows(
     if signature_of(function).takes_expert:
         expert_N1 = grouped.expert_of_rows(N, plan.offsets)[:, None]
 
+    # In a graph a native product and a bias would be two kernels. The activation's kernel takes the
+    # bias along.
+    fused_bias = None
+    if read.native and torch.compiler.is_compiling() and not fp8_input_store:
+        fc1_bias, fused_bias = None, fc1_bias
+    named = is_named(function)
+
     def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
 
@@ -1296,12 +1315,14 @@ def _mlp_of_rows(
         return hidden.detach(), *_StoreFp8.apply(hidden)
 
     def value(hidden, probs):
-        return activate(hidden, gather_probs(probs, plan), expert=expert_N1)
-
-    def own_value(hidden, probs):
-        # The function's parameters get sums over all rows. Zeros in the unrouted ones would make
-        # them NaN, if the slope at 0 is infinite. So there the function sees ones.
-        return value(hidden.masked_fill(grouped.unrouted(N, plan.offsets), 1.0), probs)
+        if fused_bias is not None:
+            hidden = hidden + _bias_of_rows(fused_bias, N, read)
+        if not named:
+            # The function's parameters get sums over all rows. Zeros in the unrouted ones would
+            # make them NaN, if the slope at 0 is infinite. So there the function sees ones.
+            hidden = hidden.masked_fill(grouped.unrouted(hidden, plan.offsets), 1.0)
+        act = activate(hidden, gather_probs(probs, plan), expert=expert_N1)
+        return grouped.zero_raw(act, read)
 
     def from_experts(act):
         return grouped.linear(act, fc2, read)
@@ -1318,9 +1339,7 @@ def _mlp_of_rows(
         # The tokens and `hidden` are kept, in eager mode also the activation. The backward computes
         # the rows and the activation again, in eager mode also fc1's product.
         hidden = again(to_experts, tokens, fc1)
-        named = is_named(function)
-        act = again(value, hidden, probs) if named else again_in_a_graph(own_value, hidden, probs)
-        rows = from_experts(act)
+        rows = from_experts((again if named else again_in_a_graph)(value, hidden, probs))
     y = combine_rows(rows, plan)
     return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
 

@@ -144,13 +144,22 @@ def grouped_mm(a, b, offsets, native):
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
     # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the product of an expert that
-    # has no rows.
+    # has no rows. In a graph the rows stay so, since a mask behind a product is a kernel of its own,
+    # which reads and writes all rows. There swiglu and combine have the masks, as a part of theirs.
     if b.ndim == 3:
-        row_N = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
-        return out.masked_fill((row_N >= offsets[-1])[:, None], 0.0)
+        return out if torch.compiler.is_compiling() else zero_unrouted(out, offsets)
     if native_product(a.device) == "B200":
         out = out.masked_fill((rows_of_each(offsets) == 0)[:, None, None], 0.0)
     return out
+
+
+def zero_unrouted(rows, offsets):
+    """rows [N, ..] with zeros from the end of the last expert's rows on."""
+    row_N = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    # amax is offsets[-1], and a reduction: what depends on one, Inductor writes to memory where it is
+    # made. So a kernel behind this mask makes the activation and the gradients of gate and up, and
+    # writes these side by side. Without a reduction another one makes both gradients anew.
+    return rows.masked_fill((row_N >= offsets.amax())[:, None], 0.0)
 
 
 def swiglu(hidden, prob=None):
@@ -171,46 +180,50 @@ def no_view(x):
 
 
 class Moved(torch.autograd.Function):
-    """Returns rows, which plain code made of x. The gradient of x is back(grad, order, row_KT)."""
+    """Returns rows, which plain code made of x. The gradient of x is back(grad, *places)."""
     @staticmethod
-    def forward(ctx, rows, x, back, order, row_KT):
-        ctx.save_for_backward(order, row_KT)
+    def forward(ctx, rows, x, back, order, row_KT, offsets):
+        ctx.save_for_backward(order, row_KT, offsets)
         ctx.back = back
         return no_view(rows)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        return None, ctx.back(grad, *ctx.saved_tensors), None, None, None
+        return None, ctx.back(grad, *ctx.saved_tensors), None, None, None, None
 
 
-def move(x, way, back, order, row_KT):
-    """way(x, order, row_KT), whose gradient is back(grad, order, row_KT). Both are gathers, while
-    autograd's gradient of a gather would be a scatter.
+def move(x, way, back, places):
+    """way(x, *places), whose gradient is back(grad, *places). Both are gathers, while autograd's
+    gradient of a gather would be a scatter. places: what sort_by_expert returns.
     """
     # `way` is called outside of Moved: in a graph of torch 2.11 a checkpoint does not compute again
     # what is inside an autograd function.
-    return Moved.apply(way(x.detach(), order, row_KT), x, back, order, row_KT)
+    return Moved.apply(way(x.detach(), *places), x, back, *places)
 
 
-def spread(x, order, row_KT):
+def spread(x, order, row_KT, offsets):
     """x [T, H] -> [N, H]: each row is a copy of its token."""
     return x[order // len(row_KT)]
 
 
-def combine(rows, order, row_KT):
-    """rows [N, H] -> [T, H]: each token is the sum of its rows, in fp32 at least. No atomics."""
-    return cast(sum(upcast(rows[row_T]) for row_T in row_KT), rows.dtype)
+def combine(rows, order, row_KT, offsets):
+    """rows [N, H] -> [T, H]: each token is the sum of its routed rows, in fp32 at least. No atomics.
+    """
+    unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
+    total = sum(upcast(rows[row_T]).masked_fill(unrouted_T1, 0.0)
+                for row_T, unrouted_T1 in zip(row_KT, unrouted_KT1))
+    return cast(total, rows.dtype)
 
 
-def to_rows(probs, order, row_KT):
+def to_rows(probs, order, row_KT, offsets):
     """probs [T, K] -> [N, 1]"""
     return probs.flatten()[order][:, None]
 
 
-def to_tokens(rows, order, row_KT):
-    """rows [N, 1] -> [T, K]"""
-    return rows.flatten()[row_KT].t().contiguous()
+def to_tokens(rows, order, row_KT, offsets):
+    """rows [N, 1] -> [T, K]; 0 for unrouted rows."""
+    return rows.flatten()[row_KT].masked_fill(row_KT >= offsets[-1], 0.0).t().contiguous()
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -233,18 +246,21 @@ class GroupedLinear(torch.autograd.Function):
         return grad_rows, grad_weight, None, None
 
 
-def experts(x, probs, fc1, fc2, order, row_KT, offsets, native):
+def experts(x, probs, fc1, fc2, places, native):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2W, H]."""
+    offsets = places[-1]
+    read = offsets if native else offsets.cpu()              # where the products read them
+
     def first(x, fc1):
-        return GroupedLinear.apply(
-            move(x, spread, combine, order, row_KT), fc1, offsets, native)   # [N, 2W]
+        return GroupedLinear.apply(move(x, spread, combine, places), fc1, read, native)   # [N, 2W]
 
     def activate(hidden, probs):
-        return swiglu(hidden, move(probs, to_rows, to_tokens, order, row_KT))   # [N, W]
+        act = swiglu(hidden, move(probs, to_rows, to_tokens, places))               # [N, W]
+        return zero_unrouted(act, offsets) if native and torch.compiler.is_compiling() else act
 
     act = again(activate, again(first, x, fc1), probs)
-    rows = GroupedLinear.apply(act, fc2, offsets, native)                           # [N, H]
-    return move(rows, combine, spread, order, row_KT)
+    rows = GroupedLinear.apply(act, fc2, read, native)                              # [N, H]
+    return move(rows, combine, spread, places)
 
 
 class Count(torch.autograd.Function):
@@ -429,10 +445,8 @@ class MoE(nn.Module):
         # F.grouped_mm also needs weights that begin at multiples of 16 bytes, which is not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and native_product(x.device) != "none"
-        order, row_KT, offsets = sort_by_expert(indices, E)
-        counts = rows_of_each(offsets)
-        if not native:
-            offsets = offsets.cpu()
+        places = sort_by_expert(indices, E)
+        counts = rows_of_each(places[-1])
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         # A sort pays with more assignments than `most`. On a card nobody has measured how many.
         most = 2 * E if x.is_cpu else E // 2
@@ -440,7 +454,7 @@ class MoE(nn.Module):
         if in_place and holds_in_this_graph(indices.numel() <= most):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
-            y = experts(x_TH, probs, fc1, fc2, order, row_KT, offsets, native)
+            y = experts(x_TH, probs, fc1, fc2, places, native)
         self._place_counts()
         if self.training and y.requires_grad:
             y = Count.apply(y, self.leaf, counts)

@@ -1356,13 +1356,13 @@ def test_activation_errors():
 
 # ---- Grouped product and experts ----
 
-def with_native_products(monkeypatch) -> None:
+def with_native_products(monkeypatch, in_graphs: bool = False) -> None:
     """From now on the CPU is a card on which torch's grouped product reads the offsets. In eager
-    mode the rows that it leaves uninitialised are NaN."""
+    mode, if you want it in graphs too, the rows that it leaves uninitialised are NaN."""
     def poisoned(rows, other, offs):
         out = product(rows, other, offs=offs)
-        if out.ndim == 2 and not torch.compiler.is_compiling():
-            out[offs[-1]:] = NAN
+        if out.ndim == 2 and (in_graphs or not torch.compiler.is_compiling()):
+            out = out.masked_fill((torch.arange(len(out)) >= offs[-1])[:, None], NAN)
         return out
     product = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", poisoned)
@@ -2002,6 +2002,27 @@ def test_config_takes_an_activation_that_sees_no_garbage(monkeypatch, fields):
     with_native_products(monkeypatch)
     with torch.autograd.detect_anomaly():
         close(outcome(layer, call), want, 1e-5)
+
+
+@about_the_cpu("it stands in for a card")
+@pytest.mark.parametrize("fields", [
+    {}, dict(add_bias_linear=True), dict(activation="relu2"), dict(activation_fp8_input_store=True),
+    dict(activation=lambda gate, up: F.silu(gate) * up, add_bias_linear=True)], ids=str)
+def test_layer_in_a_graph_lets_nothing_out_of_raw_rows(monkeypatch, fields):
+    """There native products leave unrouted rows as they were: NaN here. Without any of it the
+    output and all gradients are those of products that write zeros, biases and parameters of an
+    activation among them; of grouped_mm alone too."""
+    layer = small_layer(ffn_hidden_size=8, params_dtype=torch.bfloat16, init_std=0.5, **fields)
+    if fields.get("activation") == "relu2":
+        layer.experts = XIELU(layer.config)
+    call = leaf(7, 1, 8, dtype=torch.bfloat16), torch.arange(7)[:, None] % 3 == 1
+    want = outcome(layer, call)
+    offsets = torch.tensor([3, 3, 5], dtype=torch.int32)
+    matrices = leaf(6, 8, dtype=torch.bfloat16), leaf(3, 8, 8, dtype=torch.bfloat16)
+    product = functools.partial(grouped.grouped_mm, offsets=offsets)
+    want += outcome(product, matrices)
+    with_native_products(monkeypatch, in_graphs=True)
+    close(outcome(compiled(layer), call) + outcome(compiled(product), matrices), want, 0.05)
 
 
 @pytest.mark.parametrize("way", ["plain", "compiled"])
