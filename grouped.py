@@ -50,7 +50,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     if offsets.dtype != torch.int32:
         raise TypeError(f"offsets is {offsets.dtype}; needs torch.int32")
     read = where_read(offsets, rows.shape[0], rows, weights)
-    # Of the rows the gradient is masked.
+    # The inner mask is for the gradient of the rows.
     return zero_raw(linear(zero_raw(rows, read), weights.mT, read), read)
 
 
@@ -86,8 +86,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(rows: Tensor, weight: Tensor, read: "Read", bias: Tensor | None = None) -> Tensor:
     """rows [N, I] -> [N, O]: weight[e] · row + bias[e] for the rows of expert e, weight [E, O, I],
-    bias [E, O]. Unrouted rows are zeros without a gradient, or raw in both: see zero_raw. read: what
-    where_read returns, once for all products with these offsets.
+    bias [E, O]. Unrouted rows are zeros without a gradient, or in both raw: see zero_raw. read is
+    what where_read returns, once for all products with these offsets.
     """
     return _Linear.apply(rows, weight, bias, read.native, read.offsets, read.index)
 
@@ -116,10 +116,11 @@ def where_read(offsets, num_rows, *operands):
 
 
 def zero_raw(rows, read):
-    """rows [N, ..], whose unrouted rows become zeros, as their gradients do, where a product may
-    have left anything in them: in a graph with native products. There a mask behind each product
-    would read and write all rows, since products are no part of a kernel. Behind an activation it
-    is a part of one.
+    """rows with zeros in place of raw rows, and with zeros for their gradient.
+
+    Raw are the unrouted rows of native products in a graph: they hold anything. The compiler cannot
+    fuse a product, so a mask behind each would be a kernel that reads and writes all rows. Behind
+    an activation the mask is a part of the activation's kernel.
     """
     if read.native and torch.compiler.is_compiling():
         return rows.masked_fill(unrouted(rows, read.offsets), 0.0)
@@ -207,13 +208,11 @@ def expert_of_rows(num_rows, offsets):
 
 
 def unrouted(rows, offsets):
-    """rows [N, ..] -> [N, 1] bool: whether a row is unrouted.
-
-    The last of the offsets is taken as their maximum, for Inductor: gradients that depend on a
-    reduction it writes where they are due. So gate's and up's become the halves of fc1's output's
-    gradient in the kernel that makes the activation. Else it joins them in one of their own, which
-    reads all of that again (docs/compile.md).
-    """
+    """rows [N, ..] -> [N, 1] bool: whether a row is unrouted."""
+    # amax is offsets[-1], written as a reduction for the sake of Inductor. Before this mask the
+    # gradients of gate and up depend on a reduction, and such ones Inductor writes side by side in
+    # the kernel that computes them. Otherwise it would join them in a second kernel, which reads
+    # fc1's output again: see "What a card moves" in docs/compile.md.
     row_N = torch.arange(rows.shape[0], dtype=torch.int32, device=offsets.device)
     return (row_N >= offsets.amax())[:, None]
 
@@ -222,7 +221,7 @@ def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         out = out + bias[expert_of_rows(len(rows), offsets)]
-    # F.grouped_mm leaves unrouted rows uninitialised. In a graph they stay so, see zero_raw.
+    # F.grouped_mm leaves unrouted rows uninitialised. In a graph they stay so: see zero_raw.
     return out if torch.compiler.is_compiling() else out.masked_fill(unrouted(out, offsets), 0.0)
 
 

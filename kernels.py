@@ -1339,7 +1339,8 @@ def _mlp_of_rows(
         # The tokens and `hidden` are kept, in eager mode also the activation. The backward computes
         # the rows and the activation again, in eager mode also fc1's product.
         hidden = again(to_experts, tokens, fc1)
-        rows = from_experts((again if named else again_in_a_graph)(value, hidden, probs))
+        act = again(value, hidden, probs) if named else again_in_a_graph(value, hidden, probs)
+        rows = from_experts(act)
     y = combine_rows(rows, plan)
     return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
 

@@ -144,8 +144,8 @@ def grouped_mm(a, b, offsets, native):
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
     # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the product of an expert that
-    # has no rows. In a graph the rows stay so, since a mask behind a product is a kernel of its own,
-    # which reads and writes all rows. There swiglu and combine have the masks, as a part of theirs.
+    # has no rows. In a graph the rows stay so: a mask here would be a kernel that reads and writes
+    # all of them, while behind swiglu, and in combine, it is a part of their kernels.
     if b.ndim == 3:
         return out if torch.compiler.is_compiling() else zero_unrouted(out, offsets)
     if native_product(a.device) == "B200":
@@ -156,9 +156,9 @@ def grouped_mm(a, b, offsets, native):
 def zero_unrouted(rows, offsets):
     """rows [N, ..] with zeros from the end of the last expert's rows on."""
     row_N = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-    # amax is offsets[-1], and a reduction: what depends on one, Inductor writes to memory where it is
-    # made. So a kernel behind this mask makes the activation and the gradients of gate and up, and
-    # writes these side by side. Without a reduction another one makes both gradients anew.
+    # amax is offsets[-1], written as a reduction for the sake of Inductor. Gradients of gate and up
+    # that depend on a reduction it writes side by side in the kernel that computes them. Otherwise
+    # it would join them in a second kernel, which reads fc1's output again.
     return rows.masked_fill((row_N >= offsets.amax())[:, None], 0.0)
 
 
@@ -208,8 +208,7 @@ def spread(x, order, row_KT, offsets):
 
 
 def combine(rows, order, row_KT, offsets):
-    """rows [N, H] -> [T, H]: each token is the sum of its routed rows, in fp32 at least. No atomics.
-    """
+    """rows [N, H] -> [T, H]: the sum of each token's routed rows, in fp32 at least. No atomics."""
     unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
     total = sum(upcast(rows[row_T]).masked_fill(unrouted_T1, 0.0)
                 for row_T, unrouted_T1 in zip(row_KT, unrouted_KT1))
