@@ -53,12 +53,14 @@ def tables(*args) -> tuple[dict[str, list], dict[str, list[float]]]:
     return launches, sums
 
 
-@pytest.mark.parametrize("args", [["small"], ["layer"], ["small", "--device", "cpu"]])
+@pytest.mark.parametrize("args", [
+    ["small"], ["layer"], ["step2"], pytest.param(["hf"], marks=needs("transformers")),
+    ["small", "--device=cpu"]])
 def test_code_sums_are_those_of_the_launches(args):
     launches, sums = tables(*args)
     assert [launch[0] for listed in launches.values() for launch in listed] == list(
         range(1, 1 + sum(map(len, launches.values()))))
-    prefix = "cpp_" if "cpu" in args else "triton_"
+    prefix = "cpp_" if "--device=cpu" in args else "triton_"
     for direction, listed in launches.items():
         kernels, ops, grouped, mb_grouped, others, least, ratio = sums[direction]
         kinds = [kind for _, kind, *_ in listed]
@@ -71,14 +73,18 @@ def test_code_sums_are_those_of_the_launches(args):
         assert moved["grouped"] == pytest.approx(mb_grouped, abs=0.2)
         assert moved["others"] == pytest.approx(others, abs=0.2)
         assert ratio == pytest.approx(others / least, abs=0.01) and 1 <= ratio < 2
-    # In each direction, the gather of T rows to N, in bf16: it also reads the row numbers.
-    T, N, H = 8192, 8192 * 8, 1024
-    for listed in launches.values():
-        assert any(
-            kind == "kernel" and 0 < read - 2e-6 * T * H < 1
-            and written == pytest.approx(2e-6 * N * H, rel=1e-3)
-            for _, kind, read, written, _ in listed) or "cpu" in args
     assert [sums[d][-2] for d in ("forward", "backward", "both")] == [503, 856, 1359]
+
+
+@pytest.mark.parametrize("case", ["small", "layer"])
+def test_code_gathers_once_a_direction(case):
+    """One kernel reads T rows of x or of the gradient and a few numbers, and writes N rows."""
+    T, N, H = 8192, 8192 * 8, 1024
+    for listed in tables(case)[0].values():
+        assert any(
+            kind == "kernel" and 0 <= read - 2e-6 * T * H < 1
+            and written == pytest.approx(2e-6 * N * H, rel=1e-3)
+            for _, kind, read, written, _ in listed)
 
 
 def test_code_of_a_function(tmp_path):
@@ -91,7 +97,7 @@ def test_code_of_a_function(tmp_path):
         ("op", x + y, z), ("kernel", z, z)]
     assert [launch[1:4] for launch in launches["backward"]] == [
         ("kernel", 2 * z, z), ("op", z + y, x)]
-    assert sums["both"] == [2, 2, 0, 0, pytest.approx(2 * (x + y) + 6 * z - 0.0, abs=0.1)]
+    assert sums["both"] == [2, 2, 0, 0, pytest.approx(2 * (x + y) + 7 * z, abs=0.1)]
     launches, sums = tables(f"{file}:one", "--device", "cpu")
     assert len(launches["forward"]) == 1 and not launches["backward"]
 
@@ -128,14 +134,14 @@ SHARED = dict(shared_expert_intermediate_size=512)
 # The generated kernels and the MB outside the grouped products, forward and backward, in bf16 for
 # an H100 at the sizes of card/code.py. When the code gets better, the failing test prints its line.
 FIGURES = {
-    "small": (0, 0, 0, 0),
-    "small all": (0, 0, 0, 0),
-    "layer": (0, 0, 0, 0),
-    "layer loss": (0, 0, 0, 0),
-    "layer shared": (0, 0, 0, 0),
-    "layer v3": (0, 0, 0, 0),
-    "layer latent": (0, 0, 0, 0),
-    "layer bias": (0, 0, 0, 0),
+    "small": (8, 804, 10, 1156),
+    "small all": (12, 914, 12, 1365),
+    "layer": (8, 802, 10, 939),
+    "layer loss": (10, 808, 14, 943),
+    "layer shared": (9, 906, 12, 1146),
+    "layer v3": (13, 922, 18, 1701),
+    "layer latent": (8, 623, 14, 727),
+    "layer bias": (11, 879, 13, 1131),
 }
 OPTIONS = {
     "small all": dict(shared_ffn_hidden_size=512, aux_loss_coeff=0.01),
@@ -144,7 +150,7 @@ OPTIONS = {
     "layer v3": dict(
         **SHARED, score_function="sigmoid", num_groups=8, group_topk=4, group_score_topk=2,
         enable_expert_bias=True, scaling_factor=2.5, load_balancing_type="seq_aux_loss",
-        aux_loss_coeff=1e-4),
+        aux_loss_coeff=1e-4, batch_first=False),
     "layer latent": dict(latent_size=256, latent_norm=True),
     "layer bias": dict(add_bias_linear=True),
 }
