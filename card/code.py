@@ -180,7 +180,7 @@ def main():
         "or moe.MoEConfig (may be repeated). The defaults: " + ", ".join(
             f"{name}={size}" for name, size in SIZES.items()))
     parser.add_argument("--tokens", type=int, default=8192, help="T, a multiple of 4")
-    parser.add_argument("--source", type=int, metavar="NUMBER", help="print only its source")
+    parser.add_argument("--source", type=int, metavar="NUMBER", help="a launch: print its source")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--capability", default="9,0", help="9,0 is an H100, 8,0 an A100")
     options = parser.parse_args()
@@ -209,7 +209,7 @@ def run(options):
         emulate.start(options.capability)
         # No kernel runs here. And with the interpreter Dynamo cannot trace calls of Triton kernels.
         os.environ.pop("TRITON_INTERPRET")
-        warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
+        warnings.filterwarnings("ignore", "dynamo_pgo force disabled|TensorFloat32 tensor cores")
         emulate.install()
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
