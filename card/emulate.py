@@ -355,8 +355,9 @@ def main():
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     start(options.capability)
-    install()
+    # Before torch is imported: in this folder code.py would hide Python's module of that name.
     sys.path[0] = os.getcwd()
+    install()
     sys.argv = [options.program, *options.arguments]
     if options.run is runpy.run_module and options.program == "pytest":
         import pytest
