@@ -4,6 +4,8 @@
 
 They need Triton and a torch without CUDA, as the emulated card does.
 """
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,20 @@ def test_code_sums_are_those_of_the_launches(args):
         assert moved["others"] == pytest.approx(others, abs=0.2)
         assert ratio == pytest.approx(others / least, abs=0.01) and 1 <= ratio < 2
     assert [sums[d][-2] for d in ("forward", "backward", "both")] == [503, 856, 1359]
+
+
+def test_docs_compile_shows_the_code():
+    """The list of small.py's launches, to the letter, and a row for each case."""
+    page = (HERE / "docs/compile.md").read_text()
+    listed = page.split("```\n$ python card/code.py small\n")[1].split("\n```")[0]
+    assert code("small").stdout.rstrip() == listed
+    rows = re.findall(r"^\| `(\w+)`.* \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.M)
+    rows = [row for row in rows if importlib.util.find_spec("transformers") or row[0] != "hf"]
+    assert len(rows) >= 4
+    for case, *said in rows:
+        _, sums = tables(case)
+        found = [f"{sums[way][4]:,.0f}" for way in ("forward", "backward")]
+        assert said == [*found, f"{sums['both'][-1]:.2f}"], case
 
 
 @pytest.mark.parametrize("case", ["small", "layer"])

@@ -1,6 +1,6 @@
 """Tests of plan.py: its bytes and rows are those that are counted on ranks.
 
-    python -m pytest ranks/test_plan.py
+    python -m pytest tests/test_plan.py
 
 It needs the whole repository.
 """
