@@ -21,6 +21,7 @@ an expert. If a name ends in capitals, they are the axes of the tensor: x_TH is 
 
 The same input gives bitwise the same output and gradients.
 """
+import math
 import re
 import warnings
 
@@ -263,19 +264,19 @@ def experts(x, probs, fc1, fc2, places, native):
 
 
 class Count(torch.autograd.Function):
-    """Returns y. Its backward returns the counts as the gradient of `leaf`, and autograd adds them
-    to leaf.grad: once, even if a checkpoint runs the forward twice.
+    """Returns y. Its backward returns `noted` as the gradient of `leaf`, and autograd adds it to
+    leaf.grad: once, even if a checkpoint runs the forward twice.
     """
     @staticmethod
-    def forward(ctx, y, leaf, counts):
-        ctx.save_for_backward(counts)
+    def forward(ctx, y, leaf, noted):
+        ctx.save_for_backward(noted)
         return no_view(y)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        counts, = ctx.saved_tensors
-        return grad, counts.float(), None
+        noted, = ctx.saved_tensors
+        return grad, noted.float(), None
 
 
 def few_experts(x, probs, indices, fc1, fc2):
@@ -365,11 +366,38 @@ class Pick(torch.autograd.Function):
         return grad_scores, None, None if factors is None else factors.expand(ctx.shape), None
 
 
+def check_groups(groups, num_experts, topk):
+    number, best, members = groups
+    size = num_experts // max(number, 1)
+    if number < 1 or num_experts % number:
+        raise ValueError(f"groups is {groups}; needs a divisor of {num_experts} experts first")
+    if not topk <= best * size <= num_experts:
+        raise ValueError(f"groups is {groups}: the best {best} of {number} groups of {size} have "
+                         f"{best * size} experts; needs topk, {topk}, to {num_experts}")
+    if not 1 <= members <= size:
+        raise ValueError(f"groups is {groups}; needs 1 to {size} last, the size of a group")
+
+
+def only_best_groups(scores, groups, best, members):
+    """scores [T, E], -inf outside of each token's best groups. A group's score is the sum of its
+    best members' scores (arXiv 2405.04434, 2412.19437).
+    """
+    scores_TGe = scores.unflatten(1, (groups, -1))
+    best_TB = scores_TGe.topk(members).values.sum(-1).topk(best).indices
+    group_G = torch.arange(groups, device=scores.device)
+    kept_TG = (best_TB[:, :, None] == group_G).any(1)
+    return scores_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(1)
+
+
 class MoE(nn.Module):
     """x [.., H] -> the same shape and dtype: y_t = Σ_k p_tk · expert(x_t), plus shared(x_t).
 
-    score_function: "softmax" over the K chosen logits, or "sigmoid" of the chosen, divided by their
-      sum if K > 1 (arXiv 2412.19437).
+    score_function: "softmax" or "sigmoid" (arXiv 2412.19437) of the logits.
+    normalize: the K probs of a token sum to 1: a softmax over the chosen logits, or their sigmoids
+      divided by the sum if K > 1. False: the probs are the chosen scores, softmax over all E.
+    scaling_factor: of the probs.
+    groups: (G, B, m). The experts are in G equal groups, one after the other, and a token has
+      experts of its B best groups, by the sum of a group's m best scores. DeepSeek-V3: (8, 4, 2).
     expert_bias: a bias in fp32 that changes the choice but not the probs, see update_bias.
     aux_loss_coeff: of the balance loss, coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e], where n_e
       is how many tokens have e among the top K of their logits (arXiv 2101.03961). In training the
@@ -377,6 +405,7 @@ class MoE(nn.Module):
       loss by a factor, such as 1 / microbatches or a GradScaler's scale, multiply the coefficient
       by it too.
     shared_ffn_hidden_size: the FFN size of a shared expert, which computes every token.
+    shared_gate: the shared expert's output times sigmoid(shared_gate · x).
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
     in fp32 at least. On a card a forward syncs once, on H100 and B200 in bf16 not at all. x must
@@ -391,15 +420,26 @@ class MoE(nn.Module):
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_experts: int, topk: int,
         score_function: str = "softmax", expert_bias: bool = False, aux_loss_coeff: float = 0.0,
-        shared_ffn_hidden_size: int | None = None,
+        shared_ffn_hidden_size: int | None = None, *, normalize: bool = True,
+        scaling_factor: float = 1.0, groups: tuple[int, int, int] | None = None,
+        shared_gate: bool = False,
     ):
         super().__init__()
         if score_function not in ("softmax", "sigmoid"):
             raise ValueError(f'score_function is {score_function!r}; needs "softmax" or "sigmoid"')
-        least = 2 if score_function == "softmax" else 1      # a softmax over one has no gradient
-        if not least <= topk <= num_experts:
-            raise ValueError(f"topk is {topk}; {score_function} needs {least} to {num_experts}")
+        if not 1 <= topk <= num_experts:
+            raise ValueError(f"topk is {topk}; needs 1 to {num_experts}, the number of experts")
+        if topk == 1 and normalize and score_function == "softmax":
+            raise ValueError("topk is 1, and a softmax over one logit is 1 whatever it is, so the "
+                             'router would not learn; needs normalize=False or "sigmoid"')
+        if not math.isfinite(scaling_factor):
+            raise ValueError(f"scaling_factor is {scaling_factor}; needs a finite number")
+        if groups is not None:
+            check_groups(groups, num_experts, topk)
+        if shared_gate and not shared_ffn_hidden_size:
+            raise ValueError("shared_gate is True; needs shared_ffn_hidden_size, a shared expert")
         self.topk, self.score_function, self.aux_loss_coeff = topk, score_function, aux_loss_coeff
+        self.normalize, self.scaling_factor, self.groups = normalize, scaling_factor, groups
         E, H, W, Fs = num_experts, hidden_size, ffn_hidden_size, shared_ffn_hidden_size
         new = lambda *shape: nn.Parameter(torch.empty(shape))
         self.router = new(E, H)
@@ -407,10 +447,12 @@ class MoE(nn.Module):
         self.fc2 = new(E, H, W)
         self.shared_fc1 = new(2, Fs, H) if Fs else None
         self.shared_fc2 = new(H, Fs) if Fs else None
+        self.shared_gate = new(1, H) if shared_gate else None
         bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
-        # The counts are the gradient of a leaf. It is no parameter, since an optimizer would change
-        # it, and no buffer, since DistributedDataParallel would overwrite a buffer by rank 0's.
+        # Counts [E] and T · balance loss are the gradient of a leaf. It is no parameter, since an
+        # optimizer would change it, and no buffer, since DistributedDataParallel would overwrite it
+        # by rank 0's.
         self.leaf: Tensor | None = None
         self._place_counts()
         self.reset_parameters()
@@ -420,9 +462,9 @@ class MoE(nn.Module):
         """Draws the weights anew; bias and counts are 0."""
         for weight in self.parameters():
             weight.normal_(std=0.02)
-        for tensor in (*self.buffers(), self.counts):
-            tensor.zero_()
-        self.counted_at = self.counts._version
+        for buffer in self.buffers():
+            buffer.zero_()
+        self._empty()
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
@@ -438,7 +480,7 @@ class MoE(nn.Module):
                 raise ValueError(f"padding_mask is {found}; needs {needed}")
             padding_mask = padding_mask.flatten()
         x_TH = x.flatten(0, -2)
-        probs, indices = self.route(x, padding_mask)
+        probs, indices, balance = self._route(x, padding_mask)
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
         # F.grouped_mm also needs weights that begin at multiples of 16 bytes, which is not checked.
@@ -456,23 +498,36 @@ class MoE(nn.Module):
             y = experts(x_TH, probs, fc1, fc2, places, native)
         self._place_counts()
         if self.training and y.requires_grad:
-            y = Count.apply(y, self.leaf, counts)
+            balance = counts.new_zeros(1) if balance is None else balance[None]
+            y = Count.apply(y, self.leaf, torch.cat((counts, balance)))
         y = y.to(x.dtype).view(x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
-            y = y + F.linear(again(swiglu, hidden), self.shared_fc2).to(x.dtype)
+            shared = F.linear(again(swiglu, hidden), self.shared_fc2).to(x.dtype)
+            if self.shared_gate is not None:
+                shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
+            y = y + shared
         return y
 
     def route(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [.., H], padding [T] -> (probs [T, K], indices [T, K]); index E is unrouted."""
+        return self._route(x, padding)[:2]
+
+    def _route(self, x, padding):
+        """(probs, indices, in training T times the balance loss / aux_loss_coeff)"""
         E, K = self.router.shape[0], self.topk
         logits = Logits.apply(x.flatten(0, -2), self.router)
         sigmoid = self.score_function == "sigmoid"
         score = torch.sigmoid if sigmoid else lambda z: z.softmax(-1)
         best = indices = logits.topk(K).indices
-        if self.expert_bias is not None:
-            indices = (score(logits.detach()) + self.expert_bias).topk(K).indices
-        all_scores = factors = None
+        if self.expert_bias is not None or self.groups is not None:
+            ranked = score(logits.detach())
+            if self.expert_bias is not None:
+                ranked = ranked + self.expert_bias
+            if self.groups is not None:
+                ranked = only_best_groups(ranked, *self.groups)
+            indices = ranked.topk(K).indices
+        all_scores = factors = balance = None
         if self.aux_loss_coeff and self.training and torch.is_grad_enabled():
             all_scores = score(logits)
             if sigmoid:
@@ -483,41 +538,65 @@ class MoE(nn.Module):
             n_E = rows_of_each(sort_by_expert(best, E)[2]).to(logits.dtype)
             T = (n_E.sum() / K).clamp(min=1)
             factors = n_E / T / T * (self.aux_loss_coeff * E / K)
-        probs = Pick.apply(score(logits) if sigmoid else logits, indices, all_scores, factors)
-        if not sigmoid:
+            balance = (n_E * all_scores.detach().sum(0)).sum() / T * (E / K)
+        over_chosen = self.normalize and not sigmoid
+        probs = Pick.apply(logits if over_chosen else score(logits), indices, all_scores, factors)
+        if over_chosen:
             probs = probs.softmax(-1)
-        elif K > 1:
+        elif self.normalize and K > 1:
             probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+        if self.scaling_factor != 1.0:
+            probs = probs * self.scaling_factor
         if padding is not None:
             probs = probs.masked_fill(padding[:, None], 0.0)
             indices = indices.masked_fill(padding[:, None], E)
-        return probs, indices
+        return probs, indices, balance
 
     @property
     def counts(self) -> Tensor:
-        """[E] in fp32: the tokens of each expert since the last update_bias, from training forwards
+        """[E] in fp32: the tokens of each expert since the last finish_step, from training forwards
         that had their .backward(). Exact up to 2**24 for each rank and expert.
         """
-        return self.leaf.grad
+        return self.leaf.grad[:-1]
+
+    @property
+    def max_violation(self) -> Tensor:
+        """max_e n_e / mean n - 1 of the counts (arXiv 2408.15664); NaN if nothing is counted."""
+        return self.counts.amax() * len(self.counts) / self.counts.sum() - 1
+
+    @property
+    def balance_loss(self) -> Tensor:
+        """The balance loss / aux_loss_coeff, a mean over the counted tokens. It is 1 if all experts
+        have the same load and scores, NaN if nothing is counted, 0 without the loss.
+        """
+        return self.leaf.grad[-1] * self.topk / self.counts.sum()
+
+    def finish_step(self, rate: float = 1e-3, group=None) -> None:
+        """Ends a training step: update_bias if there is a bias, and the counts begin anew. Call it
+        after the optimizer's step. A forward is counted in its .backward(); torch.autograd.grad and
+        .backward(inputs=..) count nothing.
+        """
+        if self.expert_bias is not None:
+            self.update_bias(rate, group)
+        self._empty()
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
         """Raises the bias of experts with few tokens and lowers that of experts with many (arXiv
-        2408.15664). Call it after the optimizer's step. A forward is counted in its .backward();
-        torch.autograd.grad and .backward(inputs=..) count nothing.
+        2408.15664). The counts begin anew. finish_step calls this.
 
         group: the ranks that train the same weights, such as torch.distributed.group.WORLD. Their
         counts are summed.
         """
         if self.expert_bias is None:
-            raise RuntimeError("update_bias needs expert_bias=True")
+            raise RuntimeError("update_bias needs expert_bias=True; finish_step does without")
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if group is None and ranks > 1:
             raise RuntimeError(
                 f"group is None and {ranks} ranks run: their biases would drift apart. Give "
                 "update_bias(group=..) the ranks that train one model, torch.distributed.group."
                 "WORLD if all do. A rank with a model of its own gives a group of one rank")
-        if self.counts._version == self.counted_at:      # the values would need a sync
+        if self.leaf.grad._version == self.counted_at:   # the values would need a sync
             warnings.warn(
                 "no backward has counted on this rank since the last update_bias: a forward in "
                 "train() is counted in its .backward(), not by torch.autograd.grad", stacklevel=3)
@@ -526,8 +605,25 @@ class MoE(nn.Module):
             dist.all_reduce(counts, group=group)
         self.expert_bias = self.expert_bias.float()          # assign=True may have loaded bf16
         self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign()
-        self.counts.zero_()
-        self.counted_at = self.counts._version
+        self._empty()
+
+    def _empty(self):
+        self.leaf.grad.zero_()
+        self.counted_at = self.leaf.grad._version
+
+    def extra_repr(self) -> str:
+        E, H, W = self.fc2.shape
+        sizes = f"hidden_size={H}, ffn_hidden_size={W}, num_experts={E}, topk={self.topk}"
+        options = dict(
+            score_function="softmax", normalize=True, scaling_factor=1.0, groups=None,
+            aux_loss_coeff=0.0)
+        chosen = {name: getattr(self, name) for name in options}
+        if self.shared_fc1 is not None:
+            chosen["shared_ffn_hidden_size"] = self.shared_fc1.shape[1]
+        for name in ("expert_bias", "shared_gate"):
+            chosen[name] = True if getattr(self, name) is not None else None
+        return ", ".join([sizes, *[
+            f"{name}={value!r}" for name, value in chosen.items() if value != options.get(name)]])
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def _place_counts(self) -> None:
@@ -538,25 +634,24 @@ class MoE(nn.Module):
         if old is None or old.device != device:
             with torch.inference_mode(False):                # else training could not add to them
                 leaf = torch.zeros(
-                    len(self.router), dtype=torch.float32, device=device, requires_grad=True)
+                    len(self.router) + 1, dtype=torch.float32, device=device, requires_grad=True)
                 keep = old is not None and not old.is_meta
                 leaf.grad = old.grad.to(device) if keep else torch.zeros_like(leaf)
             torch._dynamo.mark_static(leaf)      # else a graph may tie its length to x's
             self.leaf, self.counted_at = leaf, None
 
     def __getstate__(self):                              # pickle leaves out the gradient of a leaf
-        return {**super().__getstate__(), "counts": self.counts}
+        return {**super().__getstate__(), "noted": self.leaf.grad}
 
     def __setstate__(self, state):
-        counts = state.pop("counts")
+        noted = state.pop("noted")
         super().__setstate__(state)
-        self.leaf.grad, self.counted_at = counts, None
+        self.leaf.grad, self.counted_at = noted, None
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
         self._place_counts()                             # assign=True may bring another device
-        self.counts.zero_()                              # those were of the old weights and bias
-        self.counted_at = self.counts._version
+        self._empty()                                    # counts are of the old weights and bias
 
     def _apply(self, fn, recurse=True):
         bias = self.expert_bias

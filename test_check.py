@@ -44,8 +44,8 @@ def expert_mlp(x, probs, indices, fc1, fc2):
 
 
 def small_experts(x, probs, indices, fc1, fc2):
-    order, row_KT, offsets = small.sort_by_expert(indices, len(fc1))
-    return small.experts(x, probs, fc1, fc2, order, row_KT, offsets.cpu(), native=False)
+    places = small.sort_by_expert(indices, len(fc1))
+    return small.experts(x, probs, fc1, fc2, places, native=False)
 
 
 def moe_layer(x, probs, indices, fc1, fc2):

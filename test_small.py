@@ -507,12 +507,12 @@ def test_small_counts_stay_one_tensor(way):
             setattr(layer, name, torch.nn.Parameter(weight.detach().clone()))
         step(layer, x)
     same(layer.counts, counts)
-    before = layer.counts
+    before = layer.leaf.grad
     step(layer, x)
     step(layer, x, function=compiled(layer))
     same(layer.counts, 3 * counts)
-    assert layer.counts is before and layer.leaf.grad is before
-    assert layer is first or first.counts is not before and first.counts.equal(counts)
+    assert layer.leaf.grad is before and layer.counts.data_ptr() == before.data_ptr()
+    assert layer is first or first.leaf.grad is not before and first.counts.equal(counts)
     assert not {id(layer.leaf), id(before)} & {
         id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
 
@@ -624,9 +624,16 @@ def test_small_errors():
         autocast=lambda x, layer=layer: torch.autocast(DEVICE, torch.bfloat16)(layer)(x))
     table = """
         MoE(12, 10, 6, 3, score_function="relu") => score_function is 'relu'; needs "softmax" or
-        MoE(12, 10, 6, 7); MoE(12, 10, 6, 0) => needs 2 to 6
-        MoE(12, 10, 6, 1) => topk is 1; softmax needs 2 to 6
-        MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; sigmoid needs 1 to 6
+        MoE(12, 10, 6, 7); MoE(12, 10, 6, 0) => needs 1 to 6
+        MoE(12, 10, 6, 1) => topk is 1, and a softmax over one logit is 1 whatever it is
+        MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; needs 1 to 6
+        MoE(12, 10, 6, 3, scaling_factor=float("nan")) => scaling_factor is nan; needs a finite numb
+        MoE(12, 10, 6, 3, shared_gate=True) => needs shared_ffn_hidden_size
+        MoE(12, 10, 6, 3, groups=(4, 2, 1)) => groups is (4, 2, 1); needs a divisor of 6 experts
+        MoE(12, 10, 6, 3, groups=(0, 2, 1)) => groups is (0, 2, 1); needs a divisor of 6 experts
+        MoE(12, 10, 6, 3, groups=(3, 1, 1)) => best 1 of 3 groups of 2 have 2 experts; needs topk, 3
+        MoE(12, 10, 6, 3, groups=(3, 4, 1)) => best 4 of 3 groups of 2 have 8 experts; needs topk, 3
+        MoE(12, 10, 6, 3, groups=(3, 2, 3)); MoE(12, 10, 6, 3, groups=(3, 2, 0)) => needs 1 to 2 las
         layer(x[:, :5]) => x is torch.float32 [4, 5]; needs torch.float32 [.., T, 12]
         layer(x[0]) => x is torch.float32 [12]; needs torch.float32 [.., T, 12]
         layer(x.double()) => x is torch.float64 [4, 12]; needs torch.float32
@@ -643,6 +650,43 @@ def test_small_errors():
             assert text.startswith(kind) and phrase in text, f"{call}: {text}"
     assert "create_graph is True" in error(
         torch.autograd.grad, layer(x).sum(), [x], create_graph=True)
+
+
+def test_small_prints_what_it_is():
+    assert repr(MoE(12, 10, 6, 3)) == (
+        "MoE(hidden_size=12, ffn_hidden_size=10, num_experts=6, topk=3)")
+    layer = MoE(12, 10, 6, 3, "sigmoid", True, 0.1, 14, normalize=False, scaling_factor=2.5,
+                groups=(3, 2, 1), shared_gate=True)
+    assert repr(eval(repr(layer))) == repr(layer) and len(layer.extra_repr().split("=")) == 13
+
+
+def test_small_logs_the_loss_and_the_load():
+    """Over three forwards of different sizes, with padding, beside formulas in fp64. The next step
+    begins with nothing, also without a bias; a forward without a backward is not counted."""
+    layer = MoE(H, F_, E, K, "sigmoid", aux_loss_coeff=0.01)
+    assert layer.balance_loss.isnan() and layer.max_violation.isnan()
+    values, tokens, counts = [], [], torch.zeros(E, dtype=torch.float64)
+    for T in (5, 9, 20):
+        x, padding = torch.randn(T, H), torch.arange(T) % 4 == 1
+        layer(x, padding).sum().backward()
+        logits = x[~padding].double() @ layer.router.detach().double().t()
+        n = torch.nn.functional.one_hot(logits.topk(K).indices, E).sum((0, 1))
+        scores = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+        values.append(E / K / len(logits) ** 2 * (n * scores.sum(0)).sum())
+        tokens.append(len(logits))
+        counts += n
+    layer(x)
+    close(layer.counts, counts)
+    close(layer.balance_loss, sum(v * t for v, t in zip(values, tokens)) / sum(tokens), 1e-6)
+    close(layer.max_violation, counts.max() / counts.mean() - 1, 1e-6)
+    layer.finish_step()
+    assert not layer.leaf.grad.any() and layer.balance_loss.isnan()
+    layer = layer_of("bias")
+    layer(x).sum().backward()
+    assert layer.balance_loss == 0
+    before = layer.expert_bias.clone()
+    layer.finish_step(rate=0.5)
+    assert (layer.expert_bias - before).abs().max() == 0.5 and not layer.counts.any()
 
 
 @slow

@@ -20,6 +20,7 @@ import json
 import re
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -367,26 +368,83 @@ def readings_of(hf_config) -> list[tuple[str, configs.Reading]]:
     return readings
 
 
-def _config_text(reading):
-    """The MoEConfig as Python, or the reason why there is none."""
+def _calls(reading):
+    """[the call of small.MoE or what small.py lacks, the MoEConfig], or why there is no config."""
     problems = list(dict.fromkeys(reading.of_the_block))
     missing = any(isinstance(value, reader.Missing) for value in reading.fields.values())
+    calls = []
     if not problems and not missing:
         try:
-            moe.MoEConfig(**reading.fields)
+            calls.append(small_call(moe.MoEConfig(**reading.fields)))
         except ValueError as refused:
             problems = [str(refused)]
     if problems:
-        return f"no MoEConfig: {'; '.join(problems)}"
+        return [f"no MoEConfig: {'; '.join(problems)}"]
     given = [f"{name}={value!r}" for name, value in reading.fields.items()
              if value != getattr(moe.MoEConfig, name, None)]             # the default
-    return f"MoEConfig({', '.join(given)})"
+    return [*calls, f"MoEConfig({', '.join(given)})"]
+
+
+# Fields of MoEConfig that small.py has an option for, or that change no output.
+_IN_SMALL = {
+    "hidden_size", "ffn_hidden_size", "num_experts", "topk", "score_function", "pre_softmax",
+    "norm_topk_prob", "scaling_factor", "num_groups", "group_topk", "group_score_topk",
+    "enable_expert_bias", "bias_update_rate", "load_balancing_type", "aux_loss_coeff",
+    "shared_expert_intermediate_size", "shared_expert_gate", "params_dtype", "batch_first",
+    "init_std", "output_init_std"}
+_ROUNDINGS = {"router_dtype", "probs_dtype"}
+
+
+def small_call(config: moe.MoEConfig) -> str:
+    """The call of small.MoE whose layer computes what this config's does, or what small.py lacks
+    for it. The weights' dtype is that of `.to(dtype)`. small.py computes logits and probs in fp32:
+    a comment says where the model rounds them.
+    """
+    others = {field.name: f"{field.name}={getattr(config, field.name)}" for field in fields(config)
+              if field.name not in _IN_SMALL and getattr(config, field.name) != field.default}
+    roundings = [text for name, text in others.items() if name in _ROUNDINGS]
+    lacks = [text for name, text in others.items() if name not in _ROUNDINGS]
+    softmax = config.score_function == "softmax"
+    normalize = config.norm_topk_prob
+    if normalize is None:
+        normalize = not config.pre_softmax
+    if config.score_function not in ("softmax", "sigmoid"):
+        lacks.append(f"score_function={config.score_function!r}")
+    if set(config.balancing) - {"none", "aux_loss"}:
+        lacks.append(f"load_balancing_type={config.load_balancing_type!r}")
+    if config.topk == 1 and (softmax and normalize or not softmax and config.norm_topk_prob):
+        lacks.append("a prob that is always 1")
+    if lacks:
+        return f"small.py lacks {', '.join(lacks)}"
+    options = dict(
+        hidden_size=config.hidden_size, ffn_hidden_size=config.ffn_hidden_size,
+        num_experts=config.num_experts, topk=config.topk)
+    if not softmax:
+        options["score_function"] = config.score_function
+    if config.enable_expert_bias:
+        options["expert_bias"] = True
+    if "aux_loss" in config.balancing:
+        options["aux_loss_coeff"] = config.balancing["aux_loss"]
+    if config.shared_expert_intermediate_size:
+        options["shared_ffn_hidden_size"] = config.shared_expert_intermediate_size
+    if not normalize:
+        options["normalize"] = False
+    if config.scaling_factor not in (None, 1):
+        options["scaling_factor"] = config.scaling_factor
+    if config.num_groups:
+        members = config.group_score_topk or config.topk // config.group_topk
+        options["groups"] = (config.num_groups, config.group_topk, members)
+    if config.shared_expert_gate:
+        options["shared_gate"] = True
+    call = f"small.MoE({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+    return f"{call}    # without {', '.join(roundings)}" if roundings else call
 
 
 # ---- What is printed ----
 
 def router(model_type: str, hf_config=None) -> str:
-    """One router in formulas. The last line is the MoEConfig that computes it, or why none does.
+    """One router in formulas. The last line is the MoEConfig that computes it, or why none does. If
+    there are numbers for it, the line before is the call of small.MoE, or what small.py lacks.
 
     hf_config: config.json as a dict, or the library's object; None: of the named model. The experts
       may be quantised.
@@ -417,7 +475,7 @@ def router(model_type: str, hf_config=None) -> str:
     for layers, reading in readings:
         text += [f"in {layers}:"] * bool(layers)
         text += [line for line in _with_origins(reading) if line not in usual_lines]
-        text.append(_config_text(reading))
+        text += _calls(reading)
     return "\n".join(text)
 
 
@@ -507,7 +565,7 @@ def table_of_routers() -> str:
                  for column in COLUMNS]
         for layers, reading in readings:
             if reading.of_the_block:
-                cells[-1].append(f"{layers} {_config_text(reading)}".strip())
+                cells[-1].append(f"{layers} {_calls(reading)[-1]}".strip())
         cells = [*map("; ".join, cells), ", ".join(usual.row.dtypes())]
         same = first.setdefault(tuple(cells), name)
         if same != name:

@@ -2,6 +2,7 @@
 
     python -m pytest models/test_atlas.py
 """
+import dataclasses
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import small
 from models import atlas, published, table
 from models.cases import (
     E8, F5, H6, IN_THE_LIBRARY, LOCAL, OWN, PLAIN, PUBLISHED, ROUTED, SIZES, SMALL, WIDE,
@@ -21,7 +23,7 @@ from models.cases import (
 from models.configs import KNOWN, config_from_hf, read_config, type_of
 from models.reader import Reader
 from moe import MoEConfig, MoELayer
-from test_moe import best, close, error, fresh_start, needs, same
+from test_moe import about, best, close, error, fresh_start, needs, same
 from tests.test_scripts import HERE
 
 
@@ -34,6 +36,48 @@ def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:
     except SystemExit as stopped:
         status = stopped.code
     return (*capsys.readouterr(), status)
+
+
+def test_atlas_calls_of_small():
+    """Of each published model that small.py computes: its layer at small widths has the output and
+    the gradients of the MoELayer without roundings, mostly to the bit."""
+    computed, equal, rounded = [], [], []
+    for name, model in published.MODELS.items():
+        try:
+            fields_of = atlas.readings_of(model.config)[-1][1].fields
+            rounded += [name] * ("probs_dtype" in fields_of)
+            config = MoEConfig(**{
+                **fields_of, "hidden_size": 24, "ffn_hidden_size": 16, "probs_dtype": None,
+                "params_dtype": torch.float32, "router_dtype": torch.float32})
+        except (ValueError, TypeError):
+            continue
+        if config.shared_expert_intermediate_size:
+            config = dataclasses.replace(config, shared_expert_intermediate_size=20)
+        call = atlas.small_call(config)
+        if not call.startswith("small.MoE("):
+            assert call.startswith("small.py lacks "), call
+            continue
+        layer = eval(call)
+        with torch.no_grad():
+            layer.router.mul_(20)
+            if layer.expert_bias is not None:
+                layer.expert_bias.copy_(0.1 * torch.randn(config.num_experts))
+        names = {"router": "router.weight", "expert_bias": "router.expert_bias",
+                 "shared_gate": "shared_experts.gate_weight"}
+        whole = MoELayer(config)
+        whole.load_state_dict({
+            names.get(key, key.replace("shared_", "shared_experts.")
+                      if "shared" in key else f"experts.{key}"): value
+            for key, value in layer.state_dict().items()})
+        x = torch.randn(30, 24, requires_grad=True)
+        results = [[y.detach(), *torch.autograd.grad(y.sin().sum(), [x, one_router])]
+                   for y, one_router in ((layer(x), layer.router), (whole(x), whole.router.weight))]
+        with about(name):
+            close(*results, 1e-5)
+        computed.append(name)
+        equal += [name] * all(a.equal(b) for a, b in zip(*results))
+    counted = len(published.MODELS), len(computed), len({*computed} & {*rounded}), len(equal)
+    assert counted == (57, 48, 4, 37), counted
 
 
 def test_atlas_in_the_docs(capsys, monkeypatch):
@@ -79,7 +123,7 @@ def test_atlas_ends_with_the_config(case):
     fields = fam_fields(case)
     text = atlas.router(family_of(case), fields)
     assert eval(text.splitlines()[-1]) == config_from_hf(fields)
-    assert 10 <= len(text.splitlines()) <= 19 and "None" not in text
+    assert 11 <= len(text.splitlines()) <= 20 and "None" not in text
     row = table.TYPES[family_of(case)]
     assert ("expert_bias" in text) == ("enable_expert_bias" in row.knobs)
     assert ("latent_down" in text) == (case in ("nemotron_h-latent", "kimi_k3"))
@@ -265,7 +309,7 @@ def test_atlas_has_the_clamps_of_a_layer(name, limits):
     """As a formula, and in Step's experts of the library."""
     fields = fam_fields(name, **limits, num_hidden_layers=3, mlp_layer_types=["sparse"] * 3)
     routed, shared = limits
-    *_, title, in_an_expert, in_shared, why, usual, _ = atlas.router(name, fields).splitlines()
+    *_, title, in_an_expert, in_shared, why, usual, _, _ = atlas.router(name, fields).splitlines()
     assert title == "in layer 1:" and usual == "in layers 0, 2:"
     assert why == (f"no MoEConfig: {routed} is 7; needs 0 or None; {shared} is 16; needs 0 or None")
     if name == "step3p5":

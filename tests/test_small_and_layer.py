@@ -11,28 +11,40 @@ import grouped
 from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
 from small import MoE
 from test_moe import (
-    about, about_the_cpu, compiled, fresh_start, on_device, same, saved_bytes, slow_but)
+    about, about_the_cpu, close, compiled, fresh_start, on_device, same, saved_bytes, slow_but)
 from test_small import CASES, E, F_, H, K, layer_of, step
 
 
 def pair(case: str, dtype=torch.float32, sizes=(H, F_, E, K)) -> tuple[MoE, MoELayer]:
     """small.py's layer, and MoELayer with its weights and its bias."""
     layer = layer_of(case, dtype, sizes)
-    options = CASES[case]
-    coeff = options.get("aux_loss_coeff", 0.0)
+    return layer, layer_like(layer)
+
+
+def layer_like(small: MoE) -> MoELayer:
+    """The MoELayer that computes the same, with the same weights."""
+    coeff, dtype = small.aux_loss_coeff, small.fc1.dtype
+    E, H, F_ = small.fc2.shape
+    softmax = small.score_function == "softmax"
+    shared = None if small.shared_fc1 is None else small.shared_fc1.shape[1]
+    groups = dict(zip(("num_groups", "group_topk", "group_score_topk"), small.groups or ()))
     config = MoEConfig(
-        *sizes, score_function=layer.score_function, params_dtype=dtype,
-        router_dtype=torch.promote_types(dtype, torch.float32),
-        enable_expert_bias=layer.expert_bias is not None,
+        H, F_, E, small.topk, score_function=small.score_function, params_dtype=dtype,
+        router_dtype=torch.promote_types(dtype, torch.float32), **groups,
+        pre_softmax=softmax and not small.normalize,
+        norm_topk_prob=None if softmax or small.normalize else False,
+        scaling_factor=small.scaling_factor if small.scaling_factor != 1 else None,
+        enable_expert_bias=small.expert_bias is not None,
         load_balancing_type="aux_loss" if coeff else "none", aux_loss_coeff=coeff,
-        shared_expert_intermediate_size=options.get("shared_ffn_hidden_size"))
+        shared_expert_intermediate_size=shared,
+        shared_expert_gate=small.shared_gate is not None)
     names = {
         "router": "router.weight", "expert_bias": "router.expert_bias",
-        "fc1": "experts.fc1", "fc2": "experts.fc2",
-        "shared_fc1": "shared_experts.fc1", "shared_fc2": "shared_experts.fc2"}
+        "fc1": "experts.fc1", "fc2": "experts.fc2", "shared_fc1": "shared_experts.fc1",
+        "shared_fc2": "shared_experts.fc2", "shared_gate": "shared_experts.gate_weight"}
     whole = MoELayer(config)
-    whole.load_state_dict({names[name]: value for name, value in layer.state_dict().items()})
-    return layer, whole
+    whole.load_state_dict({names[name]: value for name, value in small.state_dict().items()})
+    return whole
 
 
 CPUS = {"AVX512": [torch.float16], "AVX2": [torch.bfloat16, torch.float16]}     # slow dtypes
@@ -67,6 +79,47 @@ def test_small_equals_the_layer(monkeypatch, case, dtype, cpu, topk):
     with torch.no_grad():
         same(layer.train()(x[0]), whole.train()(x[0]))
     assert not layer.counts.any()
+
+
+OPTIONS = {
+    "softmax over all": dict(normalize=False, aux_loss_coeff=0.1),
+    "of one expert": dict(normalize=False, topk=1),
+    "sigmoid as it is": dict(score_function="sigmoid", normalize=False, scaling_factor=0.7),
+    "sigmoid of one": dict(score_function="sigmoid", topk=1, scaling_factor=2.5),
+    "DeepSeek-V2": dict(normalize=False, groups=(4, 2, 1), scaling_factor=16.0),
+    "DeepSeek-V3": dict(
+        score_function="sigmoid", groups=(4, 2, 2), scaling_factor=2.5, expert_bias=True,
+        aux_loss_coeff=0.1, shared_ffn_hidden_size=14),
+    "groups of chosen logits": dict(groups=(2, 1, 3), expert_bias=True),
+    "Qwen2-MoE": dict(normalize=False, shared_ffn_hidden_size=14, shared_gate=True),
+}
+
+
+@pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_small_options_are_the_layers(name, backend):
+    """To the bit in eager mode; with padding, and in training and evaluation."""
+    options = dict(OPTIONS[name])
+    small = MoE(H, F_, 12, options.pop("topk", K), **options)
+    if small.expert_bias is not None:
+        small.expert_bias.copy_(0.1 * torch.randn(12))
+    with torch.no_grad():
+        small.router.mul_(20)                            # so that groups and factors matter
+    whole = layer_like(small)
+    x = torch.randn(5, 7, H, requires_grad=True)
+    function = compiled(small, backend)
+    for training, mask in itertools.product((True, False), ([], [torch.rand(5, 7) < 0.3])):
+        small.train(training), whole.train(training)
+        got, want = step(small, x, *mask, function=function), step(whole, x, *mask)
+        if backend is None:
+            same(got, want)
+        else:
+            close(got, want, 1e-5)
+    if small.aux_loss_coeff:
+        small.finish_step()
+        small.train(), whole.train(), step(small, x), step(whole, x)
+        close(small.balance_loss, load_balancing_metrics(whole)["load_balancing_loss"][0], 1e-6)
+        close(small.max_violation, load_balancing_metrics(whole)["max_violation"][0], 1e-6)
 
 
 @pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager", "inductor"]))
