@@ -165,6 +165,11 @@ class MoEModule(nn.Module):
             if isinstance(part, MoEModule):
                 part._config = config
 
+    def extra_repr(self) -> str:
+        """The shapes of this module's own tensors, for print."""
+        own = [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]
+        return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in own)
+
     def parameter(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
 

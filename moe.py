@@ -245,6 +245,12 @@ class MoELayer(MoEModule):
         if config.shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, config.shared_expert_gate, pg_collection)
 
+    def extra_repr(self) -> str:
+        """The config's sizes, and what in it is not a default, for print."""
+        given = {field.name: getattr(self.config, field.name) for field in fields(self.config)
+                 if getattr(self.config, field.name) != field.default}
+        return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
     @ends_overlap
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None,

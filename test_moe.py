@@ -2334,6 +2334,20 @@ def test_layer_metrics_of_the_latest_training_forward():
     assert "z_loss" not in load_balancing_metrics(first)
 
 
+def test_layer_prints_what_it_is():
+    layer = small_layer(latent_size=4)
+    assert_expected_inline(str(layer), """\
+MoELayer(
+  hidden_size=8, ffn_hidden_size=4, num_experts=6, topk=2, latent_size=4, batch_first=False
+  (router): TopKRouter(weight [6, 8])
+  (experts): Experts(fc1 [6, 2, 4, 4], fc2 [6, 4, 4])
+  (latent_down): LatentDown(weight [4, 8])
+  (latent_up): LatentUp(weight [8, 4])
+)""")
+    config = dataclasses.replace(layer.config, latent_size=None, enable_expert_bias=True)
+    assert str(TopKRouter(config)) == "TopKRouter(weight [6, 8], expert_bias [6])"
+
+
 def test_layer_errors():
     check_error_table("""
         layer(torch.randn(6, 9)) => input has shape [6, 9]
