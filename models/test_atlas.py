@@ -41,7 +41,7 @@ def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:
 def test_atlas_calls_of_small():
     """Of each published model that small.py computes: its layer at small widths has the output and
     the gradients of the MoELayer without roundings, mostly to the bit."""
-    computed, equal, rounded = [], [], []
+    computed, equal, rounded, lacking = [], [], [], []
     for name, model in published.MODELS.items():
         try:
             fields_of = atlas.readings_of(model.config)[-1][1].fields
@@ -56,6 +56,7 @@ def test_atlas_calls_of_small():
         call = atlas.small_call(config)
         if not call.startswith("small.MoE("):
             assert call.startswith("small.py lacks "), call
+            lacking.append(name)
             continue
         layer = eval(call)
         with torch.no_grad():
@@ -78,6 +79,9 @@ def test_atlas_calls_of_small():
         equal += [name] * all(a.equal(b) for a, b in zip(*results))
     counted = len(published.MODELS), len(computed), len({*computed} & {*rounded}), len(equal)
     assert counted == (57, 48, 4, 37), counted
+    page = (HERE / "docs/routers.md").read_text().split("## In one file")[1].split("##")[0]
+    assert re.findall(r"`(\w+)`", page.split("all but")[1].split(". ")[0]) == lacking
+    assert "computes 48 of the 57 models" in page.replace("\n", " ")
 
 
 def test_atlas_in_the_docs(capsys, monkeypatch):

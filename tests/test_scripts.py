@@ -305,8 +305,9 @@ moe.MoELayer.forward: hidden_states padding_mask topk_indices cu_seqlens
 moe.MoELayer.dispatch: x probs indices plan
 moe.select_experts: layer experts optimizer
 small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax expert_bias
-    aux_loss_coeff shared_ffn_hidden_size
+    aux_loss_coeff shared_ffn_hidden_size normalize=True scaling_factor=1.0 groups shared_gate
 small.MoE.forward: x padding_mask
+small.MoE.finish_step: rate=0.001 group
 small.moe_loop: x router fc1 fc2 topk
 kernels.moe_loop: x router fc1 fc2 topk
 check.check_experts: function dtype=torch.float32 device=cpu case shapes=()
