@@ -7,14 +7,19 @@
         (compiled(x) - target).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        layer.update_bias()                              # on several ranks give it a group
+        layer.finish_step()                              # on several ranks give it a group
 
-To load the weights of a Mixtral block of transformers, or of a Qwen3-MoE block that has
-norm_topk_prob=True:
+For a log there are layer.balance_loss and layer.max_violation, before finish_step. The weights of a
+block of transformers, by hand (models/weights.py knows others):
 
-    layer.load_state_dict({
+    weights = {                                  # Mixtral, or Qwen3-MoE with norm_topk_prob=True
         "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, W]
-        "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))})      # [E, 2W, H] -> [E, 2, W, H]
+        "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))}       # [E, 2W, H] -> [E, 2, W, H]
+    shared = block.shared_experts                # DeepSeek-V3 has this, too
+    weights |= {
+        "expert_bias": block.gate.e_score_correction_bias, "shared_fc2": shared.down_proj.weight,
+        "shared_fc1": torch.stack((shared.gate_proj.weight, shared.up_proj.weight))}
+    layer.load_state_dict(weights)
 
 Letters: T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of
 an expert. If a name ends in capitals, they are the axes of the tensor: x_TH is [T, H].

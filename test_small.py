@@ -704,21 +704,29 @@ def test_small_example():
 
 
 @with_the_library
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 def test_small_takes_the_weights_of_transformers(family):
     """By the lines in the docstring: the block's output."""
     import transformers
-    text = re.search(r"(    layer.load_state_dict.*?)\n\n", small.__doc__, re.S)[1]
-    model_type = {"Mixtral": "mixtral", "Qwen3Moe": "qwen3_moe"}[family]
+    text = re.search(r"    weights = .*?load_state_dict.weights.\n", small.__doc__, re.S)[0]
+    types = {"Mixtral": "mixtral", "Qwen3Moe": "qwen3_moe", "DeepseekV3": "deepseek_v3"}
+    model_type = types[family]
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     config = getattr(transformers, f"{family}Config")(
         hidden_size=H, intermediate_size=F_, moe_intermediate_size=F_, num_experts=E,
-        num_local_experts=E, num_experts_per_tok=K, norm_topk_prob=True)
-    block = getattr(module, f"{family}SparseMoeBlock")(config).eval()
-    for weight in block.parameters():
+        num_local_experts=E, num_experts_per_tok=K, norm_topk_prob=True, n_routed_experts=E,
+        n_group=3, topk_group=2, routed_scaling_factor=2.5, n_shared_experts=1)
+    name = "MoE" if family == "DeepseekV3" else "SparseMoeBlock"
+    block = getattr(module, f"{family}{name}")(config).eval()
+    for weight in block.state_dict().values():
         torch.nn.init.normal_(weight)
     layer = MoE(H, F_, E, K)
-    exec("\n".join(line[4:] for line in text.splitlines()), {"layer": layer, "block": block})
+    if family == "DeepseekV3":
+        layer = MoE(H, F_, E, K, "sigmoid", True, shared_ffn_hidden_size=F_, scaling_factor=2.5,
+                    groups=(3, 2, 2))
+    else:
+        text = re.sub(r"    shared = .*}\n", "", text, flags=re.S)
+    exec("\n".join(line[4:] for line in text.splitlines()), locals() | {"torch": torch})
     x = torch.randn(2, 7, H)
     want = block(x)
     close(layer(x), want[0] if isinstance(want, tuple) else want, 1e-5)

@@ -13,14 +13,15 @@ import weakref
 import pytest
 import torch
 
-from models import table
+import small
+from models import atlas, table
 from models.cases import (
     AXIS, E8, EVERY_CASE, EVERY_LAYOUT, F5, GUD, H6, IN_THE_LIBRARY, L4, OWN, PUBLISHED, T7,
     W_HELD, OneOf, check_errors, close_grads, double, fam_config, fam_fields, fam_layer,
     fam_tensors, family_of, ffn_loop, library_block, library_config, library_fields,
     only_chooses, published_loop, relu2, some_quick, swiglu_loop)
 from models.configs import config_from_hf
-from models.weights import from_hf, to_hf, upcycle
+from models.weights import from_hf, small_weights, to_hf, upcycle
 from moe import MoEConfig, MoELayer
 from ranks.parallel import ProcessGroups
 from ranks.test_ranks import mesh_of, over_ranks, own_part
@@ -144,6 +145,23 @@ def test_weights_match_the_library(case):
         want = want[0]
     close(got, want.view(x.shape), 1e-5)
     close_grads(got, want.view(x.shape), [x], tol=1e-5)
+
+    call = atlas.small_call(config)
+    if not call.startswith("small.MoE("):
+        assert call.startswith("small.py lacks ")
+        return
+    one_file = eval(call, {"small": small})
+    one_file.load_state_dict(small_weights(layer))
+    got = one_file(x)
+    if case == "axk1":
+        got = block.post_mlp_layernorm(got)
+    close(got, want.view(x.shape), 1e-5)
+    same(one_file.route(x)[1], layer.router.route(x)[1])
+
+
+def test_weights_of_small_refuse_what_it_does_not_have():
+    config = MoEConfig(8, 4, 4, 2, latent_size=4)
+    assert "small.MoE has no latent_down.weight" in error(small_weights, MoELayer(config))
 
 
 @pytest.mark.parametrize("through", [lambda layer: layer, pytest.param(compiled, marks=slow)])

@@ -3,6 +3,7 @@
     from_hf(layer, tensors, "qwen3_moe", prefix="model.layers.3.mlp.")
     tensors = to_hf(layer, "qwen3_moe", prefix="model.layers.3.mlp.")
     layer = upcycle(config, gate_proj, up_proj, down_proj)
+    small_layer.load_state_dict(small_weights(layer))        # of small.py
 
 tensors is a plain mapping, or an open file of safetensors. The names and axes are in table.py.
 """
@@ -95,6 +96,33 @@ def to_hf(layer: moe.MoELayer, model_type: str, prefix: str = "") -> dict[str, T
             for name, place in places.items() if place.view is not None}
 
 
+# parameter of MoELayer -> of small.MoE
+IN_SMALL = {
+    "router.weight": "router",
+    "router.expert_bias": "expert_bias",
+    "experts.fc1": "fc1",
+    "experts.fc2": "fc2",
+    "shared_experts.fc1": "shared_fc1",
+    "shared_experts.fc2": "shared_fc2",
+    "shared_experts.gate_weight": "shared_gate",
+}
+
+
+def small_weights(layer: moe.MoELayer) -> dict[str, Tensor]:
+    """The layer's weights under the names of small.MoE, for its load_state_dict. The call of
+    small.MoE is atlas.small_call(layer.config). ValueError: tensors that small.MoE does not have.
+
+    >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
+    >>> list(small_weights(moe.MoELayer(config)))
+    ['router', 'fc1', 'fc2']
+    """
+    tensors = layer.state_dict()
+    others = [name for name in tensors if name not in IN_SMALL]
+    if others:
+        raise ValueError(f"small.MoE has no {listed(others, ', ')}; needs the MoELayer")
+    return {IN_SMALL[name]: tensor for name, tensor in tensors.items()}
+
+
 AXES = {
     "router.weight": "e h",
     "router.bias": "e",
@@ -128,7 +156,7 @@ def _checked(layer, model_type):
     inner = getattr(layer, "_orig_mod", layer)
     if not isinstance(inner, moe.MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer "
-                        f"(how to fill a small.MoE is said in small.py)")
+                        f"(for a small.MoE see small_weights)")
     row = family(model_type)
     want = meaning({**row.knobs, "topk": inner.config.topk})
     have = meaning(vars(inner.config))
