@@ -170,6 +170,8 @@ def in_threads(ranks: int, function) -> list:
             threaded.ProcessLocalGroup.exception_handle(failed)      # ends those that wait for it
 
     threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):
+        threaded.ThreadLocalWorld.comms = []                 # torch 2.11 reads it, and lacks it
     threaded._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
