@@ -215,10 +215,11 @@ def spread(x, order, row_KT, offsets):
 
 def combine(rows, order, row_KT, offsets):
     """rows [N, H] -> [T, H]: the sum of each token's routed rows, in fp32 at least. No atomics."""
-    unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
-    total = sum(upcast(rows[row_T]).masked_fill(unrouted_T1, 0.0)
-                for row_T, unrouted_T1 in zip(row_KT, unrouted_KT1))
-    return cast(total, rows.dtype)
+    picked = [upcast(rows[row_T]) for row_T in row_KT]
+    if torch.compiler.is_compiling():        # in eager mode unrouted rows are zeros: see grouped_mm
+        unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
+        picked = [z.masked_fill(mask_T1, 0.0) for z, mask_T1 in zip(picked, unrouted_KT1)]
+    return cast(sum(picked), rows.dtype)
 
 
 def to_rows(probs, order, row_KT, offsets):
@@ -543,7 +544,10 @@ class MoE(nn.Module):
             n_E = rows_of_each(sort_by_expert(best, E)[2]).to(logits.dtype)
             T = (n_E.sum() / K).clamp(min=1)
             factors = n_E / T / T * (self.aux_loss_coeff * E / K)
-            balance = (n_E * all_scores.detach().sum(0)).sum() / T * (E / K)
+            # As a product, the sum over tokens needs no other graph for many tokens.
+            ones = all_scores.new_ones(1, all_scores.shape[0])
+            sums_1E = product_in_fp32(ones, all_scores.detach())
+            balance = (n_E * sums_1E).sum() / T * (E / K)
         over_chosen = self.normalize and not sigmoid
         probs = Pick.apply(logits if over_chosen else score(logits), indices, all_scores, factors)
         if over_chosen:

@@ -1300,7 +1300,7 @@ def test_docs_bytes_kept():
 @pytest.mark.parametrize("who", ["a loop", "native"])
 def test_docs_bytes_kept_in_a_graph(monkeypatch, who):
     """By the layer itself: 8·E less than results.md says for eager mode, and T·K more for a mask,
-    which a graph of torch 2.15 makes again. With a native product one of torch 2.11 keeps two."""
+    which a graph of torch 2.15 makes again."""
     PRODUCTS[who](monkeypatch)
     T, H, F_, E, K = 40, 24, 16, 10, 3
     layer = MoELayer(MoEConfig(H, F_, E, topk=K, params_dtype=torch.bfloat16))
@@ -1308,8 +1308,7 @@ def test_docs_bytes_kept_in_a_graph(monkeypatch, who):
     function = compiled(layer, "inductor")
     base = 2 * T * H + 4 * T * K * F_ + 28 * T * K + 12 * E
     kept = saved_bytes(lambda: function(x), exclude=layer.parameters())
-    masks = 2 if who == "native" and torch.__version__ < (2, 12) else 1
-    want = base - 8 * E + masks * T * K
+    want = base - 8 * E + T * K
     assert kept == want if torch.__version__ < (2, 14) else want - T * K <= kept <= want
     eager = saved_bytes(lambda: layer(x), exclude=layer.parameters())
     assert eager == base + 2 * T * K * F_
