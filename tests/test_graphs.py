@@ -402,9 +402,9 @@ kernel rows_times_rows kernel write kernel product_in product_in kernel""")
     (24, dict(latent_size=256))])
 def test_compile_loops_and_bytes(count, fields, no_cpp_compiler):
     """How many loops the kernels of torch 2.13 hold says what is fused; two more where the product
-    is torch's own, for the number of routed rows, forward and backward. Kept for the backward: T·H + 2·T·ℓ + N·2F
-    elements, in eager mode another N·F, indices and probs, and at most 1% more. The norm of latent
-    experts keeps another T·ℓ, and more in eager mode."""
+    is torch's own, for the number of routed rows, forward and backward. Kept for the backward:
+    T·H + 2·T·ℓ + N·2F elements, in eager mode another N·F, indices and probs, and at most 1% more.
+    The norm of latent experts keeps another T·ℓ, and more in eager mode."""
     T, H, F_, K = 512, 512, 256, 8
     layer = MoELayer(MoEConfig(H, F_, 16, topk=K, **fields))
     function = compiled(layer, "inductor")
