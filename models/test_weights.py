@@ -292,7 +292,7 @@ def test_weights_lists_are_cut_at_ten():
          "reset_parameters() of its modules first")])
     check_errors(kind=TypeError, table=[
         (lambda: read(t, layer, name),
-         "layer is a dict; needs a MoELayer (how to fill a small.MoE is said in small.py)"),
+         "layer is a dict; needs a MoELayer (for a small.MoE see small_weights)"),
         (lambda: read(layer, list(t), name), "tensors is a list; needs a mapping, name -> tensor")])
 
 
