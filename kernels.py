@@ -1228,13 +1228,34 @@ def activation(
 # ---- Experts ----
 
 def _add_output_bias(y, probs, plan, fc2_bias):
-    """y_t + Σ_k p_tk · fc2_bias[i_tk] in y.dtype, as probs [T, E] · fc2_bias in fp32 at least."""
+    """y_t + Σ_k p_tk · fc2_bias[i_tk], as probs [T, E] · fc2_bias."""
     to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
     probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), expert_TK)
-    wide = torch.promote_types(y.dtype, torch.float32)
-    bias_TH = _LinearIn.apply(wide, probs_TE, fc2_bias.t(), None)
-    return (y + bias_TH).to(y.dtype)
+    return _ProductAdded.apply(y, probs_TE, fc2_bias)
+
+
+class _ProductAdded(torch.autograd.Function):
+    """y + a · b in y.dtype, with the product and the sum in fp32 at least.
+
+    Of plain code the gradient of the sum would be in fp32: copies of [T, H] for two products.
+    """
+
+    @staticmethod
+    def forward(ctx, y, a, b):
+        ctx.save_for_backward(a, b)
+        ctx.wide = torch.promote_types(y.dtype, torch.float32)
+        return (y + _product_in(a, b, dtype=ctx.wide, out_dtype=ctx.wide)).to(y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        # grad_a = grad · bᵀ, grad_b = aᵀ · grad
+        grad_a = _product_in(grad, b.t(), dtype=ctx.wide, out_dtype=a.dtype)
+        grad_b = _product_in(a.t(), grad, dtype=ctx.wide, out_dtype=b.dtype)
+        # y, a, b
+        return grad, grad_a, grad_b
 
 
 def _flat_weights(fc1, fc1_bias):

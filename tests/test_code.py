@@ -158,7 +158,7 @@ FIGURES = {
     "layer shared": (8, 638, 12, 1146),
     "layer v3": (12, 654, 17, 1164),
     "layer latent": (7, 354, 14, 727),
-    "layer bias": (10, 611, 13, 1131),
+    "layer bias": (10, 611, 11, 980),
 }
 OPTIONS = {
     "small all": dict(shared_ffn_hidden_size=512, aux_loss_coeff=0.01),
