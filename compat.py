@@ -102,14 +102,6 @@ def upcast(x):
     return x if x.dtype == torch.float64 else cast(x, torch.float32)
 
 
-@op(lambda x, dtype: torch.empty_like(x, dtype=dtype))
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype, for a rounding that decides a choice: inside a compiled kernel a cast to
-    bf16 or fp16 rounds nothing.
-    """
-    return x.to(dtype, copy=True)            # an op must not return its argument
-
-
 def check_known(name, value, known):
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known: {', '.join(map(repr, known))}")

@@ -7,6 +7,7 @@ product is a custom op, which copies the offsets to the host. On a CPU it multip
 expert. On a card the launches of so many small products would take longer than the products, so
 there it multiplies batches of experts of similar size.
 """
+import contextlib
 import functools
 import itertools
 import math
@@ -136,27 +137,24 @@ def product(rows, weights, read, bias=None):
     return _rows_times_weights(rows, weights, bias, read.offsets, read.index)
 
 
-def weight_grad(a, b, read):
-    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block."""
+def weight_grad(a, b, read, exact=False):
+    """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block. Exact:
+    fp32 is not rounded to TF32 or bf16, whatever torch.set_float32_matmul_precision says.
+    """
     if read.native:
         return _native_weight_grad(a, b, read.offsets)
-    return _rows_times_rows(a, b, read.offsets, read.index)
+    return _rows_times_rows(a, b, read.offsets, read.index, exact=exact)
 
 
 def bias_grad(rows, read):
     """rows [N, O] -> [E, O]: the sum of each row block, as a product, without atomics."""
-    if read.native:
-        return _native_weight_grad(rows, _ones_beside(rows), read.offsets)[..., 0]
-    return _block_sums(rows, read.offsets, read.index)
+    ones = rows.new_ones(rows.shape[0], 8)               # one column would do, and 8 are aligned
+    return weight_grad(rows, ones, read, exact=True)[..., 0]
 
 
 def rows_of_each(offsets):
     """offsets [E] -> how many rows each expert has, [E] int32."""
     return offsets.diff(prepend=offsets.new_zeros(1))
-
-
-def _ones_beside(rows):
-    return rows.new_ones(rows.shape[0], 8)               # one column would do, and 8 are aligned
 
 
 # ---- Native: torch's product, where it reads the offsets on their device ----
@@ -427,16 +425,19 @@ def _batches_times_weights(out, rows, weights, bias, offsets, index):
         del gathered, product                            # before the next part needs memory
 
 
-@op(lambda a, b, offsets, index: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
-    flops=lambda a, b, *_: 2 * a[0] * a[1] * b[1], cudagraph_unsafe=True)
-def _rows_times_rows(a: Tensor, b: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
+@op(lambda a, b, offsets, *_, **__: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
+    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1], cudagraph_unsafe=True)
+def _rows_times_rows(
+    a: Tensor, b: Tensor, offsets: Tensor, index: Tensor | None, exact: bool,
+) -> Tensor:
     out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
     if 0 in rows_of_each(offsets):
         out.zero_()                                      # for experts without rows
-    for e, block in _alone(offsets, index):
-        _mm(a[block].t(), b[block], out=out[e])
-    if index is not None:
-        _batches_times_rows(out, a, b, offsets, index)
+    with exact_fp32() if exact else contextlib.nullcontext():
+        for e, block in _alone(offsets, index):
+            _mm(a[block].t(), b[block], out=out[e])
+        if index is not None:
+            _batches_times_rows(out, a, b, offsets, index)
     return out
 
 
@@ -451,11 +452,3 @@ def _batches_times_rows(out, a, b, offsets, index):
             of_a, of_b = map(batch.of, gathered)
             out[batch.which(ids)] = torch.bmm(of_a.mT, of_b)
         del gathered, of_a, of_b                         # before the next part needs memory
-
-
-# It is an op because of exact_fp32: a sum must not be rounded as products may be.
-@op(lambda rows, offsets, index: rows.new_empty(offsets.shape[0], rows.shape[1]),
-    cudagraph_unsafe=True)
-@exact_fp32()
-def _block_sums(rows: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
-    return _rows_times_rows(rows, _ones_beside(rows), offsets, index)[..., 0].clone()

@@ -34,13 +34,13 @@ if __package__:
     from . import compat, grouped
     from .compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
+        holds_in_this_graph, is_integer, once_differentiable, op, upcast)
 else:
     import compat
     import grouped
     from compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        holds_in_this_graph, is_integer, once_differentiable, op, rounded, upcast)
+        holds_in_this_graph, is_integer, once_differentiable, op, upcast)
 
 
 # ---- The definition ----
@@ -66,40 +66,39 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 # ---- Gate: tokens -> logits ----
 
-# Sums over tokens are ops. As plain code on a CPU, Inductor adds row after row, where torch adds
-# blocks: over 200,000 tokens z_loss_func was 4e-7 off, not 2e-8.
-@op(lambda x: x.new_empty(x.shape[1]))
-def _sum_tokens(x: Tensor) -> Tensor:
-    """x [rows, columns] -> [columns], in x.dtype."""
-    return x.sum(0)
+def _sum_tokens(x):
+    """x [T, columns] -> [columns], in x.dtype."""
+    # In one sum the compiler would add row after row on a CPU (2e-6 off over 8,192 tokens, in two
+    # levels 4e-7), and make one more graph above 4,096 tokens.
+    T = x.shape[0]
+    blocks = T // 512 + 2                                # this avoids a separate graph for one
+    x_BbC = F.pad(x, (0, 0, 0, blocks * 512 - T)).view(blocks, 512, -1)
+    return x_BbC.sum(1).sum(0)
 
 
 # It is an op because of exact_fp32, which a graph cannot enter. Of plain code a graph would also
 # make the backward's fp32 copies of the operands already in the forward, and keep them.
-@op(lambda a, b, dtype, out_dtype:
+@op(lambda a, b, dtype, out_dtype, *_:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1])
 @exact_fp32()
-def _product_in(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """a · b, computed in dtype and returned in out_dtype."""
-    if a.is_cuda and _multiplies_into_fp32(a, b, dtype, out_dtype):
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a.to(dtype) @ b.to(dtype)).to(out_dtype)
+def _product_in(
+    a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, bias: Tensor | None = None,
+) -> Tensor:
+    """a · b + bias, computed in dtype and returned in out_dtype."""
+    if a.is_cuda and _multiplies_into_fp32(a, b, dtype):
+        product = torch.mm(a, b, out_dtype=dtype)
+    else:
+        product = a.to(dtype) @ b.to(dtype)
+    if bias is not None:
+        product += bias.to(dtype)
+    return product.to(out_dtype)
 
 
-def _multiplies_into_fp32(a, b, dtype, out_dtype):
+def _multiplies_into_fp32(a, b, dtype):
     """Whether CUDA multiplies these bf16 operands into fp32 exactly, without copies."""
     bf16 = a.dtype == b.dtype == torch.bfloat16
-    return bf16 and dtype == out_dtype == torch.float32 and torch.version.hip is None
-
-
-def _product_and_bias_in(a, b, bias, dtype):
-    """a · b + bias, with a and b in dtype, rounded to dtype once."""
-    wide = torch.promote_types(dtype, torch.float32)
-    if wide == dtype:
-        return _product_in(a, b, dtype=wide, out_dtype=wide) + bias.to(wide)
-    product = _product_in(a.to(dtype), b.to(dtype), dtype=wide, out_dtype=wide)
-    return rounded(product + bias.to(wide), dtype)
+    return bf16 and dtype == torch.float32 and torch.version.hip is None
 
 
 class _LinearIn(torch.autograd.Function):
@@ -111,9 +110,13 @@ class _LinearIn(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         tokens_TH = tokens.reshape(-1, tokens.shape[-1])
-        if bias is not None:
-            return _product_and_bias_in(tokens_TH, weight.t(), bias, dtype)
-        return _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
+        if bias is None:
+            return _product_in(tokens_TH, weight.t(), dtype=dtype, out_dtype=dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        if wide != dtype:
+            tokens_TH, weight = tokens_TH.to(dtype), weight.to(dtype)
+        # Rounded to dtype once, behind the bias
+        return _product_in(tokens_TH, weight.t(), dtype=wide, out_dtype=dtype, bias=bias)
 
     @staticmethod
     @once_differentiable
@@ -271,13 +274,6 @@ SCORE_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# It is an op because the compiler would leave out the roundings between the steps.
-@op(lambda logits, score_function:
-     torch.empty_like(logits, memory_format=torch.contiguous_format))
-def _rounded_scores(logits: Tensor, score_function: str) -> Tensor:
-    return SCORE_FUNCTIONS[score_function](logits).contiguous()
-
-
 def _what_sums_to_1(score_function, topk, use_pre_softmax, norm_topk_prob):
     """How a token's K probs are normalised: "softmax", "sum" or None. See topk_routing, step 3."""
     if norm_topk_prob is not None:
@@ -353,7 +349,7 @@ def topk_routing(
     else:
         ranked_TE = logits_TE.detach()
         if narrow:
-            ranked_TE = _rounded_scores(ranked_TE, score_function)
+            ranked_TE = _rounded_probs(ranked_TE, None, None, score_function, None, 0.0, None)
         elif expert_bias is not None or num_groups is not None:
             ranked_TE = SCORE_FUNCTIONS[score_function](ranked_TE)
         if expert_bias is not None:
@@ -376,7 +372,9 @@ def topk_routing(
 def _probs_of_chosen(
     logits_TE, indices_TK, copies_TK, score_function, normalised, norm_eps, scaling_factor,
 ):
-    """Steps 3 and 4 of topk_routing. An expert counts as often as copies_TK says, if given."""
+    """Steps 3 and 4 of topk_routing, for all experts if indices_TK is None. An expert counts as
+    often as copies_TK says, if given.
+    """
     if normalised == "softmax":
         chosen_TK = pick(logits_TE, indices_TK)
         if copies_TK is not None:
@@ -385,7 +383,9 @@ def _probs_of_chosen(
             chosen_TK = chosen_TK + log_n.clamp(min=torch.finfo(chosen_TK.dtype).min)
         probs_TK = chosen_TK.softmax(-1)
     else:
-        probs_TK = pick(SCORE_FUNCTIONS[score_function](logits_TE), indices_TK)
+        probs_TK = SCORE_FUNCTIONS[score_function](logits_TE)
+        if indices_TK is not None:
+            probs_TK = pick(probs_TK, indices_TK)
         if copies_TK is not None:
             probs_TK = probs_TK * copies_TK
         if normalised == "sum":
@@ -397,10 +397,10 @@ def _probs_of_chosen(
     return probs_TK
 
 
-# It is an op for the same reason as _rounded_scores.
-@op(lambda logits, indices, *_: logits.new_empty(indices.shape))
+# It is an op because the compiler would leave out the roundings between the steps.
+@op(lambda logits, indices, *_: logits.new_empty((logits if indices is None else indices).shape))
 def _rounded_probs(
-    logits: Tensor, indices: Tensor, copies: Tensor | None, score_function: str,
+    logits: Tensor, indices: Tensor | None, copies: Tensor | None, score_function: str,
     normalised: str | None, norm_eps: float, scaling_factor: float | None,
 ) -> Tensor:
     probs_TK = _probs_of_chosen(
@@ -464,13 +464,6 @@ def compute_routing_scores_for_aux_loss(
 
 # ---- Balance: losses, capacity, and the bias that needs no loss ----
 
-@op(lambda scores, factors, sequence: scores.new_empty(()))
-def _sum_weighted(scores: Tensor, factors: Tensor, sequence: Tensor | None) -> Tensor:
-    if sequence is None:
-        return (scores.sum(0) * factors).sum()           # an op: see _sum_tokens
-    return (scores * factors[sequence]).sum()
-
-
 def weighted_token_sum(
     scores: Tensor, factors: Tensor, sequence: Tensor | None = None,
 ) -> Tensor:
@@ -485,7 +478,9 @@ def weighted_token_sum(
     shape = scores.shape
     # If they were arguments of Adjoint, a checkpoint would replace them by recomputed ones.
     def add(x):
-        return _sum_weighted(x, factors, sequence)
+        if sequence is None:
+            return (_sum_tokens(x) * factors).sum()
+        return _sum_tokens(x * factors[sequence]).sum()
 
     def spread(grad):
         if sequence is None:
@@ -1251,9 +1246,12 @@ class _ProductAdded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
+        grad_a = grad_b = None
         # grad_a = grad · bᵀ, grad_b = aᵀ · grad
-        grad_a = _product_in(grad, b.t(), dtype=ctx.wide, out_dtype=a.dtype)
-        grad_b = _product_in(a.t(), grad, dtype=ctx.wide, out_dtype=b.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_a = _product_in(grad, b.t(), dtype=ctx.wide, out_dtype=a.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_b = _product_in(a.t(), grad, dtype=ctx.wide, out_dtype=b.dtype)
         # y, a, b
         return grad, grad_a, grad_b
 
