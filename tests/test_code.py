@@ -92,6 +92,18 @@ def test_docs_compile_shows_the_code():
         assert said == [*found, f"{sums['both'][-1]:.2f}"], case
 
 
+def test_docs_compile_explains_the_code():
+    """The kernels of docs/compile.md are what the program prints, but for the comments."""
+    page = (HERE / "docs/compile.md").read_text()
+    shown = re.findall(r"<!-- source -->\n```\n\$ python card/code.py (.*)\n([^`]*)```", page)
+    assert len(shown) == 2
+    for args, body in shown:
+        lines = [line.partition("  # ")[0].rstrip() for line in body.splitlines()]
+        printed = code(*args.split()).stdout.splitlines()
+        start = next(i for i, line in enumerate(printed) if line.startswith("def "))
+        assert [line for line in printed[start + 1:] if line] == lines, args
+
+
 @pytest.mark.parametrize("case, gathers", [("small", [1, 2]), ("layer", [1, 1])])
 def test_code_gathers(case, gathers):
     """One kernel reads T rows and a few numbers, and writes N rows. In small.py's backward the
