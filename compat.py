@@ -90,16 +90,16 @@ def copy_after(value: Tensor, made_before: Tensor) -> Tensor:
     return value.clone()
 
 
-# On torch 2.11 a compiled autograd function whose forward ends in a cast without effect gets wrong
-# gradients. So where the dtype fits there is no cast.
-
 def cast(x, dtype):
+    """x in dtype. (On torch 2.11 a compiled autograd function whose forward ends in x.to(x.dtype)
+    gets wrong gradients.)
+    """
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def upcast(x):
-    """x in fp32 at least: fp64 stays fp64."""
-    return x if x.dtype == torch.float64 else cast(x, torch.float32)
+    """x in fp32 at least."""
+    return cast(x, torch.promote_types(x.dtype, torch.float32))
 
 
 def check_known(name, value, known):

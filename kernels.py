@@ -66,7 +66,7 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 # ---- Gate: tokens -> logits ----
 
-def _sum_tokens(x):
+def sum_tokens(x):
     """x [T, columns] -> [columns], in x.dtype."""
     # In one sum the compiler would add row after row on a CPU (2e-6 off over 8,192 tokens, in two
     # levels 4e-7), and make one more graph above 4,096 tokens.
@@ -133,7 +133,7 @@ class _LinearIn(torch.autograd.Function):
             grad_weight = _product_in(
                 grad.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
         if need_bias:
-            grad_bias = _sum_tokens(upcast(grad)).to(ctx.bias_dtype)
+            grad_bias = sum_tokens(upcast(grad)).to(ctx.bias_dtype)
         # dtype, tokens, weight, bias
         return None, grad_tokens, grad_weight, grad_bias
 
@@ -479,8 +479,8 @@ def weighted_token_sum(
     # If they were arguments of Adjoint, a checkpoint would replace them by recomputed ones.
     def add(x):
         if sequence is None:
-            return (_sum_tokens(x) * factors).sum()
-        return _sum_tokens(x * factors[sequence]).sum()
+            return (sum_tokens(x) * factors).sum()
+        return sum_tokens(x * factors[sequence]).sum()
 
     def spread(grad):
         if sequence is None:

@@ -68,7 +68,9 @@ def op(fake, cudagraph_unsafe=False):
 
 
 def cast(x, dtype):
-    """x in dtype. (On torch 2.11 a forward that ends in x.to(x.dtype) gets wrong gradients.)"""
+    """x in dtype. (On torch 2.11 a compiled autograd function whose forward ends in x.to(x.dtype)
+    gets wrong gradients.)
+    """
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -77,14 +79,22 @@ def upcast(x):
     return cast(x, torch.promote_types(x.dtype, torch.float32))
 
 
+def sum_tokens(x):
+    """x [T, columns] -> [columns], in x.dtype."""
+    # In one sum the compiler would add row after row on a CPU (2e-6 off over 8,192 tokens, in two
+    # levels 4e-7), and make one more graph above 4,096 tokens.
+    T = x.shape[0]
+    blocks = T // 512 + 2                                # this avoids a separate graph for one
+    x_BbC = F.pad(x, (0, 0, 0, blocks * 512 - T)).view(blocks, 512, -1)
+    return x_BbC.sum(1).sum(0)
+
+
 def sort_by_expert(indices, num_experts):
     """indices [T, K] -> order [N] (row -> assignment t·K + k), row_KT [K, T] (assignment -> row),
     offsets [E] int32 (where an expert's rows end). Index E, unrouted, comes last.
     """
     ids_N, order_N = indices.flatten().sort(stable=True)     # an expert's tokens stay in order
-    number_N = torch.arange(order_N.shape[0], device=indices.device)
-    row_N = torch.empty_like(order_N).scatter_(0, order_N, number_N)
-    row_KT = row_N.view(indices.shape).t().contiguous()
+    row_KT = order_N.int().argsort().view(indices.shape).t().contiguous()
     experts_E = torch.arange(num_experts, device=indices.device)
     offsets_E = torch.searchsorted(ids_N, experts_E, right=True, out_int32=True)
     return order_N, row_KT, offsets_E
@@ -100,13 +110,14 @@ def rows_of_each(offsets):
 # copied to the host, once for all products.
 @torch.compiler.assume_constant_result
 def native_product(device) -> str:
-    """Which hardware runs F.grouped_mm here: "H100" (or H200), "B200" (or B300), "AVX-512", or
-    "none".
+    """Which hardware runs F.grouped_mm here: "H100" (or H200), "B200" (or B300), "bf16 CPU", which
+    has instructions for it, or "none".
     """
     if device.type == "cuda" and torch.version.hip is None:
         return {9: "H100", 10: "B200"}.get(torch.cuda.get_device_capability(device)[0], "none")
-    quick = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return "AVX-512" if quick else "none"
+    if device.type == "cpu" and torch.backends.mkldnn.is_available():
+        return "bf16 CPU" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "none"
+    return "none"
 
 
 def empty_product(a, b, offsets):
@@ -215,6 +226,8 @@ def spread(x, order, row_KT, offsets):
 
 def combine(rows, order, row_KT, offsets):
     """rows [N, H] -> [T, H]: the sum of each token's routed rows, in fp32 at least. No atomics."""
+    # Its gradient and the one of spread read the same row numbers, so a graph makes both gathers in
+    # one kernel. That costs memory at the peak; kernels.combine_rows keeps them apart, by an op.
     picked = [upcast(rows[row_T]) for row_T in row_KT]
     if torch.compiler.is_compiling():        # in eager mode unrouted rows are zeros: see grouped_mm
         unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
@@ -544,10 +557,7 @@ class MoE(nn.Module):
             n_E = rows_of_each(sort_by_expert(best, E)[2]).to(logits.dtype)
             T = (n_E.sum() / K).clamp(min=1)
             factors = n_E / T / T * (self.aux_loss_coeff * E / K)
-            # As a product, the sum over tokens needs no other graph for many tokens.
-            ones = all_scores.new_ones(1, all_scores.shape[0])
-            sums_1E = product_in_fp32(ones, all_scores.detach())
-            balance = (n_E * sums_1E).sum() / T * (E / K)
+            balance = (n_E * sum_tokens(all_scores.detach())).sum() / T * (E / K)
         over_chosen = self.normalize and not sigmoid
         probs = Pick.apply(logits if over_chosen else score(logits), indices, all_scores, factors)
         if over_chosen:

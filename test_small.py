@@ -187,15 +187,15 @@ def test_small_takes_the_products_of_the_layer(monkeypatch):
         monkeypatch.setattr(module, name, lambda a, *args, product=product, name=name, **kwargs: (
             calls.append(f"{name} {a.dtype}"), product(a, *args, **kwargs))[1])
     layer = MoE(16, 8, 4, 2)
-    for cpu, dtype, want in [
-            ("AVX512", torch.bfloat16, {"grouped_mm torch.bfloat16"}),
-            ("AVX2", torch.bfloat16, {"mm torch.float32"}),
-            ("AVX512", torch.float16, {"mm torch.float32"}),
-            ("AVX2", torch.float32, {"mm torch.float32"})]:
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    for has_bf16, dtype, want in [
+            (True, torch.bfloat16, {"grouped_mm torch.bfloat16"}),
+            (False, torch.bfloat16, {"mm torch.float32"}),
+            (True, torch.float16, {"mm torch.float32"}),
+            (False, torch.float32, {"mm torch.float32"})]:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
         calls.clear()
         step(layer.to(dtype), torch.randn(64, 16, dtype=dtype, requires_grad=True))
-        assert set(calls) == want, (cpu, dtype, calls)
+        assert set(calls) == want, (has_bf16, dtype, calls)
 
     calls.clear()                                        # one token: two experts, seven products
     _, _, _, *weights = step(MoE(16, 8, 64, 2), torch.randn(1, 16, requires_grad=True))
@@ -207,7 +207,7 @@ def test_small_takes_the_products_of_the_layer(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_small_compiled(case):
     """One graph for the first T and one for all others; few tokens too, where Inductor's scatter
-    would lose a gradient, and more than 4096, where its sums over tokens would be made anew."""
+    would lose a gradient, and more than 4096, where one sum over tokens would be made anew."""
     layer = layer_of(case)
     function = compiled(layer, "inductor")
     for T in (20, 8, 33, 4100):
@@ -573,16 +573,16 @@ def test_small_product_of_a_card(monkeypatch):
     two generations of cards and on a CPU."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", None)
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
         for capability, name in {
                 (8, 0): "none", (9, 0): "H100", (10, 0): "B200", (10, 3): "B200", (12, 0): "none"
                 }.items():
             patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
             assert small.native_product(torch.device("cuda")) == name
-        assert small.native_product(torch.device("cpu")) == "AVX-512"
+        assert small.native_product(torch.device("cpu")) == "bf16 CPU"
         assert small.native_product(torch.device("mps")) == "none"
         patch.setattr(torch.version, "hip", "7.0")
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
         for device in ("cuda", "cpu"):
             assert small.native_product(torch.device(device)) == "none"
     calls = []
@@ -603,7 +603,7 @@ def test_small_product_of_a_card(monkeypatch):
         mask = torch.arange(9) % 3 == 0
         monkeypatch.setattr(small, "native_product", lambda device: "none")
         want = step(layer, x, mask)
-        for name in ("none", "H100", "B200", "AVX-512"):
+        for name in ("none", "H100", "B200", "bf16 CPU"):
             calls.clear()
             monkeypatch.setattr(small, "native_product", lambda device: name)
             close(step(layer, x, mask), want, 2e-2)
