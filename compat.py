@@ -240,7 +240,7 @@ def holds_in_this_graph(condition: bool) -> bool:
     graph. An export has one graph, so there the answer is whether it holds for all sizes. For a
     size that is known only when the graph runs, the answer is False.
     """
-    return always_holds(condition) if is_exporting() else guard_or_false(condition)
+    return (statically_known_true if is_exporting() else guard_or_false)(condition)
 
 
 def version_of(x: Tensor) -> int | None:

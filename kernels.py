@@ -408,16 +408,15 @@ def _rounded_probs(
     return probs_TK.contiguous()
 
 
-def only_best_groups(scores, num_groups, group_topk, group_score_topk):
-    """scores [T, E] with -inf outside each token's best groups (arXiv 2405.04434, 2412.19437). A
-    group's score is the sum of its group_score_topk best scores.
+def only_best_groups(scores, groups, best, members):
+    """scores [T, E], -inf outside of each token's best groups. A group's score is the sum of its
+    best members' scores (arXiv 2405.04434, 2412.19437).
     """
-    T, E = scores.shape
-    scores_TGe = scores.reshape(T, num_groups, E // num_groups)
-    score_TG = scores_TGe.topk(group_score_topk, dim=-1).values.sum(-1)
-    best_groups = score_TG.topk(group_topk, dim=-1).indices
-    kept_TG = _map_of(best_groups, num_groups)
-    return scores_TGe.masked_fill(~kept_TG[..., None], -math.inf).flatten(1)
+    scores_TGe = scores.unflatten(1, (groups, -1))
+    best_TB = scores_TGe.topk(members).values.sum(-1).topk(best).indices
+    group_G = torch.arange(groups, device=scores.device)
+    kept_TG = (best_TB[:, :, None] == group_G).any(1)
+    return scores_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(1)
 
 
 def check_groups(

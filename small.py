@@ -101,7 +101,7 @@ def sort_by_expert(indices, num_experts):
 
 
 def rows_of_each(offsets):
-    """offsets [E] -> how many rows each expert has, [E]."""
+    """offsets [E] -> how many rows each expert has, [E] int32."""
     return offsets.diff(prepend=offsets.new_zeros(1))
 
 

@@ -22,6 +22,7 @@ from models.cases import (
     library_config, library_fields, modeling_of, whole_model)
 from models.configs import KNOWN, config_from_hf, read_config, type_of
 from models.reader import Reader
+from models.weights import small_weights
 from moe import MoEConfig, MoELayer
 from test_moe import about, best, close, error, fresh_start, needs, same
 from tests.test_scripts import HERE
@@ -59,17 +60,12 @@ def test_atlas_calls_of_small():
             lacking.append(name)
             continue
         layer = eval(call)
-        with torch.no_grad():
-            layer.router.mul_(20)
-            if layer.expert_bias is not None:
-                layer.expert_bias.copy_(0.1 * torch.randn(config.num_experts))
-        names = {"router": "router.weight", "expert_bias": "router.expert_bias",
-                 "shared_gate": "shared_experts.gate_weight"}
         whole = MoELayer(config)
-        whole.load_state_dict({
-            names.get(key, key.replace("shared_", "shared_experts.")
-                      if "shared" in key else f"experts.{key}"): value
-            for key, value in layer.state_dict().items()})
+        with torch.no_grad():
+            whole.router.weight.mul_(20)
+            if whole.router.expert_bias is not None:
+                whole.router.expert_bias.copy_(0.1 * torch.randn(config.num_experts))
+        layer.load_state_dict(small_weights(whole))
         x = torch.randn(30, 24, requires_grad=True)
         results = [[y.detach(), *torch.autograd.grad(y.sin().sum(), [x, one_router])]
                    for y, one_router in ((layer(x), layer.router), (whole(x), whole.router.weight))]

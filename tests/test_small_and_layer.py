@@ -2,12 +2,18 @@
 
     python -m pytest tests/test_small_and_layer.py
 """
+import ast
+import inspect
 import itertools
 
 import pytest
 import torch
 
+import compat
 import grouped
+import kernels
+import small
+from models.weights import IN_SMALL
 from moe import MoEConfig, MoELayer, load_balancing_metrics, update_expert_bias
 from small import MoE
 from test_moe import (
@@ -21,30 +27,42 @@ def pair(case: str, dtype=torch.float32, sizes=(H, F_, E, K)) -> tuple[MoE, MoEL
     return layer, layer_like(layer)
 
 
-def layer_like(small: MoE) -> MoELayer:
+def layer_like(mine: MoE) -> MoELayer:
     """The MoELayer that computes the same, with the same weights."""
-    coeff, dtype = small.aux_loss_coeff, small.fc1.dtype
-    E, H, F_ = small.fc2.shape
-    softmax = small.score_function == "softmax"
-    shared = None if small.shared_fc1 is None else small.shared_fc1.shape[1]
-    groups = dict(zip(("num_groups", "group_topk", "group_score_topk"), small.groups or ()))
+    coeff, dtype = mine.aux_loss_coeff, mine.fc1.dtype
+    E, H, F_ = mine.fc2.shape
+    softmax = mine.score_function == "softmax"
+    shared = None if mine.shared_fc1 is None else mine.shared_fc1.shape[1]
+    groups = dict(zip(("num_groups", "group_topk", "group_score_topk"), mine.groups or ()))
     config = MoEConfig(
-        H, F_, E, small.topk, score_function=small.score_function, params_dtype=dtype,
+        H, F_, E, mine.topk, score_function=mine.score_function, params_dtype=dtype,
         router_dtype=torch.promote_types(dtype, torch.float32), **groups,
-        pre_softmax=softmax and not small.normalize,
-        norm_topk_prob=None if softmax or small.normalize else False,
-        scaling_factor=small.scaling_factor if small.scaling_factor != 1 else None,
-        enable_expert_bias=small.expert_bias is not None,
+        pre_softmax=softmax and not mine.normalize,
+        norm_topk_prob=None if softmax or mine.normalize else False,
+        scaling_factor=mine.scaling_factor if mine.scaling_factor != 1 else None,
+        enable_expert_bias=mine.expert_bias is not None,
         load_balancing_type="aux_loss" if coeff else "none", aux_loss_coeff=coeff,
         shared_expert_intermediate_size=shared,
-        shared_expert_gate=small.shared_gate is not None)
-    names = {
-        "router": "router.weight", "expert_bias": "router.expert_bias",
-        "fc1": "experts.fc1", "fc2": "experts.fc2", "shared_fc1": "shared_experts.fc1",
-        "shared_fc2": "shared_experts.fc2", "shared_gate": "shared_experts.gate_weight"}
+        shared_expert_gate=mine.shared_gate is not None)
     whole = MoELayer(config)
-    whole.load_state_dict({names[name]: value for name, value in small.state_dict().items()})
+    weights = mine.state_dict()
+    whole.load_state_dict({
+        name: weights[short] for name, short in IN_SMALL.items() if short in weights})
     return whole
+
+
+@pytest.mark.parametrize("name, file", [
+    ("cast", compat), ("upcast", compat), ("is_exporting", compat), ("holds_in_this_graph", compat),
+    ("rows_of_each", grouped), ("sum_tokens", kernels), ("only_best_groups", kernels)])
+def test_small_and_layer_have_one_form(name, file):
+    """What both need is the same code in both, but for docstrings and types."""
+    def code(function):
+        tree = ast.parse(inspect.getsource(inspect.unwrap(function))).body[0]
+        arguments = [argument.arg for argument in tree.args.args]
+        return arguments, [ast.unparse(line) for line in tree.body[bool(ast.get_docstring(tree)):]]
+
+    assert getattr(file, name).__module__ == file.__name__
+    assert code(getattr(small, name)) == code(getattr(file, name))
 
 
 @about_the_cpu("on a card the order of a sum is the card's")
@@ -98,26 +116,26 @@ OPTIONS = {
 def test_small_options_are_the_layers(name, backend):
     """To the bit in eager mode; with padding, and in training and evaluation."""
     options = dict(OPTIONS[name])
-    small = MoE(H, F_, 12, options.pop("topk", K), **options)
-    if small.expert_bias is not None:
-        small.expert_bias.copy_(0.1 * torch.randn(12))
+    mine = MoE(H, F_, 12, options.pop("topk", K), **options)
+    if mine.expert_bias is not None:
+        mine.expert_bias.copy_(0.1 * torch.randn(12))
     with torch.no_grad():
-        small.router.mul_(20)                            # so that groups and factors matter
-    whole = layer_like(small)
+        mine.router.mul_(20)                            # so that groups and factors matter
+    whole = layer_like(mine)
     x = torch.randn(5, 7, H, requires_grad=True)
-    function = compiled(small, backend)
+    function = compiled(mine, backend)
     for training, mask in itertools.product((True, False), ([], [torch.rand(5, 7) < 0.3])):
-        small.train(training), whole.train(training)
-        got, want = step(small, x, *mask, function=function), step(whole, x, *mask)
+        mine.train(training), whole.train(training)
+        got, want = step(mine, x, *mask, function=function), step(whole, x, *mask)
         if backend is None:
             same(got, want)
         else:
             close(got, want, 1e-5)
-    if small.aux_loss_coeff:
-        small.finish_step()
-        small.train(), whole.train(), step(small, x), step(whole, x)
-        close(small.balance_loss, load_balancing_metrics(whole)["load_balancing_loss"][0], 1e-6)
-        close(small.max_violation, load_balancing_metrics(whole)["max_violation"][0], 1e-6)
+    if mine.aux_loss_coeff:
+        mine.finish_step()
+        mine.train(), whole.train(), step(mine, x), step(whole, x)
+        close(mine.balance_loss, load_balancing_metrics(whole)["load_balancing_loss"][0], 1e-6)
+        close(mine.max_violation, load_balancing_metrics(whole)["max_violation"][0], 1e-6)
 
 
 @pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager", "inductor"]))
