@@ -470,10 +470,13 @@ class TopKRouter(Router):
             num_tokens * config.topk, config.num_experts, config.capacity_factor)
 
     def _to_map(self, probs_TK, indices_TK):
-        """The [T, E] form. With pad_to_capacity the map also marks the fillers."""
+        """The [T, E] form. With pad_to_capacity the map also marks the fillers: for each expert the
+        first tokens that are not its own, as many as its capacity has left.
+        """
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
         if self.config.pad_to_capacity:
-            map_TE = kernels.place_by_position(map_TE) < self._capacity(map_TE.shape[0])
+            left_E = self._capacity(map_TE.shape[0]) - map_TE.sum(0)
+            map_TE = map_TE | ((~map_TE).cumsum(0) <= left_E)
         return probs_TE, map_TE
 
     # -- losses --

@@ -200,7 +200,7 @@ def imported_modules(file: str) -> set[str]:
     *[(f"{name}.py", {*LAYER[:i]}) for i, name in enumerate(LAYER)],
     ("maps.py", {"compat", "kernels"}),
     ("ranks/sharding.py", {"compat", "base"}),
-    ("ranks/parallel.py", {"compat", "kernels", "base"}),
+    ("ranks/parallel.py", {"compat", "grouped", "kernels", "base"}),
     ("ranks/plan.py", {"moe", "kernels", "base", "models.atlas"}),
     ("models/reader.py", set()),
     ("models/table.py", {"models.reader"}),
