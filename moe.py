@@ -31,11 +31,10 @@ Where is it?
     bitwise repeatability       "Permute, index form" in kernels.py
     what a config refuses       check_config
 """
-import copy
 import functools
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -43,29 +42,27 @@ from torch import Tensor, nn
 
 if __package__:
     from . import compat, kernels
-    from .base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
+    from .base import Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from .router import (
-        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
-        load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
-        update_expert_bias)
+        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, TopKRouter, finish_step, load_balancing_metrics,
+        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
     from .shared_experts import (
         OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
 else:
     import compat
     import kernels
-    from base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
+    from base import Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from router import (
-        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
-        load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
-        update_expert_bias)
+        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, TopKRouter, finish_step, load_balancing_metrics,
+        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
     from shared_experts import (
         OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
 
 
 __all__ = [
-    "MoEConfig", "MoELayer", "Experts", "select_experts", "Router", "TopKRouter",
-    "SharedExpertMLP", "SharedExpertState", "finish_step", "update_expert_bias",
-    "load_balancing_metrics", "set_aux_loss_scale", "record_routing", "replay_routing"]
+    "MoEConfig", "MoELayer", "Experts", "Router", "TopKRouter", "SharedExpertMLP",
+    "SharedExpertState", "finish_step", "update_expert_bias", "load_balancing_metrics",
+    "set_aux_loss_scale", "record_routing", "replay_routing"]
 
 
 # ---- Config ----
@@ -340,7 +337,7 @@ def _as_autocast(*tensors):
 
 class Experts(MoEModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
-    per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
+    per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # prune.select_experts takes rows of these
     sharded = dict.fromkeys(per_expert, Sharding("ep", axis=0, summed_over="expt_dp"))
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
@@ -391,29 +388,28 @@ class Experts(MoEModule):
         would sum its gradients, although their experts are different.
         """
         if self.pg_collection.size("ep") > 1:
-            _refuse_undeclared(self, self.sharded)
+            self.refuse_undeclared(self.sharded)
         activate = getattr(self, "activate", None)
         parts = self.config.parts if activate is None else kernels.parts_of(activate)
         if parts != self.config.parts:
             raise ValueError(f"activate takes {parts} parts; needs {self.config.parts}, as the "
                              f"config's activation, {self.config.activation!r}")
 
-
-def _refuse_undeclared(experts, declared):
-    """ValueError if a parameter or buffer of the experts may have a row for each of them, and its
-    name is not in `declared`.
-    """
-    for path, tensor in [*experts.named_parameters(), *experts.named_buffers()]:
-        _, name = owner_of(experts, path)
-        # A module such as nn.PReLU has a tensor of one number. If there is one expert, the tensor
-        # looks like a row for each.
-        module_of_one = len(experts.fc1) == 1 and "." in name
-        fits = tensor.shape[:1] == experts.fc1.shape[:1] and not module_of_one
-        if fits and name not in declared:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, and there are {len(experts.fc1)} experts; "
-                f"if it has a row for each, name it in per_expert and sharded of "
-                f'{type(experts).__name__}, else in sharded as ("tp", None, "tp_dp_cp")')
+    def refuse_undeclared(self, declared) -> None:
+        """ValueError if a parameter or buffer may have a row for each expert, and its name is not
+        in `declared`.
+        """
+        for path, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            _, name = owner_of(self, path)
+            # A module such as nn.PReLU has a tensor of one number. If there is one expert, the
+            # tensor looks like a row for each.
+            module_of_one = len(self.fc1) == 1 and "." in name
+            fits = tensor.shape[:1] == self.fc1.shape[:1] and not module_of_one
+            if fits and name not in declared:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, and there are {len(self.fc1)} "
+                    f"experts; if it has a row for each, name it in per_expert and sharded of "
+                    f'{type(self).__name__}, else in sharded as ("tp", None, "tp_dp_cp")')
 
 
 # ---- Latent experts: from H to ℓ dimensions, and back ----
@@ -446,77 +442,6 @@ class LatentUp(MoEModule):
         if self.norm is not None:
             rows = F.rms_norm(rows, self.norm.shape, self.norm, self.config.latent_norm_eps)
         return F.linear(rows, self.weight)
-
-
-# ---- Prune and grow ----
-
-def select_experts(
-    layer: MoELayer, experts: Sequence[int], optimizer: torch.optim.Optimizer | None = None,
-) -> MoELayer:
-    """A layer with these experts of `layer`, in this order. Leave some out to prune; name some
-    twice to grow, as [*range(E), 0].
-
-    The router's rows and expert bias are selected too: all tensors that its class names in
-    `per_expert`, where a router of your own may name more. Counts start from nothing, and all else
-    is copied. In the optimizer the new parameters replace the old ones and take over their state.
-    The new layer is not compiled. ValueError: several ranks, a number that is no expert's, state of
-    an unknown shape, and what the config refuses.
-
-    >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
-    >>> select_experts(layer, [3, 0, 2]).router.weight.shape
-    torch.Size([3, 8])
-    """
-    layer = getattr(layer, "_orig_mod", layer)
-    if not isinstance(layer, MoELayer):
-        raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
-    E = layer.config.num_experts
-    if any(layer.pg_collection.size(name) > 1 for name in GROUPS):
-        raise ValueError("layer is on several ranks; needs one process, with a checkpoint of it")
-    if not all(0 <= e < E for e in experts):
-        raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
-    config = replace(layer.config, num_experts=len(experts))
-    if isinstance(layer.experts, Experts):
-        whole = [name for name in layer.experts.sharded if layer.experts.shard(name).axis is None]
-        _refuse_undeclared(layer.experts, [*layer.experts.per_expert, *whole])
-    new = copy.deepcopy(layer)
-    new.set_config(config)
-    chosen = torch.tensor(experts, device=layer.router.weight.device)
-
-    def selected(name, old, tensor, key=None):
-        owner, own_name = owner_of(layer, name)
-        per_expert = own_name in getattr(owner, "per_expert", ()) and old.shape[:1] == (E,)
-        if not per_expert or not torch.is_tensor(tensor) or tensor.ndim == 0:
-            return tensor
-        # Adafactor's means over an axis have size 1 in it.
-        fits = [n in (1, size) for n, size in zip(tensor.shape, old.shape)]
-        if tensor.ndim != old.ndim or not all(fits):
-            raise ValueError(f"optimizer keeps {key} of shape {list(tensor.shape)} for {name}; "
-                             f"needs the shape {list(old.shape)}, or 1 for some of its axes")
-        return tensor.detach()[chosen] if len(tensor) == E else tensor
-
-    for name, old in [*layer.named_parameters(), *layer.named_buffers()]:
-        path, _, own_name = name.rpartition(".")
-        tensor = selected(name, old, old)
-        if tensor is old:
-            continue
-        if isinstance(old, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
-        setattr(new.get_submodule(path), own_name, tensor)
-    new.router.counts = RouterCounts(config, layer.pg_collection.size("tp_cp"))
-    new.router.counts.follow(chosen.device)
-
-    if optimizer is not None:
-        names: dict = {old: name for name, old in layer.named_parameters()}
-        parameters = dict(new.named_parameters())
-        states = {
-            old: {key: selected(names[old], old, value, key) for key, value in state.items()}
-            for old, state in optimizer.state.items() if old in names}
-        for old, state in states.items():
-            del optimizer.state[old]
-            optimizer.state[parameters[names[old]]] = state
-        for group in optimizer.param_groups:
-            group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
-    return new
 
 
 # ---- What a config refuses ----

@@ -43,7 +43,7 @@ class Router(MoEModule, ABC):
     """The base of a router: weight [E, H], logits, expert bias and counts. A subclass with
     `forward` and `routing` works in a layer.
     """
-    per_expert = "weight", "bias", "expert_bias"         # moe.select_experts takes rows of these
+    per_expert = "weight", "bias", "expert_bias"         # prune.select_experts takes rows of these
 
     def __init__(self, config: "MoEConfig", pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)

@@ -681,17 +681,6 @@ def test_groups_over_two_ranks_without_communication():
     assert loss.grad == 10 and router.counts.z_loss == 0.5
 
 
-def test_groups_select_experts_of_one_process_alone():
-    """moe.select_experts, for experts that are shared out or whole on several ranks."""
-    layer = exact_layer()
-    layer.pg_collection = ProcessGroups(ep=TwoRanks(), tp_dp_cp=TwoRanks())
-    copies = copy.copy(layer)
-    copies.pg_collection = ProcessGroups(tp_dp_cp=TwoRanks())
-    check_error_table("""
-        select(layer, [0, 1]); select(copies, [0, 1]) => is on several ranks; needs one process
-        """, select=moe.select_experts, layer=layer, copies=copies)
-
-
 # ---- Shared expert ----
 
 @over_ranks(2)
