@@ -446,14 +446,42 @@ class LatentUp(MoEModule):
 
 # ---- What a config refuses ----
 
-_CHOICES = {
-    "activation": kernels.ACTIVATIONS,
-    "score_function": kernels.SCORE_FUNCTIONS,
-    "apply_probs_on": ("activation", "input"),
-    "bias_update": ("sign", "quantile"),
-    "token_drop_policy": ("probs", "position"),
-}
+def _is_number(x):
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _one_of(*known):
+    return known.__contains__, f"one of {', '.join(known)}"
+
+
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# (fields, whether a value fits, what they need). None fits too where it is the default.
+_RULES = (
+    ("hidden_size ffn_hidden_size num_experts topk num_groups group_topk group_score_topk "
+     "latent_size shared_expert_intermediate_size",
+     lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0, "a positive int"),
+    ("activation", lambda x: callable(x) or x in kernels.ACTIVATIONS,
+     f"one of {', '.join(kernels.ACTIVATIONS)}"),
+    ("glu_alpha glu_linear_offset scaling_factor bias_update_rate", _is_number, "a finite number"),
+    ("activation_clamp_value situ_beta situ_linear_beta latent_norm_eps",
+     lambda x: _is_number(x) and x > 0, "a positive number"),
+    ("activation_fp8_input_store add_bias_linear pre_softmax norm_topk_prob router_bias "
+     "enable_expert_bias latent_norm calculate_per_token_loss pad_to_capacity shared_expert_gate "
+     "shared_expert_overlap sequence_parallel batch_first",
+     lambda x: isinstance(x, bool), "True or False"),
+    ("apply_probs_on", *_one_of("activation", "input")),
+    ("score_function", *_one_of(*kernels.SCORE_FUNCTIONS)),
+    ("norm_eps z_loss_coeff input_jitter_eps init_std output_init_std",
+     lambda x: _is_number(x) and x >= 0, "0 or more"),
+    ("router_dtype probs_dtype params_dtype", _DTYPES.__contains__,
+     "torch.float16, bfloat16, float32 or float64"),
+    ("bias_update", *_one_of("sign", "quantile")),
+    ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
+     'True, False or "round_robin"'),
+    ("capacity_factor",
+     lambda x: _is_number(x) and 0 < x < 2 ** 31, "a positive number below 2 ** 31"),
+    ("token_drop_policy", *_one_of("probs", "position")),
+)
 # field -> fields without effect unless it is set
 _NEEDED_BY = {
     "num_groups": "group_topk group_score_topk",
@@ -470,7 +498,7 @@ def check_config(config: MoEConfig) -> None:
     """ValueError for the first thing refused. The functions below give (the fields, why) in order;
     each relies on the checks before it.
     """
-    for refused in (_refused_values, _refused_balancing, _refused_routing, _refused_experts):
+    for refused in (_refused_values, _refused_experts, _refused_routing, _refused_balancing):
         for names, why in refused(config):
             got = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
             raise ValueError(f"{got}: {why}")
@@ -480,48 +508,63 @@ def _changed(config, name):
     return getattr(config, name) != getattr(MoEConfig, name)
 
 
-def _of_type(*types):
-    """The fields of MoEConfig that are annotated so."""
-    return " ".join(field.name for field in fields(MoEConfig) if field.type in types)
-
-
-def _is_number(x):
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
-
-
 def _refused_values(c):
     """Each field by itself, then those without effect."""
-    rules = (
-        (_of_type(bool, bool | None), lambda x: isinstance(x, bool), "True or False"),
-        (_of_type(int, int | None),
-         lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0, "a positive int"),
-        ("router_dtype probs_dtype params_dtype", lambda x: x in _DTYPES,
-         "torch.float16, bfloat16, float32 or float64"),
-        ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta",
-         lambda x: _is_number(x) and x > 0, "a positive number"),
-        ("capacity_factor",
-         lambda x: _is_number(x) and 0 < x < 2 ** 31, "a positive number below 2 ** 31"),
-        ("z_loss_coeff input_jitter_eps norm_eps init_std output_init_std",
-         lambda x: _is_number(x) and x >= 0, "0 or more"),
-        ("glu_alpha glu_linear_offset scaling_factor bias_update_rate", _is_number,
-         "a finite number"),
-        ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
-         'True, False or "round_robin"'),
-    )
-    for names, fits, need in rules:
+    for names, fits, need in _RULES:
         for name in names.split():
             value = getattr(c, name)
             optional = getattr(MoEConfig, name, 0) is None         # its default
             if not (optional and value is None) and not fits(value):
                 yield name, f"needs {need}, or None" if optional else f"needs {need}"
-    for name, known in _CHOICES.items():
-        own = name == "activation" and callable(c.activation)
-        if not own and getattr(c, name) not in known:
-            yield name, f"needs one of {', '.join(known)}"
     for needed, names in _NEEDED_BY.items():
         for name in names.split():
             if getattr(c, needed) in (None, False) and _changed(c, name):
                 yield f"{name} {needed}", f"{name} has no effect unless {needed} is set"
+
+
+def _refused_experts(c):
+    own = callable(c.activation)
+    known = () if own else kernels.constants_of(kernels.ACTIVATIONS[c.activation])
+    for name, constant in _CONSTANTS.items():
+        if _changed(c, name) and constant not in known:
+            yield (f"activation {name}", "a function's constants are bound by functools.partial"
+                   if own else f"{c.activation} has no such constant; leave {name} out")
+    if own:
+        if isinstance(c.activation, nn.Module) and [*c.activation.parameters()]:
+            yield "activation", ("its parameters would be in no layer; give Experts a method "
+                                 "activate that has them")
+        parts, _, takes_expert = kernels.signature_of(c.activation)
+        if parts not in (1, 2):
+            yield "activation", "needs one positional parameter without a default, or gate and up"
+        if takes_expert:
+            yield "activation", "only a method Experts.activate gets each row's expert"
+    if c.activation_fp8_input_store and c.activation != "swiglu":
+        yield ("activation_fp8_input_store activation",
+               'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')
+    if c.apply_probs_on == "input" and c.topk > 1:
+        yield ("apply_probs_on topk",
+               '"input" is for topk = 1: it makes another input for every expert of a token; leave '
+               "apply_probs_on out")
+
+
+def _refused_routing(c):
+    if c.topk > c.num_experts:
+        yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
+    if c.pre_softmax and c.score_function != "softmax":
+        yield ("pre_softmax score_function",
+               "only softmax has a before and an after; leave pre_softmax out")
+    if c.num_groups is not None:
+        kernels.check_groups(
+            c.topk, c.num_experts, num_groups=c.num_groups, group_topk=c.group_topk,
+            group_score_topk=c.group_score_topk)
+    if c.bias_update == "quantile":
+        if _changed(c, "bias_update_rate"):
+            yield "bias_update bias_update_rate", "quantile has no rate; leave the rate out"
+        in_one = c.score_function in ("softmax", "sigmoid")
+        if not in_one or c.topk == c.num_experts or c.num_groups is not None:
+            yield ("bias_update topk num_experts num_groups score_function",
+                   "quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax "
+                   "or sigmoid")
 
 
 def _refused_balancing(c):
@@ -553,49 +596,3 @@ def _refused_balancing(c):
             if getattr(c, name) not in (None, False, "softmax"):
                 yield (f"load_balancing_type {name}",
                        f"sinkhorn has its own choice and probs; leave {name} out")
-
-
-def _refused_routing(c):
-    if c.topk > c.num_experts:
-        yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
-    if c.pre_softmax and c.score_function != "softmax":
-        yield ("pre_softmax score_function",
-               "only softmax has a before and an after; leave pre_softmax out")
-    if c.num_groups is not None:
-        kernels.check_groups(
-            c.topk, c.num_experts, num_groups=c.num_groups, group_topk=c.group_topk,
-            group_score_topk=c.group_score_topk)
-    if c.bias_update == "quantile":
-        if _changed(c, "bias_update_rate"):
-            yield "bias_update bias_update_rate", "quantile has no rate; leave the rate out"
-        in_one = c.score_function in ("softmax", "sigmoid")
-        if not in_one or c.topk == c.num_experts or c.num_groups is not None:
-            yield ("bias_update topk num_experts num_groups score_function",
-                   "quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax "
-                   "or sigmoid")
-
-
-def _refused_experts(c):
-    own = callable(c.activation)
-    known = () if own else kernels.constants_of(kernels.ACTIVATIONS[c.activation])
-    for name, constant in _CONSTANTS.items():
-        if _changed(c, name) and constant not in known:
-            yield (f"activation {name}", "a function's constants are bound by functools.partial"
-                   if own else f"{c.activation} has no such constant; leave {name} out")
-    if own:
-        if isinstance(c.activation, nn.Module) and [*c.activation.parameters()]:
-            yield "activation", ("its parameters would be in no layer; give Experts a method "
-                                 "activate that has them")
-        parts, _, takes_expert = kernels.signature_of(c.activation)
-        if parts not in (1, 2):
-            yield "activation", "needs one positional parameter without a default, or gate and up"
-        if takes_expert:
-            yield "activation", "only a method Experts.activate gets each row's expert"
-    if c.activation_fp8_input_store and c.activation != "swiglu":
-        yield ("activation_fp8_input_store activation",
-               'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')
-    if c.apply_probs_on == "input" and c.topk > 1:
-        yield ("apply_probs_on topk",
-               '"input" is for topk = 1: it makes another input for every expert of a token; leave '
-               "apply_probs_on out")
-

@@ -1642,6 +1642,15 @@ def test_config_errors(row):
     check_error_table(row, **locals())
 
 
+def test_config_errors_for_every_field():
+    """An object of no meaning is refused in each, as is None, except where it is the default."""
+    for field in dataclasses.fields(MoEConfig):
+        for value in (object(), None):
+            if value is not None or field.default is not None:
+                text = error(small_config, **{field.name: value})
+                assert re.match(f"ValueError: .*{field.name} = .*needs ", text), text
+
+
 @pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
 def test_config_takes_an_activation(backend):
     """A function of one part or two, one of one's own too, its constants bound by a partial. What
