@@ -287,9 +287,9 @@ class MoELayer(MoEModule):
             y_TH = self.latent_up(y_TH).to(y_TH.dtype)
         y = compat.as_no_view(y_TH, hidden_states.shape)
         if shared is not None:
-            beside = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
-            y = y + beside.to(y.dtype)
-        return self.result(self.router.counts.carried_by(y), probs_TK)
+            added = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
+            y = y + added.to(y.dtype)
+        return self.result(self.router.counts.attach_to(y), probs_TK)
 
     def _check_input(self, hidden_states):
         if hidden_states.ndim not in (2, 3):
