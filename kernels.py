@@ -625,14 +625,6 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
     return (order_N.int().argsort() - start_E[ids_N]).view_as(indices)
 
 
-def place_by_position(routing_map):
-    """[T, E] int64: each token's place in the column, the routed tokens in order, then the others.
-    """
-    place_of_routed_TE = routing_map.cumsum(0)
-    place_of_others_TE = (~routing_map).cumsum(0) + routing_map.sum(0)
-    return torch.where(routing_map, place_of_routed_TE, place_of_others_TE) - 1
-
-
 def get_updated_expert_bias(
     tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float,
     tp_dp_cp_group=None,
@@ -878,41 +870,6 @@ def _spread_probs(probs, order, inverse, offsets):
 
 def _collect_probs(grad, order, inverse, offsets):
     return grad.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
-
-
-def cut_plan(plan: Plan, num_rows: int) -> Plan:
-    """The plan's first num_rows rows, which must include all routed ones, and one row for the rest.
-    """
-    inverse = plan.inverse.clamp(max=num_rows)
-    return plan._replace(order=plan.order[:num_rows + 1], inverse=inverse)
-
-
-def pad_plan(plan: Plan, capacity: int) -> Plan:
-    """The plan with exactly C = `capacity` rows an expert: row e·C + c is the c-th row of expert e.
-
-        rows of the plan      a b | c d e | u v         two experts; u and v are unrouted
-        with capacity = 3     a b - | c d e | *
-
-    "-" is a filler: its order is T·K, and gather_rows makes it zeros. "*" is row E·C, to which
-    `inverse` sends all unrouted assignments. So the order has E·C + 1 entries. No expert may have
-    more than C rows. This is not checked: that would sync the device.
-    """
-    E = len(plan.counts)
-    N = plan.order.shape[0]
-    start_E = F.pad(plan.offsets, (1, 0))                # of the unrouted rows too
-    expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
-    place_TK = plan.inverse - start_E[expert_TK]
-    inverse = torch.where(expert_TK < E, expert_TK * capacity + place_TK, E * capacity)
-
-    place_C = torch.arange(capacity, device=inverse.device)
-    row_EC = torch.where(place_C < plan.counts[:, None], start_E[:-1, None] + place_C, N)
-    filler_1 = torch.arange(N, N + 1, device=inverse.device)         # F.pad would fix a symbolic N
-    order = torch.cat((plan.order, filler_1))[row_EC.flatten()]
-    order = F.pad(order, (0, 1))                         # the last one is masked
-    # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
-    offsets = (capacity * torch.arange(1, E + 1, device=inverse.device)).int()
-    return Plan(
-        order, inverse, counts=torch.full_like(plan.counts, capacity), offsets=offsets)
 
 
 # ---- Activations: functions of the parts of fc1's output ----
@@ -1373,7 +1330,7 @@ def expert_mlp(
       expert_e(x) = fc2[e] · activation(fc1[e] · x + fc1_bias[e]) + fc2_bias[e].
 
     tokens [T, H], probs [T, K] of any dtype, the plan of the indices [T, K] (plan_permutation's,
-    not pad_plan's), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, relu, gelu), fc2 [E, H, F],
+    not padded), fc1 [E, P, F, H] (P = 2: gate and up; 1 for relu2, relu, gelu), fc2 [E, H, F],
     fc1_bias [E, P, F], fc2_bias [E, H] -> [T, H]. Tokens, weights and the result have one dtype.
     kind, fp8_input_store and constants are `activation`'s. If you give the `indices` [T, K] int64
     that the plan was made of, a graph without gradients for few tokens reads them in place of the

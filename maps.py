@@ -73,6 +73,14 @@ def _as_map(routing_map):
     return routing_map.bool()
 
 
+def _place_by_position(routing_map):
+    """[T, E] int64: each token's place in the column, the routed tokens in order, then the others.
+    """
+    place_of_routed_TE = routing_map.cumsum(0)
+    place_of_others_TE = (~routing_map).cumsum(0) + routing_map.sum(0)
+    return torch.where(routing_map, place_of_routed_TE, place_of_others_TE) - 1
+
+
 def _place_by_key(keys):
     """[T, E] int64: each key's place in its column, the largest first, equal ones in order."""
     return keys.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
@@ -101,7 +109,7 @@ def apply_router_token_dropping(
     T, E = routing_map.shape
     capacity = kernels.get_capacity(T * router_topk, E, capacity_factor)
     if drop_policy == "position":
-        place_TE = kernels.place_by_position(routing_map)
+        place_TE = _place_by_position(routing_map)
     else:
         place_TE = _place_by_key(routing_probs.detach().masked_fill(~routing_map, -math.inf))
 
@@ -269,7 +277,7 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
     map_TE = _as_map(routing_map)
     counts_E = map_TE.sum(0)
     wanted_E = (counts_E + pad_multiple - 1) // pad_multiple * pad_multiple
-    return (kernels.place_by_position(map_TE) < wanted_E).to(routing_map.dtype)
+    return (_place_by_position(map_TE) < wanted_E).to(routing_map.dtype)
 
 
 # ---- Activations ----

@@ -31,11 +31,10 @@ Where is it?
     bitwise repeatability       "Permute, index form" in kernels.py
     what a config refuses       check_config
 """
-import copy
 import functools
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -43,29 +42,27 @@ from torch import Tensor, nn
 
 if __package__:
     from . import compat, kernels
-    from .base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
+    from .base import Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from .router import (
-        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
-        load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
-        update_expert_bias)
+        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, TopKRouter, finish_step, load_balancing_metrics,
+        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
     from .shared_experts import (
         OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
 else:
     import compat
     import kernels
-    from base import GROUPS, Dispatch, MoEModule, OneProcess, Sharding, owner_of
+    from base import Dispatch, MoEModule, OneProcess, Sharding, owner_of
     from router import (
-        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, RouterCounts, TopKRouter, finish_step,
-        load_balancing_metrics, record_routing, refuse_input, replay_routing, set_aux_loss_scale,
-        update_expert_bias)
+        LOAD_BALANCING_TYPES, LOSS_NAMES, Router, TopKRouter, finish_step, load_balancing_metrics,
+        record_routing, refuse_input, replay_routing, set_aux_loss_scale, update_expert_bias)
     from shared_experts import (
         OverlappedDispatch, SharedExpertMLP, SharedExpertState, ends_overlap)
 
 
 __all__ = [
-    "MoEConfig", "MoELayer", "Experts", "select_experts", "Router", "TopKRouter",
-    "SharedExpertMLP", "SharedExpertState", "finish_step", "update_expert_bias",
-    "load_balancing_metrics", "set_aux_loss_scale", "record_routing", "replay_routing"]
+    "MoEConfig", "MoELayer", "Experts", "Router", "TopKRouter", "SharedExpertMLP",
+    "SharedExpertState", "finish_step", "update_expert_bias", "load_balancing_metrics",
+    "set_aux_loss_scale", "record_routing", "replay_routing"]
 
 
 # ---- Config ----
@@ -290,9 +287,9 @@ class MoELayer(MoEModule):
             y_TH = self.latent_up(y_TH).to(y_TH.dtype)
         y = compat.as_no_view(y_TH, hidden_states.shape)
         if shared is not None:
-            beside = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
-            y = y + beside.to(y.dtype)
-        return self.result(self.router.counts.carried_by(y), probs_TK)
+            added = shared.get_output() if config.shared_expert_overlap else shared(hidden_states)
+            y = y + added.to(y.dtype)
+        return self.result(self.router.counts.attach_to(y), probs_TK)
 
     def _check_input(self, hidden_states):
         if hidden_states.ndim not in (2, 3):
@@ -340,7 +337,7 @@ def _as_autocast(*tensors):
 
 class Experts(MoEModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
-    per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # select_experts takes rows of these
+    per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # prune.select_experts takes rows of these
     sharded = dict.fromkeys(per_expert, Sharding("ep", axis=0, summed_over="expt_dp"))
     # In place of the config's activation a subclass may define activate(self, gate, up), or
     # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
@@ -391,29 +388,28 @@ class Experts(MoEModule):
         would sum its gradients, although their experts are different.
         """
         if self.pg_collection.size("ep") > 1:
-            _refuse_undeclared(self, self.sharded)
+            self.refuse_undeclared(self.sharded)
         activate = getattr(self, "activate", None)
         parts = self.config.parts if activate is None else kernels.parts_of(activate)
         if parts != self.config.parts:
             raise ValueError(f"activate takes {parts} parts; needs {self.config.parts}, as the "
                              f"config's activation, {self.config.activation!r}")
 
-
-def _refuse_undeclared(experts, declared):
-    """ValueError if a parameter or buffer of the experts may have a row for each of them, and its
-    name is not in `declared`.
-    """
-    for path, tensor in [*experts.named_parameters(), *experts.named_buffers()]:
-        _, name = owner_of(experts, path)
-        # A module such as nn.PReLU has a tensor of one number. If there is one expert, the tensor
-        # looks like a row for each.
-        module_of_one = len(experts.fc1) == 1 and "." in name
-        fits = tensor.shape[:1] == experts.fc1.shape[:1] and not module_of_one
-        if fits and name not in declared:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, and there are {len(experts.fc1)} experts; "
-                f"if it has a row for each, name it in per_expert and sharded of "
-                f'{type(experts).__name__}, else in sharded as ("tp", None, "tp_dp_cp")')
+    def refuse_undeclared(self, declared) -> None:
+        """ValueError if a parameter or buffer may have a row for each expert, and its name is not
+        in `declared`.
+        """
+        for path, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            _, name = owner_of(self, path)
+            # A module such as nn.PReLU has a tensor of one number. If there is one expert, the
+            # tensor looks like a row for each.
+            module_of_one = len(self.fc1) == 1 and "." in name
+            fits = tensor.shape[:1] == self.fc1.shape[:1] and not module_of_one
+            if fits and name not in declared:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, and there are {len(self.fc1)} "
+                    f"experts; if it has a row for each, name it in per_expert and sharded of "
+                    f'{type(self).__name__}, else in sharded as ("tp", None, "tp_dp_cp")')
 
 
 # ---- Latent experts: from H to ℓ dimensions, and back ----
@@ -448,87 +444,44 @@ class LatentUp(MoEModule):
         return F.linear(rows, self.weight)
 
 
-# ---- Prune and grow ----
-
-def select_experts(
-    layer: MoELayer, experts: Sequence[int], optimizer: torch.optim.Optimizer | None = None,
-) -> MoELayer:
-    """A layer with these experts of `layer`, in this order. Leave some out to prune; name some
-    twice to grow, as [*range(E), 0].
-
-    The router's rows and expert bias are selected too: all tensors that its class names in
-    `per_expert`, where a router of your own may name more. Counts start from nothing, and all else
-    is copied. In the optimizer the new parameters replace the old ones and take over their state.
-    The new layer is not compiled. ValueError: several ranks, a number that is no expert's, state of
-    an unknown shape, and what the config refuses.
-
-    >>> layer = MoELayer(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=4, topk=2))
-    >>> select_experts(layer, [3, 0, 2]).router.weight.shape
-    torch.Size([3, 8])
-    """
-    layer = getattr(layer, "_orig_mod", layer)
-    if not isinstance(layer, MoELayer):
-        raise TypeError(f"layer is a {type(layer).__name__}; needs a MoELayer")
-    E = layer.config.num_experts
-    if any(layer.pg_collection.size(name) > 1 for name in GROUPS):
-        raise ValueError("layer is on several ranks; needs one process, with a checkpoint of it")
-    if not all(0 <= e < E for e in experts):
-        raise ValueError(f"experts is {list(experts)}; needs numbers of 0 to {E - 1}")
-    config = replace(layer.config, num_experts=len(experts))
-    if isinstance(layer.experts, Experts):
-        whole = [name for name in layer.experts.sharded if layer.experts.shard(name).axis is None]
-        _refuse_undeclared(layer.experts, [*layer.experts.per_expert, *whole])
-    new = copy.deepcopy(layer)
-    new.set_config(config)
-    chosen = torch.tensor(experts, device=layer.router.weight.device)
-
-    def selected(name, old, tensor, key=None):
-        owner, own_name = owner_of(layer, name)
-        per_expert = own_name in getattr(owner, "per_expert", ()) and old.shape[:1] == (E,)
-        if not per_expert or not torch.is_tensor(tensor) or tensor.ndim == 0:
-            return tensor
-        # Adafactor's means over an axis have size 1 in it.
-        fits = [n in (1, size) for n, size in zip(tensor.shape, old.shape)]
-        if tensor.ndim != old.ndim or not all(fits):
-            raise ValueError(f"optimizer keeps {key} of shape {list(tensor.shape)} for {name}; "
-                             f"needs the shape {list(old.shape)}, or 1 for some of its axes")
-        return tensor.detach()[chosen] if len(tensor) == E else tensor
-
-    for name, old in [*layer.named_parameters(), *layer.named_buffers()]:
-        path, _, own_name = name.rpartition(".")
-        tensor = selected(name, old, old)
-        if tensor is old:
-            continue
-        if isinstance(old, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
-        setattr(new.get_submodule(path), own_name, tensor)
-    new.router.counts = RouterCounts(config, layer.pg_collection.size("tp_cp"))
-    new.router.counts.follow(chosen.device)
-
-    if optimizer is not None:
-        names: dict = {old: name for name, old in layer.named_parameters()}
-        parameters = dict(new.named_parameters())
-        states = {
-            old: {key: selected(names[old], old, value, key) for key, value in state.items()}
-            for old, state in optimizer.state.items() if old in names}
-        for old, state in states.items():
-            del optimizer.state[old]
-            optimizer.state[parameters[names[old]]] = state
-        for group in optimizer.param_groups:
-            group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
-    return new
-
-
 # ---- What a config refuses ----
 
-_CHOICES = {
-    "activation": kernels.ACTIVATIONS,
-    "score_function": kernels.SCORE_FUNCTIONS,
-    "apply_probs_on": ("activation", "input"),
-    "bias_update": ("sign", "quantile"),
-    "token_drop_policy": ("probs", "position"),
-}
+def _is_number(x):
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _one_of(*known):
+    return known.__contains__, f"one of {', '.join(known)}"
+
+
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# (fields, whether a value fits, what they need). None fits too where it is the default.
+_RULES = (
+    ("hidden_size ffn_hidden_size num_experts topk num_groups group_topk group_score_topk "
+     "latent_size shared_expert_intermediate_size",
+     lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0, "a positive int"),
+    ("activation", lambda x: callable(x) or x in kernels.ACTIVATIONS,
+     f"one of {', '.join(kernels.ACTIVATIONS)}"),
+    ("glu_alpha glu_linear_offset scaling_factor bias_update_rate", _is_number, "a finite number"),
+    ("activation_clamp_value situ_beta situ_linear_beta latent_norm_eps",
+     lambda x: _is_number(x) and x > 0, "a positive number"),
+    ("activation_fp8_input_store add_bias_linear pre_softmax norm_topk_prob router_bias "
+     "enable_expert_bias latent_norm calculate_per_token_loss pad_to_capacity shared_expert_gate "
+     "shared_expert_overlap sequence_parallel batch_first",
+     lambda x: isinstance(x, bool), "True or False"),
+    ("apply_probs_on", *_one_of("activation", "input")),
+    ("score_function", *_one_of(*kernels.SCORE_FUNCTIONS)),
+    ("norm_eps z_loss_coeff input_jitter_eps init_std output_init_std",
+     lambda x: _is_number(x) and x >= 0, "0 or more"),
+    ("router_dtype probs_dtype params_dtype", _DTYPES.__contains__,
+     "torch.float16, bfloat16, float32 or float64"),
+    ("bias_update", *_one_of("sign", "quantile")),
+    ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
+     'True, False or "round_robin"'),
+    ("capacity_factor",
+     lambda x: _is_number(x) and 0 < x < 2 ** 31, "a positive number below 2 ** 31"),
+    ("token_drop_policy", *_one_of("probs", "position")),
+)
 # field -> fields without effect unless it is set
 _NEEDED_BY = {
     "num_groups": "group_topk group_score_topk",
@@ -545,7 +498,7 @@ def check_config(config: MoEConfig) -> None:
     """ValueError for the first thing refused. The functions below give (the fields, why) in order;
     each relies on the checks before it.
     """
-    for refused in (_refused_values, _refused_balancing, _refused_routing, _refused_experts):
+    for refused in (_refused_values, _refused_experts, _refused_routing, _refused_balancing):
         for names, why in refused(config):
             got = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
             raise ValueError(f"{got}: {why}")
@@ -555,48 +508,63 @@ def _changed(config, name):
     return getattr(config, name) != getattr(MoEConfig, name)
 
 
-def _of_type(*types):
-    """The fields of MoEConfig that are annotated so."""
-    return " ".join(field.name for field in fields(MoEConfig) if field.type in types)
-
-
-def _is_number(x):
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
-
-
 def _refused_values(c):
     """Each field by itself, then those without effect."""
-    rules = (
-        (_of_type(bool, bool | None), lambda x: isinstance(x, bool), "True or False"),
-        (_of_type(int, int | None),
-         lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0, "a positive int"),
-        ("router_dtype probs_dtype params_dtype", lambda x: x in _DTYPES,
-         "torch.float16, bfloat16, float32 or float64"),
-        ("situ_beta latent_norm_eps activation_clamp_value situ_linear_beta",
-         lambda x: _is_number(x) and x > 0, "a positive number"),
-        ("capacity_factor",
-         lambda x: _is_number(x) and 0 < x < 2 ** 31, "a positive number below 2 ** 31"),
-        ("z_loss_coeff input_jitter_eps norm_eps init_std output_init_std",
-         lambda x: _is_number(x) and x >= 0, "0 or more"),
-        ("glu_alpha glu_linear_offset scaling_factor bias_update_rate", _is_number,
-         "a finite number"),
-        ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
-         'True, False or "round_robin"'),
-    )
-    for names, fits, need in rules:
+    for names, fits, need in _RULES:
         for name in names.split():
             value = getattr(c, name)
             optional = getattr(MoEConfig, name, 0) is None         # its default
             if not (optional and value is None) and not fits(value):
                 yield name, f"needs {need}, or None" if optional else f"needs {need}"
-    for name, known in _CHOICES.items():
-        own = name == "activation" and callable(c.activation)
-        if not own and getattr(c, name) not in known:
-            yield name, f"needs one of {', '.join(known)}"
     for needed, names in _NEEDED_BY.items():
         for name in names.split():
             if getattr(c, needed) in (None, False) and _changed(c, name):
                 yield f"{name} {needed}", f"{name} has no effect unless {needed} is set"
+
+
+def _refused_experts(c):
+    own = callable(c.activation)
+    known = () if own else kernels.constants_of(kernels.ACTIVATIONS[c.activation])
+    for name, constant in _CONSTANTS.items():
+        if _changed(c, name) and constant not in known:
+            yield (f"activation {name}", "a function's constants are bound by functools.partial"
+                   if own else f"{c.activation} has no such constant; leave {name} out")
+    if own:
+        if isinstance(c.activation, nn.Module) and [*c.activation.parameters()]:
+            yield "activation", ("its parameters would be in no layer; give Experts a method "
+                                 "activate that has them")
+        parts, _, takes_expert = kernels.signature_of(c.activation)
+        if parts not in (1, 2):
+            yield "activation", "needs one positional parameter without a default, or gate and up"
+        if takes_expert:
+            yield "activation", "only a method Experts.activate gets each row's expert"
+    if c.activation_fp8_input_store and c.activation != "swiglu":
+        yield ("activation_fp8_input_store activation",
+               'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')
+    if c.apply_probs_on == "input" and c.topk > 1:
+        yield ("apply_probs_on topk",
+               '"input" is for topk = 1: it makes another input for every expert of a token; leave '
+               "apply_probs_on out")
+
+
+def _refused_routing(c):
+    if c.topk > c.num_experts:
+        yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
+    if c.pre_softmax and c.score_function != "softmax":
+        yield ("pre_softmax score_function",
+               "only softmax has a before and an after; leave pre_softmax out")
+    if c.num_groups is not None:
+        kernels.check_groups(
+            c.topk, c.num_experts, num_groups=c.num_groups, group_topk=c.group_topk,
+            group_score_topk=c.group_score_topk)
+    if c.bias_update == "quantile":
+        if _changed(c, "bias_update_rate"):
+            yield "bias_update bias_update_rate", "quantile has no rate; leave the rate out"
+        in_one = c.score_function in ("softmax", "sigmoid")
+        if not in_one or c.topk == c.num_experts or c.num_groups is not None:
+            yield ("bias_update topk num_experts num_groups score_function",
+                   "quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax "
+                   "or sigmoid")
 
 
 def _refused_balancing(c):
@@ -628,49 +596,3 @@ def _refused_balancing(c):
             if getattr(c, name) not in (None, False, "softmax"):
                 yield (f"load_balancing_type {name}",
                        f"sinkhorn has its own choice and probs; leave {name} out")
-
-
-def _refused_routing(c):
-    if c.topk > c.num_experts:
-        yield "topk num_experts", "a token cannot have more experts than there are; lower topk"
-    if c.pre_softmax and c.score_function != "softmax":
-        yield ("pre_softmax score_function",
-               "only softmax has a before and an after; leave pre_softmax out")
-    if c.num_groups is not None:
-        kernels.check_groups(
-            c.topk, c.num_experts, num_groups=c.num_groups, group_topk=c.group_topk,
-            group_score_topk=c.group_score_topk)
-    if c.bias_update == "quantile":
-        if _changed(c, "bias_update_rate"):
-            yield "bias_update bias_update_rate", "quantile has no rate; leave the rate out"
-        in_one = c.score_function in ("softmax", "sigmoid")
-        if not in_one or c.topk == c.num_experts or c.num_groups is not None:
-            yield ("bias_update topk num_experts num_groups score_function",
-                   "quantile needs topk < num_experts, no groups, and scores in [0, 1], of softmax "
-                   "or sigmoid")
-
-
-def _refused_experts(c):
-    own = callable(c.activation)
-    known = () if own else kernels.constants_of(kernels.ACTIVATIONS[c.activation])
-    for name, constant in _CONSTANTS.items():
-        if _changed(c, name) and constant not in known:
-            yield (f"activation {name}", "a function's constants are bound by functools.partial"
-                   if own else f"{c.activation} has no such constant; leave {name} out")
-    if own:
-        if isinstance(c.activation, nn.Module) and [*c.activation.parameters()]:
-            yield "activation", ("its parameters would be in no layer; give Experts a method "
-                                 "activate that has them")
-        parts, _, takes_expert = kernels.signature_of(c.activation)
-        if parts not in (1, 2):
-            yield "activation", "needs one positional parameter without a default, or gate and up"
-        if takes_expert:
-            yield "activation", "only a method Experts.activate gets each row's expert"
-    if c.activation_fp8_input_store and c.activation != "swiglu":
-        yield ("activation_fp8_input_store activation",
-               'only the input of "swiglu" is stored so; leave activation_fp8_input_store out')
-    if c.apply_probs_on == "input" and c.topk > 1:
-        yield ("apply_probs_on topk",
-               '"input" is for topk = 1: it makes another input for every expert of a token; leave '
-               "apply_probs_on out")
-

@@ -43,7 +43,7 @@ class Router(MoEModule, ABC):
     """The base of a router: weight [E, H], logits, expert bias and counts. A subclass with
     `forward` and `routing` works in a layer.
     """
-    per_expert = "weight", "bias", "expert_bias"         # moe.select_experts takes rows of these
+    per_expert = "weight", "bias", "expert_bias"         # prune.select_experts takes rows of these
 
     def __init__(self, config: "MoEConfig", pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -60,7 +60,7 @@ class Router(MoEModule, ABC):
         self._recorded = None, None                  # indices, probs
         self._replayed = None
         self.register_forward_pre_hook(_begin_counting)
-        self.register_forward_hook(_carry_counts)
+        self.register_forward_hook(_attach_counts)
         self.reset_parameters()
 
     def make_tensors(self) -> None:
@@ -109,9 +109,6 @@ class Router(MoEModule, ABC):
         weight, bias = compat.whole(self.weight), compat.whole(self.bias)
         return kernels.router_gating_linear(
             input, weight, bias, router_dtype=self.config.router_dtype)
-
-    def set_layer_number(self, layer_number: int) -> None:
-        self.layer_number = layer_number
 
     def reset_parameters(self) -> None:
         """Also empties the expert bias, counts and sums."""
@@ -241,6 +238,11 @@ class Router(MoEModule, ABC):
         self._maintain_float32_expert_bias()
         super()._save_to_state_dict(*args, **kwargs)
 
+    # -- Megatron's names, which nothing here calls --
+
+    def set_layer_number(self, layer_number: int) -> None:
+        self.layer_number = layer_number
+
 
 # These functions are hooks, so that a Router counts whether or not a MoELayer calls it.
 
@@ -248,10 +250,10 @@ def _begin_counting(router, inputs):
     router.begin_counting()
 
 
-def _carry_counts(router, inputs, outputs):
+def _attach_counts(router, inputs, outputs):
     if router.counts.waiting:
         probs, *others = outputs
-        return router.counts.carried_by(probs), *others
+        return router.counts.attach_to(probs), *others
 
 
 class _RandomLogits(torch.autograd.Function):
@@ -417,14 +419,6 @@ class TopKRouter(Router):
             logits, K, score_function="sigmoid" if K == 1 else "softmax", norm_topk_prob=False,
             precomputed_indices=topk_indices)
 
-    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [.., E] -> (probs [T, E], routing_map [T, E]): the top K of sinkhorn(logits) in
-        training, of the logits in eval. The probs are the sigmoid (K = 1) or the softmax over all
-        E, in the dtype of the logits.
-        """
-        probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
-        return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
-
     def _force(self, logits_TE, topk_indices):
         """(logits, indices) under force_load_balancing. Given indices stay."""
         if self.config.force_load_balancing != "round_robin":
@@ -470,10 +464,13 @@ class TopKRouter(Router):
             num_tokens * config.topk, config.num_experts, config.capacity_factor)
 
     def _to_map(self, probs_TK, indices_TK):
-        """The [T, E] form. With pad_to_capacity the map also marks the fillers."""
+        """The [T, E] form. With pad_to_capacity the map also marks the fillers: for each expert the
+        first tokens that are not its own, as many as its capacity has left.
+        """
         probs_TE, map_TE = kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
         if self.config.pad_to_capacity:
-            map_TE = kernels.place_by_position(map_TE) < self._capacity(map_TE.shape[0])
+            left_E = self._capacity(map_TE.shape[0]) - map_TE.sum(0)
+            map_TE = map_TE | ((~map_TE).cumsum(0) <= left_E)
         return probs_TE, map_TE
 
     # -- losses --
@@ -481,10 +478,6 @@ class TopKRouter(Router):
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """The coefficient of a balancing type; 0.0: off."""
         return self.config.balancing.get(aux_loss_type, 0.0)
-
-    def is_aux_loss_enabled(self) -> bool:
-        """Whether any balance loss is on."""
-        return bool(self.config.losses)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits [.., E], in training with the z-loss attached (arXiv 2202.08906):
@@ -547,18 +540,10 @@ class TopKRouter(Router):
         counts_E = self.pg_collection.sum(routing_map.sum(0), group)
         return self._attach_switch_loss("aux_loss", probs, scores_for_aux_loss, counts_E, group)
 
-    def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
-        """probs with the mean of the switch losses of B = bsz sequences attached; token s·B + b
-        belongs to sequence b. Counts and valid tokens are summed over tp_cp. A sequence of padding
-        gives 0.
-        """
-        sequence_T = torch.arange(seq_length * bsz, device=probs.device) % max(bsz, 1)
-        return self._apply_loss_of_sequences(
-            probs, scores_for_aux_loss, routing_map, sequence_T=sequence_T, num_sequences=bsz)
-
     def _apply_loss_of_sequences(self, probs, scores, routing_map, sequence_T, num_sequences):
-        """_apply_seq_aux_loss for any sequence_T [T], the sequence of each token: the mean over all
-        sequences that have tokens on some rank of tp_cp.
+        """probs with the mean of the switch losses of the sequences attached. Token t belongs to
+        sequence sequence_T[t]. Counts and valid tokens are summed over tp_cp, and the mean is over
+        all sequences that have tokens on some rank of it. A sequence of padding gives 0.
         """
         group = self.pg_collection.tp_cp
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
@@ -631,6 +616,26 @@ class TopKRouter(Router):
         if valid_token_count is None:
             return activation.shape[0] * self.pg_collection.size("tp_cp")
         return valid_token_count
+
+    # -- Megatron's names, which nothing here calls --
+
+    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [.., E] -> (probs [T, E], routing_map [T, E]): the top K of sinkhorn(logits) in
+        training, of the logits in eval. The probs are the sigmoid (K = 1) or the softmax over all
+        E, in the dtype of the logits.
+        """
+        probs_TK, indices_TK = self._choose_by_sinkhorn(logits.flatten(0, -2))
+        return kernels.routing_to_map(probs_TK, indices_TK, self.config.num_experts)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Whether any balance loss is on."""
+        return bool(self.config.losses)
+
+    def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz):
+        """_apply_loss_of_sequences for B = bsz sequences: token s·B + b belongs to sequence b."""
+        sequence_T = torch.arange(seq_length * bsz, device=probs.device) % max(bsz, 1)
+        return self._apply_loss_of_sequences(
+            probs, scores_for_aux_loss, routing_map, sequence_T=sequence_T, num_sequences=bsz)
 
 
 # ---- You have read the router. What it keeps: the loss scale ----
@@ -804,7 +809,7 @@ class RouterCounts:
 
     def write(self, activation, buffer, value, add):
         """Returns activation, whose backward adds value to buffer, or with add=False replaces the
-        buffer's value. For an activation without a backward see carried_by.
+        buffer's value. For an activation without a backward see attach_to.
         """
         if activation is None or not activation.requires_grad:
             self._defer(buffer, value, add)
@@ -812,7 +817,7 @@ class RouterCounts:
         return _WriteInBackward.apply(activation, buffer, value, add)
 
     def _defer(self, buffer, value, add):
-        """Keeps a write for carried_by. All writes of one forward to one buffer add up."""
+        """Keeps a write for attach_to. All writes of one forward to one buffer add up."""
         others = []
         for write in self.waiting:
             if write[0] is buffer:
@@ -825,7 +830,7 @@ class RouterCounts:
     def set_waiting(self, writes):
         self.waiting = writes
 
-    def carried_by(self, activation):
+    def attach_to(self, activation):
         """Returns activation. Its backward also does the writes in `waiting`: those of
         _apply_expert_bias, or of a frozen router, whose probs need no gradient.
         """

@@ -145,15 +145,15 @@ class _ToSideStream(torch.autograd.Function):
     def forward(ctx, stream, wait, *tensors):
         ctx.stream = stream
         ctx.set_materialize_grads(False)
-        input = tensors[0]
+        input, *weights = tensors
         if wait:
             side_input = _fork_stream(input)
         else:
             input.record_stream(stream)
             side_input = input.view_as(input)
-        main_input, *weights = [x.view_as(x) for x in tensors]
-        outputs = main_input, side_input, *weights
-        frozen = [y for x, y in zip((input, *tensors), outputs) if not x.requires_grad]
+        outputs = input.view_as(input), side_input, *[x.view_as(x) for x in weights]
+        sources = input, input, *weights
+        frozen = [y for x, y in zip(sources, outputs) if not x.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return outputs
 
@@ -308,7 +308,7 @@ class SharedExpertMLP(MoEModule):
             return None
         return _SIDE_STREAMS[self.fc1.device]
 
-    def _beside(self):
+    def _on_side_stream(self):
         return contextlib.nullcontext() if self.stream is None else self.stream
 
     @overlap_state_check(_State.IDLE, _State.PRE_FORWARD_COMM_DONE)
@@ -331,7 +331,7 @@ class SharedExpertMLP(MoEModule):
                 # might launch the fork last.
                 main_input = compat.copy_after(main_input, side_input)
         self._weights = weights
-        with self._beside():
+        with self._on_side_stream():
             self.gate_score = self._score(side_input, *weights[2:])
             self.cached_fc1_input = self._enter(side_input)
         return main_input
@@ -341,7 +341,7 @@ class SharedExpertMLP(MoEModule):
         """Computes fc1 and the activation. overlapped_comm_output: what a dispatcher of your own
         communicates beside this step; its backward is launched first.
         """
-        with self._beside():
+        with self._on_side_stream():
             act = self._fc1_and_act(self.cached_fc1_input, self._weights[0])
         # In a graph the order is fixed already.
         if self.stream is not None and not torch.compiler.is_compiling():
@@ -359,21 +359,21 @@ class SharedExpertMLP(MoEModule):
         """
         if overlapped_comm_output is not None:
             set_tensor_grad_fn_sequence_sr(overlapped_comm_output, torch.iinfo(torch.int).max)
-        with self._beside():
+        with self._on_side_stream():
             self.cached_fc2_output = self._fc2(self.cached_fc2_input, self._weights[1])
         self.cached_fc2_input = None
 
     @overlap_state_check(_State.FC2_FORWARD_DONE, _State.POST_FORWARD_COMM_DONE)
     def post_forward_comm(self) -> None:
         """Sums over the tp ranks."""
-        with self._beside():
+        with self._on_side_stream():
             self.cached_output = self._leave(self.cached_fc2_output)
         self.cached_fc2_output = None
 
     @overlap_state_check(_State.POST_FORWARD_COMM_DONE, _State.IDLE)
     def get_output(self) -> Tensor:
         """Applies the gate and returns the output, for which the current stream waits."""
-        with self._beside():
+        with self._on_side_stream():
             output = self.cached_output
             if self.gate_score is not None:
                 output = output * self.gate_score

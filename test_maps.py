@@ -286,7 +286,7 @@ def test_permute_integer_routing_maps(dtype):
     def all_of_it(routing_map):
         router = TopKRouter(small_config(num_experts=4, **BIASED))
         router._apply_expert_bias(routing_map)
-        router.counts.carried_by(fp32_leaf(1)).backward()
+        router.counts.attach_to(fp32_leaf(1)).backward()
         assert router.local_tokens_per_expert.sum() == routing_map.sum()
         padded = pad_routing_map(routing_map, 4)
         assert padded.dtype == routing_map.dtype

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DeviceMesh
 
 if __package__ == "ranks":                   # beside the flat files of the layer
     import compat
+    import grouped
     import kernels
     from base import Local, OneProcess, group_size
 else:                                        # the layer is a package
-    from .. import compat, kernels
+    from .. import compat, grouped, kernels
     from ..base import Local, OneProcess, group_size
 from . import sharding
 from .sharding import all_sum, all_sums, group_rank
@@ -227,7 +228,7 @@ class ExpertParallel:
         if capacity_factor is not None:
             most = local * min(T, kernels.get_capacity(T * K, E, capacity_factor))
             rows_to_each = min(T, most)
-            plan = kernels.pad_plan(plan, rows_to_each)
+            plan = pad_plan(plan, rows_to_each)
             send = receive = [rows_to_each] * ranks
             assignments = ranks * min(T * K, most)
         else:
@@ -265,13 +266,48 @@ class ExpertParallel:
         elsewhere_MK = (local_MK < 0) | (local_MK >= self.local)
         plan = kernels.plan_permutation(
             local_MK.masked_fill(elsewhere_MK, self.local), self.local)
-        return rows_MH, probs_MK.to(self.probs_dtype), kernels.cut_plan(plan, self.assignments)
+        return rows_MH, probs_MK.to(self.probs_dtype), cut_plan(plan, self.assignments)
 
     def send_back(self, output):
         return AllToAll(output, self.splits.back())
 
     def wait_and_combine(self, handle):
         return kernels.combine_rows(_extend(handle.wait(), len(self.plan.order)), self.plan)
+
+
+def pad_plan(plan: kernels.Plan, capacity: int) -> kernels.Plan:
+    """The plan with exactly C = `capacity` rows an expert: row e·C + c is the c-th row of expert e.
+
+        rows of the plan      a b | c d e | u v         two experts; u and v are unrouted
+        with capacity = 3     a b - | c d e | *
+
+    "-" is a filler: its order is T·K, and gather_rows makes it zeros. "*" is row E·C, to which
+    `inverse` sends all unrouted assignments. So the order has E·C + 1 entries. No expert may have
+    more than C rows. This is not checked: that would sync the device.
+    """
+    E = len(plan.counts)
+    N = plan.order.shape[0]
+    start_E = F.pad(plan.offsets, (1, 0))                # of the unrouted rows too
+    expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
+    place_TK = plan.inverse - start_E[expert_TK]
+    inverse = torch.where(expert_TK < E, expert_TK * capacity + place_TK, E * capacity)
+
+    place_C = torch.arange(capacity, device=inverse.device)
+    row_EC = torch.where(place_C < plan.counts[:, None], start_E[:-1, None] + place_C, N)
+    filler_1 = torch.arange(N, N + 1, device=inverse.device)         # F.pad would fix a symbolic N
+    order = torch.cat((plan.order, filler_1))[row_EC.flatten()]
+    order = F.pad(order, (0, 1))                         # the last one is masked
+    # Inductor of torch 2.13 fails on a cumsum of the counts where C is symbolic.
+    offsets = (capacity * torch.arange(1, E + 1, device=inverse.device)).int()
+    return kernels.Plan(
+        order, inverse, counts=torch.full_like(plan.counts, capacity), offsets=offsets)
+
+
+def cut_plan(plan: kernels.Plan, num_rows: int) -> kernels.Plan:
+    """The plan's first num_rows rows, which must include all routed ones, and one row for the rest.
+    """
+    inverse = plan.inverse.clamp(max=num_rows)
+    return plan._replace(order=plan.order[:num_rows + 1], inverse=inverse)
 
 
 # ---- Over tp: into the sharded product and out of it ----

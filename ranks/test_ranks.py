@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if __package__ in ("", "ranks"):             # beside the flat files of the layer
     import moe
-    from kernels import plan_permutation
+    from kernels import combine_rows, gather_rows, plan_permutation
     from moe import (
         MoEConfig, MoELayer, SharedExpertMLP, SharedExpertState, TopKRouter, finish_step,
         load_balancing_metrics)
@@ -43,20 +43,20 @@ if __package__ in ("", "ranks"):             # beside the flat files of the laye
     from test_moe import (
         BIASED, CONFIGS, DEVICE, EMULATED, LOSSES, LOSS_TYPES, QUANTILE, SlopePerExpert, Watch,
         about, about_the_cpu, agree, check_error_table, checkpointed, close, compiled, counts_of,
-        error, exact_config, exact_layer, fresh_start, graphs_made, in_steps, leaf,
-        on_device, random_indices, run_as, same, saved_bytes, slow,
+        error, exact_config, exact_layer, fp32_leaf, fresh_start, graphs_made, in_steps,
+        integers_used, leaf, on_device, random_indices, run_as, same, saved_bytes, slow,
         small_config)
 else:                                        # the layer is a package
     from .. import moe
-    from ..kernels import plan_permutation
+    from ..kernels import combine_rows, gather_rows, plan_permutation
     from ..moe import (
         MoEConfig, MoELayer, SharedExpertMLP, SharedExpertState, TopKRouter, finish_step,
         load_balancing_metrics)
     from ..test_moe import (
         BIASED, CONFIGS, DEVICE, EMULATED, LOSSES, LOSS_TYPES, QUANTILE, SlopePerExpert, Watch,
         about, about_the_cpu, agree, check_error_table, checkpointed, close, compiled, counts_of,
-        error, exact_config, exact_layer, fresh_start, graphs_made, in_steps, leaf,
-        on_device, random_indices, run_as, same, saved_bytes, slow,
+        error, exact_config, exact_layer, fp32_leaf, fresh_start, graphs_made, in_steps,
+        integers_used, leaf, on_device, random_indices, run_as, same, saved_bytes, slow,
         small_config)
     from . import parallel, sharding
     from .parallel import ProcessGroups
@@ -681,17 +681,6 @@ def test_groups_over_two_ranks_without_communication():
     assert loss.grad == 10 and router.counts.z_loss == 0.5
 
 
-def test_groups_select_experts_of_one_process_alone():
-    """moe.select_experts, for experts that are shared out or whole on several ranks."""
-    layer = exact_layer()
-    layer.pg_collection = ProcessGroups(ep=TwoRanks(), tp_dp_cp=TwoRanks())
-    copies = copy.copy(layer)
-    copies.pg_collection = ProcessGroups(tp_dp_cp=TwoRanks())
-    check_error_table("""
-        select(layer, [0, 1]); select(copies, [0, 1]) => is on several ranks; needs one process
-        """, select=moe.select_experts, layer=layer, copies=copies)
-
-
 # ---- Shared expert ----
 
 @over_ranks(2)
@@ -871,6 +860,24 @@ def check_groups_of_one(rank, ranks) -> None:
         sharding.gradient_norm(layer, None)
     with NoExchange(), pytest.raises(AssertionError, match="allreduce"):
         torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_parallel_padded_plan():
+    """Its rows are those of the plan with zeros behind each expert's, and both combine to the same,
+    with int64 indices: see test_permute_index_times_width_is_int64."""
+    plan = plan_permutation(random_indices(6, 3, 2, nowhere=0.3), 3)
+    x, probs = fp32_leaf(6, 8), torch.rand(6, 2)
+    rows = [*gather_rows(x, plan).split(plan.counts.tolist() + [12 - int(plan.counts.sum())])]
+
+    def run():
+        padded = parallel.pad_plan(plan, 7)
+        got = gather_rows(x, padded)
+        same(got, torch.cat([*[parallel._extend(r, 7) for r in rows[:3]], torch.zeros(1, 8)]))
+        y = combine_rows(got, padded, probs)
+        same(y, combine_rows(torch.cat(rows), plan, probs))
+        y.sum().backward()
+    seen = integers_used(run)
+    assert set().union(*seen.values()) <= {torch.int64, torch.bool, torch.float32}, seen
 
 
 @over_ranks(4)

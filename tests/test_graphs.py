@@ -28,6 +28,7 @@ import compat
 import grouped
 import kernels
 import maps
+import prune
 import router as router_file
 import shared_experts
 import small
@@ -51,7 +52,7 @@ from test_moe import (
     same, saved_bytes, slow, slow_but, small_config, small_layer, twin, with_native_products)
 from tests.test_settings import imported_as
 
-SOURCES = *LAYER, maps, sharding, parallel
+SOURCES = *LAYER, maps, prune, sharding, parallel
 
 
 # ---- One graph for every configuration ----

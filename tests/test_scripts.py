@@ -38,6 +38,7 @@ import grouped
 import kernels
 import maps
 import moe
+import prune
 import router as router_file
 import shared_experts
 import small
@@ -142,13 +143,15 @@ def test_sources_copied_elsewhere(tmp_path):
     done = run("-Werror::SyntaxWarning", "-c", code, cwd=tmp_path)
     assert done.stdout.split("\n")[:2] == ["(3, 8) kernels", "(3, 8) package.kernels"], done.stderr
 
-    for name in ("maps", "small", "test_moe", "test_maps", "test_small"):    # the tests go along
+    for name in ("maps", "prune", "small"):                      # the tests go along
         shutil.copy(HERE / f"{name}.py", package)
+        shutil.copy(HERE / f"test_{name}.py", package)
+    shutil.copy(HERE / "test_moe.py", package)
     shutil.copytree(HERE / "ranks", package / "ranks")
     (package / "ranks" / "__init__.py").touch()
-    some = "layout or in_both_forms or equals_its_loop or of_a_mesh"
+    some = "layout or in_both_forms or equals_its_loop or of_a_mesh or refuses_several_ranks"
     done = run("-m", "pytest", "-q", "package", "-k", some, cwd=tmp_path)
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
 
 
 def test_sources_installed_as_a_package(tmp_path):
@@ -163,7 +166,7 @@ def test_sources_installed_as_a_package(tmp_path):
     assert done.returncode == 0, done.stderr
     installed = target / "minimal_moe"
     names = [file.stem for file in (*installed.glob("*.py"), *installed.glob("*/*.py"))]
-    others = ["__init__", "maps", "small", "check", "plan"]
+    others = ["__init__", "maps", "prune", "small", "check", "plan"]
     assert sorted(names) == sorted(LAYER + RANKS + MODELS + others)
     tops = [path.name for path in target.iterdir() if path.suffix != ".dist-info"]
     assert tops == ["minimal_moe"]
@@ -172,7 +175,8 @@ def test_sources_installed_as_a_package(tmp_path):
     assert needs == ["torch>=2.11", "einops; extra == 'models'"]
     done = run("-c", f"import sys; sys.path.insert(0, {str(target)!r})\n"
                "import torch, minimal_moe.models.live, minimal_moe.check, minimal_moe.small\n"
-               "import minimal_moe.maps, minimal_moe.ranks.parallel, minimal_moe.ranks.plan\n"
+               "import minimal_moe.maps, minimal_moe.prune\n"
+               "import minimal_moe.ranks.parallel, minimal_moe.ranks.plan\n"
                "from minimal_moe.moe import MoEConfig, MoELayer\n"
                "print(minimal_moe.__version__)\n"
                "print(MoELayer(MoEConfig(8, 4, 4, 2))(torch.ones(3, 8)).shape)", cwd=tmp_path)
@@ -199,8 +203,9 @@ def imported_modules(file: str) -> set[str]:
     ("check.py", set()),
     *[(f"{name}.py", {*LAYER[:i]}) for i, name in enumerate(LAYER)],
     ("maps.py", {"compat", "kernels"}),
+    ("prune.py", {"base", "moe", "router"}),
     ("ranks/sharding.py", {"compat", "base"}),
-    ("ranks/parallel.py", {"compat", "kernels", "base"}),
+    ("ranks/parallel.py", {"compat", "grouped", "kernels", "base"}),
     ("ranks/plan.py", {"moe", "kernels", "base", "models.atlas"}),
     ("models/reader.py", set()),
     ("models/table.py", {"models.reader"}),
@@ -223,7 +228,8 @@ def test_sources_import_torch_and_einops_alone(file, local):
 
 @pytest.mark.parametrize(
     "file", [*[f"{name}.py" for name in LAYER], *[f"ranks/{name}.py" for name in RANKS],
-             "ranks/plan.py", "maps.py", "small.py", *[f"models/{name}.py" for name in MODELS],
+             "ranks/plan.py", "maps.py", "prune.py", "small.py",
+             *[f"models/{name}.py" for name in MODELS],
              "examples/train.py"])
 def test_sources_private_names_of_torch(file):
     """They stand in one section of compat.py, of ranks/parallel.py and of ranks/sharding.py. What
@@ -303,7 +309,7 @@ moe.SharedExpertMLP.pre_forward_comm: input wait_current_stream=True
 moe.MoELayer: config pg_collection
 moe.MoELayer.forward: hidden_states padding_mask topk_indices cu_seqlens
 moe.MoELayer.dispatch: x probs indices plan
-moe.select_experts: layer experts optimizer
+prune.select_experts: layer experts optimizer
 small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax expert_bias
     aux_loss_coeff shared_ffn_hidden_size normalize=True scaling_factor=1.0 groups shared_gate
 small.MoE.forward: x padding_mask
@@ -1226,7 +1232,7 @@ def test_docs_activation():
     layer(x).sin().sum().backward()
     used = layer.router.route(x)[1].unique()
     assert layer.experts.slope.grad.nonzero().flatten().equal(used)
-    assert layer.experts.slope[[3, 1]].equal(moe.select_experts(
+    assert layer.experts.slope[[3, 1]].equal(prune.select_experts(
         layer, [3, 1, 0, 2]).experts.slope[:2])
 
 
