@@ -1,10 +1,11 @@
 """From a loop to the layer in four steps. Each is a class that computes the same, with one change.
 
-    python examples/steps.py [--shape T H F E K] [--dtype bf16] [--device cpu]
+    python examples/steps.py [--shape T H F E K] [--dtype bf16] [--device cpu] [--loop]
 
 prints what each step keeps for the backward and how long it takes. Why each change helps:
-docs/compile.md. T tokens, H hidden size, E experts, K experts per token, N = T·K rows, F FFN size
-of an expert; capitals at the end of a name are the tensor's axes.
+docs/compile.md. --loop adds the first step compiled, which takes minutes. T tokens, H hidden size,
+E experts, K experts per token, N = T·K rows, F FFN size of an expert; capitals at the end of a name
+are the tensor's axes.
 """
 import argparse
 import re
@@ -31,7 +32,9 @@ import small                                                                  # 
 class Loop(nn.Module):
     """1. A loop over the experts, each with its tokens.
 
-    How many tokens an expert has is known only at run time, so a graph breaks at every expert.
+    How many tokens an expert has is known only at run time: for each expert the host reads it, also
+    in a graph. With fullgraph=True the compiler makes one graph of the loop, with code for each
+    expert by itself. Without fullgraph=True the graph breaks at `torch.where`.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_experts: int, topk: int):
@@ -124,6 +127,8 @@ class Checkpoints(Sorted):
 # Moved makes it a gather too. Its GroupedLinear gives a weight's gradient the layout of the weight.
 STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Checkpoints,
          "4 small.py": small.MoE}
+EAGER = "1 loop, eager"
+LOOP_COMPILED = "1 loop, compiled"
 
 
 # ---- The table ----
@@ -149,19 +154,22 @@ CALLS = re.compile(r"\b(?:cpp_fused\w*|triton_\w+\.run|(?:extern_kernels|torch\.
 
 
 class Measured:
-    """A step on one input. It is compiled, but for the loop."""
+    """A step on one input."""
 
-    def __init__(self, layer: nn.Module, x: Tensor):
+    def __init__(self, layer: nn.Module, x: Tensor, compiled: bool):
         self.layer = layer
         self.x = x
         self.parameters = list(layer.parameters())
-        self.compiled = type(layer) is not Loop
-        self.function = torch.compile(layer, fullgraph=True) if self.compiled else layer
+        self.compiled = compiled
+        self.function = torch.compile(layer, fullgraph=True) if compiled else layer
         self.ms = []
         torch._inductor.metrics.reset()
         codes = []
         with mock.patch.object(GraphLowering, "save_output_code", codes.append):
+            start = time.perf_counter()
             first = self.step()
+            self.synchronize()
+            self.first_call = time.perf_counter() - start        # seconds
         counts = [len(CALLS.findall(code)) for code in dict.fromkeys(codes)]
         self.kernels = " + ".join(map(str, counts))              # forward, backward
         self.loops = torch._inductor.metrics.generated_kernel_count
@@ -184,12 +192,14 @@ class Measured:
         y = self.function(x)
         return [y, *torch.autograd.grad(y, [x, *self.parameters], torch.ones_like(y))]
 
+    def synchronize(self) -> None:
+        torch.get_device_module(self.x.device).synchronize()
+
     def time(self) -> None:
-        synchronize = torch.get_device_module(self.x.device).synchronize
-        synchronize()
+        self.synchronize()
         start = time.perf_counter()
         self.step()
-        synchronize()
+        self.synchronize()
         self.ms.append(1e3 * (time.perf_counter() - start))
 
 
@@ -203,11 +213,15 @@ def main() -> None:
                         metavar=("T", "H", "F", "E", "K"))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--loop", action="store_true",
+                        help="also the loop, compiled: minutes for 64 experts")
     args = parser.parse_args()
     torch._inductor.config.force_disable_caches = True       # a cache counts other kernels
     T, *sizes = args.shape
     try:
         layers = {name: step(*sizes) for name, step in STEPS.items()}
+        if args.loop:
+            layers[LOOP_COMPILED] = Loop(*sizes)                 # last, since it takes longest
     except ValueError as error:
         parser.error(f"--shape is {args.shape}: {error}")
     print(f"T, H, F, E, K = {args.shape}, {args.dtype}, {args.device}, torch {torch.__version__}, "
@@ -215,20 +229,24 @@ def main() -> None:
     torch.manual_seed(0)
     weights = Loop(*sizes).state_dict()
     x = torch.randn(T, sizes[0]).to(args.device, DTYPES[args.dtype])
+    # What a process loads at its first compile belongs to no row.
+    torch.compile(nn.Linear(1, 1).to(x))(x[:, :1]).sum().backward()
     # Each row is printed as soon as it is measured, so that an interrupt loses none.
     steps = {}
-    show("step", f"{'kB kept a token':>16}   the same bits   kernels   loops")
+    show("step", f"{'kB kept a token':>16}   the same bits   kernels   loops   first call, s")
     for name, layer in layers.items():
         print(f"{name} ..", file=sys.stderr)
         layer.load_state_dict(weights)
         try:
-            step = steps[name] = Measured(layer.to(x), x)
+            step = steps[name] = Measured(layer.to(x), x, compiled=name != EAGER)
         except RuntimeError as error:                        # of F.grouped_mm, in this dtype
             while error.__context__ is not None:             # hidden by the compiler's
                 error = error.__context__
             show(name, f"refused: {error}")
             continue
-        compiled = f"{step.kernels:10}{step.loops}" if step.compiled else "-"
+        compiled = "-"
+        if step.compiled:
+            compiled = f"{step.kernels:10}{step.loops:<8}{step.first_call:.1f}"
         bits = "yes" if step.repeats else "no"
         show(name, f"{step.kept / T / 1e3:16.2f}   {bits:16}{compiled}")
 

@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 
 import bench
 import check
@@ -52,7 +54,7 @@ from ranks.test_ranks import (
     check_gradients, free_port, full, mesh_of, over_ranks, own_part, whole_and_mine)
 from test_moe import (
     BIASED, PRODUCTS, TwoLayers, WAYS, about_the_cpu, agree, close, compiled, fresh_start, grads,
-    leaf, needs, same, saved_bytes, slow, small_config, switch_loss_loop)
+    graphs_made, leaf, needs, same, saved_bytes, slow, small_config, switch_loss_loop)
 from tests.test_graphs import SOURCES
 
 pytestmark = slow
@@ -997,13 +999,13 @@ def of_a_step(layer, x: Tensor, function=None) -> list[Tensor]:
     return [tensor.detach().double() for tensor in found]
 
 
-@pytest.mark.parametrize("name", steps.STEPS)
+@pytest.mark.parametrize("name", [*steps.STEPS, steps.LOOP_COMPILED])
 def test_steps_compute_the_loop(name):
     """Each against the plain loop in fp64, in eager mode in fp32, and compiled in bf16; on rounded
     weights, so that all choose the same."""
     T, H, W, E, K = 24, 16, 8, 5, 3
     torch.manual_seed(0)
-    step = steps.STEPS[name](H, W, E, K)
+    step = steps.STEPS.get(name, steps.Loop)(H, W, E, K)
     step.load_state_dict({key: (tensor * 20).bfloat16() for key, tensor in
                           steps.Loop(H, W, E, K).state_dict().items()})
     x = torch.randn(T, H).bfloat16()
@@ -1012,17 +1014,43 @@ def test_steps_compute_the_loop(name):
         x, exact.router, exact.fc1, exact.fc2, K))
     close(of_a_step(step, x), want, 1e-5)
     step.bfloat16()
-    function = None if name.startswith("1") else compiled(step)
+    function = None if name == steps.EAGER else compiled(step)
     for got, right in zip(of_a_step(step, x, function), want, strict=True):
         assert (got - right).norm() < 2e-2 * right.norm()
 
 
+def test_steps_graphs_of_the_loop():
+    """With fullgraph=True one graph, and a second for all other T, with the host's read and the
+    products of each expert. Without it the graph breaks."""
+    E = 5
+    targets = []
+
+    def count(gm, inputs):
+        targets.append([str(node.target) for node in gm.graph.nodes])
+        return gm.forward
+    loop = steps.Loop(16, 8, E, 2)
+    for name, options in (("one", dict(fullgraph=True)), ("parts", {})):
+        torch._dynamo.reset()
+        counters.clear()
+        function = torch.compile(loop, backend=aot_autograd(fw_compiler=count), **options)
+        x = torch.randn(24, 16)
+        close(function(x), loop(x), 1e-5)
+        if name == "one":
+            assert graphs_made() == 1
+            forward = targets[0]
+            assert forward.count("aten.nonzero.default") == E
+            assert forward.count("aten.mm.default") == 2 * E + 1                 # and the router's
+            function(torch.randn(20, 16)), function(torch.randn(9, 16))
+            assert graphs_made() == 2
+    assert graphs_made() > 2
+
+
 def test_steps_print_their_tables(capfd, monkeypatch):
-    """A row for each step: its bytes, bits and kernels, its time over the last's, its graphs. In
-    fp32 a graph of torch 2.13 refuses F.grouped_mm, and its rows say so. An interrupt loses no row
-    before it."""
-    def run(dtype):
-        arguments = ["--shape", *"64 32 16 8 2".split(), "--dtype", dtype]
+    """A row for each step: its bytes, bits, kernels and first call, its time over the last's, its
+    graphs; with --loop one for the compiled loop. In fp32 a graph of torch 2.13 refuses
+    F.grouped_mm, and its rows say so. An interrupt loses no row before it."""
+    def run(dtype, *options):
+        arguments = ["--shape", *"64 32 16 4 2".split(), "--dtype", dtype, *options]
         monkeypatch.setattr(sys, "argv", ["steps.py", *arguments])
         torch._dynamo.reset()
         steps.main()
@@ -1030,7 +1058,7 @@ def test_steps_print_their_tables(capfd, monkeypatch):
     def tables(dtype):
         """Of what was printed: the words of each row, by the step's name."""
         header, *lines = capfd.readouterr().out.splitlines()
-        assert header.startswith(f"T, H, F, E, K = [64, 32, 16, 8, 2], {dtype}, cpu")
+        assert header.startswith(f"T, H, F, E, K = [64, 32, 16, 4, 2], {dtype}, cpu")
         assert not any("TORCHDYNAMO_VERBOSE" in line for line in lines)
         found = []
         for line in lines:
@@ -1046,13 +1074,17 @@ def test_steps_print_their_tables(capfd, monkeypatch):
 
     loop, two, three, last = steps.STEPS
     with torch._inductor.config.patch(force_disable_caches=False):
-        run("bf16")
+        run("bf16", "--loop")
         kept, times, graphs = tables("bf16")
-        assert [*kept] == [*times] == [*steps.STEPS]
+        assert [*kept] == [*times] == [*steps.STEPS, steps.LOOP_COMPILED]
         assert kept[loop][1:] == ["yes", "-"] and kept[last][1] == "yes"
+        assert all(float(kept[name][-1]) > 0.5 for name in [*kept][1:])           # seconds
+        kernels = {name: int(words[2]) + int(words[4]) for name, words in kept.items() if words[3:]}
+        assert kernels[steps.LOOP_COMPILED] > 2 * kernels[last]
         each = [float(kept[name][0]) for name in steps.STEPS]
         assert each[1] > 2 * each[2] and each[2:] == pytest.approx([each[-1]] * 2, rel=0.1)
-        assert times[last][1] == "1.00" and graphs == {two: ["2"], three: ["2"], last: ["2"]}
+        assert times[last][1] == "1.00" and graphs == {
+            name: ["2"] for name in [*kept][1:]}
 
         monkeypatch.setattr(steps.Measured, "graphs", interrupt)
         with pytest.raises(KeyboardInterrupt):
