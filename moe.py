@@ -450,18 +450,12 @@ def _is_number(x):
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def _one_of(*known):
-    return known.__contains__, f"one of {', '.join(known)}"
-
-
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # (fields, whether a value fits, what they need). None fits too where it is the default.
 _RULES = (
     ("hidden_size ffn_hidden_size num_experts topk num_groups group_topk group_score_topk "
      "latent_size shared_expert_intermediate_size",
      lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0, "a positive int"),
-    ("activation", lambda x: callable(x) or x in kernels.ACTIVATIONS,
-     f"one of {', '.join(kernels.ACTIVATIONS)}"),
     ("glu_alpha glu_linear_offset scaling_factor bias_update_rate", _is_number, "a finite number"),
     ("activation_clamp_value situ_beta situ_linear_beta latent_norm_eps",
      lambda x: _is_number(x) and x > 0, "a positive number"),
@@ -469,19 +463,22 @@ _RULES = (
      "enable_expert_bias latent_norm calculate_per_token_loss pad_to_capacity shared_expert_gate "
      "shared_expert_overlap sequence_parallel batch_first",
      lambda x: isinstance(x, bool), "True or False"),
-    ("apply_probs_on", *_one_of("activation", "input")),
-    ("score_function", *_one_of(*kernels.SCORE_FUNCTIONS)),
     ("norm_eps z_loss_coeff input_jitter_eps init_std output_init_std",
      lambda x: _is_number(x) and x >= 0, "0 or more"),
     ("router_dtype probs_dtype params_dtype", _DTYPES.__contains__,
      "torch.float16, bfloat16, float32 or float64"),
-    ("bias_update", *_one_of("sign", "quantile")),
     ("force_load_balancing", lambda x: isinstance(x, bool) or x == "round_robin",
      'True, False or "round_robin"'),
     ("capacity_factor",
      lambda x: _is_number(x) and 0 < x < 2 ** 31, "a positive number below 2 ** 31"),
-    ("token_drop_policy", *_one_of("probs", "position")),
 )
+_CHOICES = {
+    "activation": kernels.ACTIVATIONS,
+    "apply_probs_on": ("activation", "input"),
+    "score_function": kernels.SCORE_FUNCTIONS,
+    "bias_update": ("sign", "quantile"),
+    "token_drop_policy": ("probs", "position"),
+}
 # field -> fields without effect unless it is set
 _NEEDED_BY = {
     "num_groups": "group_topk group_score_topk",
@@ -516,6 +513,11 @@ def _refused_values(c):
             optional = getattr(MoEConfig, name, 0) is None         # its default
             if not (optional and value is None) and not fits(value):
                 yield name, f"needs {need}, or None" if optional else f"needs {need}"
+    for name, known in _CHOICES.items():
+        value = getattr(c, name)
+        own = name == "activation" and callable(value)
+        if not own and value not in [*known]:
+            yield name, f"needs one of {', '.join(known)}"
     for needed, names in _NEEDED_BY.items():
         for name in names.split():
             if getattr(c, needed) in (None, False) and _changed(c, name):

@@ -510,8 +510,8 @@ class MoE(nn.Module):
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         # A sort pays with more assignments than `most`. On a card nobody has measured how many.
         most = 2 * E if x.is_cpu else E // 2
-        in_place = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if in_place and holds_in_this_graph(indices.numel() <= most):
+        decoding = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if decoding and holds_in_this_graph(indices.numel() <= most):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
             y = experts(x_TH, probs, fc1, fc2, places, native)
