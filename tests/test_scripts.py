@@ -1847,6 +1847,64 @@ def test_docs_lora(tmp_path):
     close(again(ids).logits, model(ids).logits, 1e-6)
 
 
+def test_docs_dynamic():
+    """One graph for three lengths, and with dynamic=True too; without either there are two."""
+    layer = MoELayer(MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2))
+    code = example("dynamic").replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
+    mark = re.search(r"    torch._dynamo.mark_dynamic.*\n", code)[0]
+    unmarked = code.replace(mark, "")
+    all_axes = unmarked.replace("fullgraph", "dynamic=True, fullgraph")
+    for text, graphs in [(code, 1), (unmarked, 2), (all_axes, 1)]:
+        torch._dynamo.reset()
+        counters.clear()
+        exec(text, dict(torch=torch, layer=layer))
+        assert graphs_made() == graphs, text
+
+
+def test_docs_regional():
+    """Three layers, compiled one by one, have one graph, and the model's output is the same."""
+    config = MoEConfig(hidden_size=16, ffn_hidden_size=8, num_experts=8, topk=2)
+    model = torch.nn.Sequential(*(MoELayer(config) for _ in range(3)))
+    x = torch.randn(9, 16, requires_grad=True)
+    want = model(x)
+    code = example("regional").replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
+    exec(code, dict(model=model))
+    counters.clear()
+    close(model(x), want, 1e-6)
+    assert graphs_made() == 1
+
+
+@pytest.mark.parametrize("mode", ["max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_docs_modes_compile(mode):
+    """On a CPU they change little; outputs and gradients stay."""
+    assert f'mode="{mode}"' in (HERE / "docs/recipes.md").read_text()
+    layer = MoELayer(small_config(hidden_size=16, shared_expert_intermediate_size=8))
+    x = torch.randn(9, 16, requires_grad=True)
+    close(torch.compile(layer, fullgraph=True, mode=mode)(x), layer(x), 1e-5)
+    assert graphs_made() == 1
+
+
+def test_docs_caches(tmp_path):
+    """A second process, whose own cache is empty, finds the code of forward and backward."""
+    setup = """
+import torch
+from torch._dynamo.utils import counters
+from moe import MoEConfig, MoELayer
+layer = MoELayer(MoEConfig(hidden_size=16, ffn_hidden_size=8, num_experts=8, topk=2))
+x = torch.randn(9, 16, requires_grad=True)
+"""
+    found = []
+    for name in ("save cache", "load cache"):
+        code = setup + example(name).replace('"cache.bin"', repr(str(tmp_path / "cache.bin")))
+        code += "print(counters['inductor']['fxgraph_cache_hit'])\n"
+        environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / name[:4]))
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=HERE, env=environment, timeout=300, check=True,
+            capture_output=True, text=True)
+        found.append(int(done.stdout.split()[-1]))
+    assert found == [0, 2]
+
+
 def test_docs_decode():
     """Token by token it chooses what the model chooses for the whole sequence."""
     torch.manual_seed(0)
