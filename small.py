@@ -401,7 +401,8 @@ def only_best_groups(scores, groups, best, members):
     """scores [T, E], -inf outside of each token's best groups. A group's score is the sum of its
     best members' scores (arXiv 2405.04434, 2412.19437).
     """
-    scores_TGe = scores.unflatten(1, (groups, -1))
+    T, E = scores.shape
+    scores_TGe = scores.reshape(T, groups, E // groups)
     best_TB = scores_TGe.topk(members).values.sum(-1).topk(best).indices
     group_G = torch.arange(groups, device=scores.device)
     kept_TG = (best_TB[:, :, None] == group_G).any(1)
