@@ -349,7 +349,9 @@ def topk_routing(
     else:
         ranked_TE = logits_TE.detach()
         if narrow:
-            ranked_TE = _rounded_probs(ranked_TE, None, None, score_function, None, 0.0, None)
+            ranked_TE = _rounded_probs(
+                ranked_TE, indices=None, copies=None, score_function=score_function,
+                normalised=None, norm_eps=0.0, scaling_factor=None)
         elif expert_bias is not None or num_groups is not None:
             ranked_TE = SCORE_FUNCTIONS[score_function](ranked_TE)
         if expert_bias is not None:
