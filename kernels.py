@@ -1199,7 +1199,7 @@ class _ProductAdded(torch.autograd.Function):
     def forward(ctx, y, a, b):
         ctx.save_for_backward(a, b)
         ctx.wide = torch.promote_types(y.dtype, torch.float32)
-        return (y + _product_in(a, b, dtype=ctx.wide, out_dtype=ctx.wide)).to(y.dtype)
+        return cast(y + _product_in(a, b, dtype=ctx.wide, out_dtype=ctx.wide), y.dtype)
 
     @staticmethod
     @once_differentiable

@@ -75,6 +75,7 @@ def test_small_equals_the_layer(monkeypatch, case, dtype, has_bf16, topk):
     with and without instructions for bf16; small.py uses none for fp16."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+    monkeypatch.setattr(grouped, "_slow_on_cpu", grouped._slow_on_cpu.__wrapped__)    # uncached
     layer, whole = pair(case, dtype, sizes=(H, F_, E, topk))
     x = torch.randn(5, 7, H, dtype=dtype, requires_grad=True)
     for masked, autocast in itertools.product((False, True), repeat=2):
