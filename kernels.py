@@ -177,34 +177,15 @@ def _gather_columns(values, indices):
 
 def _sum_columns(values, indices, columns):
     """scatter_columns, but a column that a row names more than once gets the sum."""
-    same_TKK = indices[:, :, None] == indices[:, None, :]
-    # All slots of a column hold its sum, so any may be written last.
-    sums_TK = torch.where(same_TKK, upcast(values)[:, None, :], 0.0).sum(-1)
-    return scatter_columns(cast(sums_TK, values.dtype), indices, columns)
+    column_C = torch.arange(columns, device=indices.device)
+    sums = 0.0
+    for index_T1, value_T1 in zip(indices.split(1, dim=1), upcast(values).split(1, dim=1)):
+        sums = sums + torch.where(index_T1 == column_C, value_T1, 0.0)
+    return cast(sums, values.dtype)
 
 
-class Adjoint(torch.autograd.Function):
-    """functions = (f, g): f(x, *tensors), whose gradient is g(grad, *tensors)."""
-
-    @staticmethod
-    def forward(ctx, x, functions, *tensors):
-        function, ctx.adjoint = functions
-        ctx.save_for_backward(*tensors)
-        return function(x, *tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        tensors = ctx.saved_tensors      # once: under a checkpoint a second read fails
-        # x, functions, *tensors
-        return ctx.adjoint(grad, *tensors), None, *[None] * len(tensors)
-
-
-class _Gathered(torch.autograd.Function):
-    """Returns value, which plain code has gathered from x. The gradient of x is
-    back(grad, *tensors). (The gather itself is outside: in a graph of torch 2.11 a checkpoint does
-    not compute again what is inside an autograd function.)
-    """
+class WithGradient(torch.autograd.Function):
+    """Returns value. The gradient of x is back(grad, *tensors)."""
 
     @staticmethod
     def forward(ctx, value, x, back, *tensors):
@@ -215,15 +196,27 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors      # once: under a checkpoint a second read fails
         # value, x, back, *tensors
         return None, ctx.back(grad, *tensors), None, *[None] * len(tensors)
+
+
+def with_gradient(x, function, back, *tensors):
+    """function(x, *tensors), whose gradient is back(grad, *tensors)."""
+    # The function is called outside of WithGradient: in a graph of torch 2.11 a checkpoint does not
+    # compute again what is inside an autograd function.
+    return WithGradient.apply(function(x.detach(), *tensors), x, back, *tensors)
+
+
+def straight_through(value, gradient_of):
+    """value, whose gradient becomes that of another tensor of its shape."""
+    return WithGradient.apply(value, gradient_of, lambda grad: grad)
 
 
 def pick(scores: Tensor, indices: Tensor) -> Tensor:
     """scores [T, E] -> [T, K]: scores[t, indices[t, k]]; 0 for index E."""
     back = functools.partial(scatter_columns, columns=scores.shape[1])
-    return Adjoint.apply(scores, (_gather_columns, back), indices)
+    return with_gradient(scores, _gather_columns, back, indices)
 
 
 def _map_of(indices, num_experts):
@@ -239,7 +232,7 @@ def routing_to_map(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[Te
     """
     check_shapes(probs=(probs, "T K"), indices=(indices, "T K"))
     to_map = functools.partial(scatter_columns, columns=num_experts)
-    probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), indices)
+    probs_TE = with_gradient(probs, to_map, _gather_columns, indices)
     return probs_TE, _map_of(indices, num_experts)
 
 
@@ -367,7 +360,7 @@ def topk_routing(
     if narrow and torch.compiler.is_compiling():
         # The op gives the rounded values; the steps above, which autograd can see, the gradient.
         rounded_TK = _rounded_probs(logits_TE.detach(), indices_TK, copies_TK, *steps)
-        probs_TK = _InPlaceOf.apply(probs_TK, rounded_TK)
+        probs_TK = straight_through(rounded_TK, gradient_of=probs_TK)
     return probs_TK.to(probs_dtype or logits.dtype), indices_TK
 
 
@@ -478,7 +471,7 @@ def weighted_token_sum(
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
-    # If they were arguments of Adjoint, a checkpoint would replace them by recomputed ones.
+    # If they were arguments of these two, a checkpoint would replace them by recomputed ones.
     def add(x):
         if sequence is None:
             return (sum_tokens(x) * factors).sum()
@@ -489,7 +482,7 @@ def weighted_token_sum(
             return (grad * factors).expand(shape)
         return (grad * factors)[sequence]
 
-    return Adjoint.apply(scores, (add, spread))
+    return with_gradient(scores, add, spread)
 
 
 def switch_load_balancing_loss_func(
@@ -834,7 +827,7 @@ def gather_rows(tokens: Tensor, plan: Plan) -> Tensor:
     """
     check_shapes(inverse=(plan.inverse, "T K"), tokens=(tokens, "T H"))
     places = plan.order, plan.inverse, plan.offsets
-    return _Gathered.apply(_spread_rows(tokens.detach(), *places), tokens, _collect_rows, *places)
+    return with_gradient(tokens, _spread_rows, _collect_rows, *places)
 
 
 def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
@@ -853,15 +846,15 @@ def combine_rows(rows: Tensor, plan: Plan, probs: Tensor | None = None) -> Tenso
     weighted = rows
     if probs is not None:
         weighted = upcast(rows) * gather_probs(probs, plan)
-    out = Adjoint.apply(
-        weighted, (_collect_rows, _spread_gradient), plan.order, plan.inverse, plan.offsets)
+    places = plan.order, plan.inverse, plan.offsets
+    out = with_gradient(weighted, _collect_rows, _spread_gradient, *places)
     return out.to(rows.dtype)
 
 
 def gather_probs(probs: Tensor, plan: Plan) -> Tensor:
     """probs [T, K] -> [N, 1], each row's prob; 0 for fillers."""
     places = plan.order, plan.inverse, plan.offsets
-    return _Gathered.apply(_spread_probs(probs.detach(), *places), probs, _collect_probs, *places)
+    return with_gradient(probs, _spread_probs, _collect_probs, *places)
 
 
 def _spread_probs(probs, order, inverse, offsets):
@@ -1111,18 +1104,6 @@ def _of_stored(value):
     return lambda stored, zeros, weights: value(stored.to(zeros.dtype) + zeros, weights)
 
 
-class _InPlaceOf(torch.autograd.Function):
-    """Returns `exact`. Its gradient goes to `value`."""
-
-    @staticmethod
-    def forward(ctx, value, exact):
-        return exact.view_as(exact)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 def check_activation(y, weights, parts, g=None):
     *rows, width = y.shape
     if width % parts:
@@ -1176,7 +1157,7 @@ def activation(
     act = again(_of_stored(value), *_StoreFp8.apply(y), weights)
     with torch.no_grad():
         exact = value(y, weights)
-    return _InPlaceOf.apply(act, exact)
+    return straight_through(exact, gradient_of=act)
 
 
 # ---- Experts ----
@@ -1185,7 +1166,7 @@ def _add_output_bias(y, probs, plan, fc2_bias):
     """y_t + Σ_k p_tk · fc2_bias[i_tk], as probs [T, E] · fc2_bias."""
     to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
     expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
-    probs_TE = Adjoint.apply(probs, (to_map, _gather_columns), expert_TK)
+    probs_TE = with_gradient(probs, to_map, _gather_columns, expert_TK)
     return _ProductAdded.apply(y, probs_TE, fc2_bias)
 
 
@@ -1261,11 +1242,30 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
 
 def _bias_of_rows(bias, num_rows, read):
     """bias [E, O] -> [N, O]: each row's."""
+    def gather(bias, offsets):
+        return bias[grouped.expert_of_rows(num_rows, offsets)]
+
     def back(grad, offsets):
         return grouped.bias_grad(grad.contiguous(), grouped.Read(offsets, native=True))
 
-    bias_NO = bias.detach()[grouped.expert_of_rows(num_rows, read.offsets)]
-    return _Gathered.apply(bias_NO, bias, back, read.offsets)
+    return with_gradient(bias, gather, back, read.offsets)
+
+
+def _rows_of_stored(to_experts, value, from_experts, tokens, fc1, probs):
+    """from_experts(value(to_experts(tokens, fc1), probs)), where an fp8 copy is kept of to_experts'
+    output. The result is the exact one, the gradient that of the copy.
+    """
+    def to_store(tokens, fc1):
+        hidden = to_experts(tokens, fc1)
+        return hidden.detach(), *_StoreFp8.apply(hidden)
+
+    hidden, stored, zeros = again(to_store, tokens, fc1)
+    act = again(_of_stored(value), stored, zeros, probs)
+    with torch.no_grad():
+        # A graph keeps `stored` only if its forward uses it, so here it does.
+        exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
+    # Nobody reads the product with `act`, so a graph leaves it out. Eager mode computes it.
+    return straight_through(exact, gradient_of=from_experts(act))
 
 
 def _mlp_of_rows(
@@ -1288,10 +1288,6 @@ def _mlp_of_rows(
     def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
 
-    def to_store(tokens, fc1):
-        hidden = to_experts(tokens, fc1)
-        return hidden.detach(), *_StoreFp8.apply(hidden)
-
     def value(hidden, probs):
         if fused_bias is not None:
             hidden = hidden + _bias_of_rows(fused_bias, N, read)
@@ -1306,13 +1302,7 @@ def _mlp_of_rows(
         return grouped.linear(act, fc2, read)
 
     if fp8_input_store and torch.is_grad_enabled():
-        hidden, stored, zeros = again(to_store, tokens, fc1)
-        act = again(_of_stored(value), stored, zeros, probs)
-        with torch.no_grad():
-            # A graph keeps `stored` only if its forward uses it, so here it does.
-            exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
-        # Nobody reads the product with `act`, so a graph leaves it out. Eager mode computes it.
-        rows = _InPlaceOf.apply(from_experts(act), exact)
+        rows = _rows_of_stored(to_experts, value, from_experts, tokens, fc1, probs)
     else:
         # The tokens and `hidden` are kept, in eager mode also the activation. The backward computes
         # the rows and the activation again, in eager mode also fc1's product.

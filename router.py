@@ -724,8 +724,8 @@ def keep_in_forward(activation: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     after it.
     """
     value = compat.copy_after(value, activation.detach())
-    functions = compat.copy_after, lambda grad, value: grad
-    return kernels.Adjoint.apply(activation, functions, value), value
+    copied = compat.copy_after(activation.detach(), value)
+    return kernels.straight_through(copied, gradient_of=activation), value
 
 
 class _WriteInBackward(torch.autograd.Function):

@@ -196,28 +196,30 @@ def no_view(x):
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
-class Moved(torch.autograd.Function):
-    """Returns rows, which plain code made of x. The gradient of x is back(grad, *places)."""
+class WithGradient(torch.autograd.Function):
+    """Returns value. The gradient of x is back(grad, *tensors)."""
     @staticmethod
-    def forward(ctx, rows, x, back, order, row_KT, offsets):
-        ctx.save_for_backward(order, row_KT, offsets)
+    def forward(ctx, value, x, back, *tensors):
         ctx.back = back
-        return no_view(rows)
+        ctx.save_for_backward(*tensors)
+        return no_view(value)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
-        return None, ctx.back(grad, *ctx.saved_tensors), None, None, None, None
+        tensors = ctx.saved_tensors      # once: under a checkpoint a second read fails
+        return None, ctx.back(grad, *tensors), None, *[None] * len(tensors)
 
 
-def move(x, way, back, places):
-    """way(x, *places), whose gradient is back(grad, *places). Both are gathers, while autograd's
-    gradient of a gather would be a scatter. places: what sort_by_expert returns.
-    """
-    # `way` is called outside of Moved: in a graph of torch 2.11 a checkpoint does not compute again
-    # what is inside an autograd function.
-    return Moved.apply(way(x.detach(), *places), x, back, *places)
+def with_gradient(x, function, back, *tensors):
+    """function(x, *tensors), whose gradient is back(grad, *tensors)."""
+    # The function is called outside of WithGradient: in a graph of torch 2.11 a checkpoint does not
+    # compute again what is inside an autograd function.
+    return WithGradient.apply(function(x.detach(), *tensors), x, back, *tensors)
 
+
+# Rows are gathered from tokens, and tokens from rows. The gradient of each way is the other way, so
+# a gather too, while autograd's would be a scatter.
 
 def spread(x, order, row_KT, offsets):
     """x [T, H] -> [N, H]: each row is a copy of its token."""
@@ -271,15 +273,16 @@ def experts(x, probs, fc1, fc2, places, native):
     read = offsets if native else offsets.cpu()              # where the products read them
 
     def first(x, fc1):
-        return GroupedLinear.apply(move(x, spread, combine, places), fc1, read, native)   # [N, 2W]
+        rows = with_gradient(x, spread, combine, *places)                           # [N, H]
+        return GroupedLinear.apply(rows, fc1, read, native)                         # [N, 2W]
 
     def activate(hidden, probs):
-        act = swiglu(hidden, move(probs, to_rows, to_tokens, places))               # [N, W]
+        act = swiglu(hidden, with_gradient(probs, to_rows, to_tokens, *places))     # [N, W]
         return zero_unrouted(act, offsets) if native and torch.compiler.is_compiling() else act
 
     act = again(activate, again(first, x, fc1), probs)
     rows = GroupedLinear.apply(act, fc2, read, native)                              # [N, H]
-    return move(rows, combine, spread, places)
+    return with_gradient(rows, combine, spread, *places)
 
 
 class Count(torch.autograd.Function):

@@ -124,7 +124,8 @@ class Checkpoints(Sorted):
 
 # 4. small.py: its `experts` has the same checkpoints. Autograd's gradient of x[token] adds rows to
 # tokens with atomics, in another order in each run. But which rows a token has is known, so small's
-# Moved makes it a gather too. Its GroupedLinear gives a weight's gradient the layout of the weight.
+# with_gradient makes it a gather too. Its GroupedLinear gives a weight's gradient the weight's
+# layout.
 STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Checkpoints,
          "4 small.py": small.MoE}
 EAGER = "1 loop, eager"

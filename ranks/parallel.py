@@ -200,8 +200,7 @@ def _first_rows(x, rows):
     """x[:rows], where `rows` was read from the device. It has a gradient of its own, because a
     graph of torch 2.11 makes none for such a slice.
     """
-    functions = partial(_cut, rows=rows), partial(_extend, rows=x.shape[0])
-    return kernels.Adjoint.apply(x, functions)
+    return kernels.with_gradient(x, partial(_cut, rows=rows), partial(_extend, rows=x.shape[0]))
 
 
 class ExpertParallel:
@@ -343,7 +342,7 @@ def enter_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    return kernels.Adjoint.apply(x, _gather_and_sum(group, sequence_parallel))
+    return kernels.with_gradient(x, *_gather_and_sum(group, sequence_parallel))
 
 
 def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
@@ -352,8 +351,8 @@ def leave_tp(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    sum_and_gather = _gather_and_sum(group, sequence_parallel)[::-1]
-    return kernels.Adjoint.apply(x, sum_and_gather)
+    gather, sum_ = _gather_and_sum(group, sequence_parallel)
+    return kernels.with_gradient(x, sum_, gather)
 
 
 # ---- Private names of torch ----

@@ -172,7 +172,7 @@ FIGURES = {
     "layer shared": (8, 638, 12, 1146),
     "layer v3": (12, 654, 21, 1165),
     "layer latent": (7, 354, 14, 727),
-    "layer bias": (10, 611, 11, 980),
+    "layer bias": (9, 610, 11, 980),
 }
 OPTIONS = {
     "small all": dict(shared_ffn_hidden_size=512, aux_loss_coeff=0.01),
