@@ -79,13 +79,19 @@ def test_code_sums_are_those_of_the_launches(args):
 
 
 def test_docs_compile_shows_the_code():
-    """The list of small.py's launches, to the letter, and a row for each case."""
+    """The list of small.py's launches, to the letter, and a row for each case. What the lesson's
+    text and README's table say of the steps is in these rows."""
     page = (HERE / "docs/compile.md").read_text()
     listed = page.split("```\n$ python card/code.py small\n")[1].split("\n```")[0]
     assert code("small").stdout.rstrip() == listed
     rows = re.findall(r"^\| `(\w+)`.* \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.M)
     rows = [row for row in rows if importlib.util.find_spec("transformers") or row[0] != "hf"]
     assert len(rows) >= 4
+    ratios = {case: ratio for case, *_, ratio in rows}
+    assert ("{step2} for step 2, {step3} for step 3, {small} for step 4".format(**ratios)) in page
+    steps = (HERE / "README.md").read_text().split("| bytes / least |\n")[1].split("\n\n")[0]
+    said = re.findall(r"^\| \d .* ([\d.]+) \|$", steps, re.M)
+    assert said == [ratios[case] for case in ("step2", "step3", "small")]
     for case, *said in rows:
         _, sums = tables(case)
         found = [f"{sums[way][4]:,.0f}" for way in ("forward", "backward")]
