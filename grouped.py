@@ -9,7 +9,6 @@ there it multiplies batches of experts of similar size.
 """
 import contextlib
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -252,123 +251,61 @@ def _mm(a, b, bias=None, out=None):
     return torch.baddbmm(bias[:, None], a, b, out=out)
 
 
-class Batch(NamedTuple):
-    """Experts with similarly many rows, for one torch.bmm. Each has `size` slots, as many as the
-    largest has rows; its spare slots come after its rows.
-    """
-    experts: list[int]     # ascending
-    size: int
-    places: slice          # where they are in the index's list of the experts of all batches
-    slots: slice           # where all their slots are among the slots of the part
-
-    def which(self, ids):
-        """The index that selects its experts from [E, ..]: a slice if they are neighbours, so that
-        no weight is copied. ids: the experts of all batches.
-        """
-        if _neighbours(self.experts):
-            return slice(self.experts[0], self.experts[-1] + 1)
-        return ids[self.places]
-
-    def of(self, part):
-        """part [slots, ..] -> this batch's slots in it, [experts, size, ..], a view."""
-        return part[self.slots].unflatten(0, (-1, self.size))
-
-
-def _neighbours(experts):
-    return experts[-1] - experts[0] < len(experts)
-
-
 @functools.lru_cache(maxsize=128)                # shared by the products of a forward
 def _plan_batches(ends):
-    """(alone, parts) of the offsets `ends`: every expert with rows is in one of them.
+    """(alone, batches) of the offsets `ends`: every expert with rows is in one of them.
 
-    An expert with a twelfth of all rows or more is alone. The others are in batches, and the
-    batches in parts. The parts bound the memory of a product: the rows of one part are gathered at
-    a time. A part ends with the expert that completes a quarter of all slots, or four slots an
-    expert if that is more. The experts of a batch are of one class (see _classes_of). A batch holds
-    at most a third of the experts that are in batches, or more if they are neighbours.
+    An expert with a twelfth of all rows or more is alone. Of the others, the largest and all that
+    have more than half as many rows are a batch for one torch.bmm, (experts, size): each expert has
+    `size` slots, as many as the largest has rows. Then the same with those that are left.
+
+    A product copies the rows and weights of one batch at a time. To bound this memory, a batch is
+    cut into batches of at most a third of these experts, with slots for a third of all rows.
     """
     rows = {e: end - start for e, (start, end) in enumerate(zip((0, *ends), ends)) if end > start}
     alone = [e for e in rows if 12 * rows[e] >= ends[-1]]
-    others = {e: rows[e] for e in rows if e not in alone}
-    classes = _classes_of(others)
-    slots = sum(size * len(experts) for size, experts in classes)
-    of_a_part = max(slots / 4, 4 * len(others))
-    parts = []
-    place = slot = 0
-    for size, experts in classes:
-        while experts:
-            if not parts or slot >= of_a_part:
-                parts.append([])
-                slot = 0
-            taken = experts[:math.ceil((of_a_part - slot) / size)]
-            if not _neighbours(taken):
-                taken = taken[:math.ceil(len(others) / 3)]
-            experts = experts[len(taken):]
-            of_places = slice(place, place + len(taken))
-            of_slots = slice(slot, slot + len(taken) * size)
-            parts[-1].append(Batch(taken, size, of_places, of_slots))
-            place, slot = of_places.stop, of_slots.stop
-    return alone, parts
-
-
-def _classes_of(rows):
-    """{expert: how many rows} -> classes of experts with similarly many, [(size, experts)], the
-    largest size first.
-
-    Experts are taken in descending order of their rows. Each gets `size` slots: as many as the
-    first of its class has rows. An expert begins a new class if otherwise all slots so far would
-    exceed 1.3 times all rows so far.
-    """
-    classes = []
-    size = total = slots = 0
-    for e in sorted(rows, key=lambda e: (-rows[e], e)):
-        total += rows[e]
-        if not classes or 10 * (slots + size) > 13 * total:
-            size = rows[e]
-            classes.append((size, []))
-        classes[-1][1].append(e)
-        slots += size
-    return [(size, sorted(experts)) for size, experts in classes]
+    others = sorted(set(rows).difference(alone), key=lambda e: -rows[e])
+    left = others
+    batches = []
+    while left:
+        size = rows[left[0]]
+        experts = sorted(e for e in left if 2 * rows[e] > size)
+        left = left[len(experts):]
+        most = math.ceil(min(len(others), ends[-1] / size) / 3)
+        batches += [(experts[i:i + most], size) for i in range(0, len(experts), most)]
+    return alone, batches
 
 
 @op(lambda offsets, num_rows: (
-        torch.empty_like(offsets, device="cpu"),
-        offsets.new_empty(len(offsets) + 13 * num_rows // 10)),
+        torch.empty_like(offsets, device="cpu"), offsets.new_empty(len(offsets) + 2 * num_rows)),
     cudagraph_unsafe=True)
 def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(a copy of the offsets on the host, the index of the batches on the card).
 
-    The index [E + L] int32 holds the experts of the batches in order. Then it holds for each slot,
-    part after part, its row, or N if the slot is spare. L = 13·N // 10.
+    The index [E + 2·N] int32 holds the experts of all batches in order. From E on it holds the row
+    of each of their slots, N if the slot is spare.
     """
     on_host = offsets.to("cpu", copy=True)
     ends = on_host.tolist()
     starts = [0, *ends]
-    ids, slot_ends, shifts, row_ends = [], [], [], []
+    index = offsets.new_full((len(ends) + 2 * num_rows,), num_rows)
+    table = []
     slot = 0
-    for batch in itertools.chain(*_plan_batches(tuple(ends))[1]):
-        for e in batch.experts:
-            ids.append(e)
-            shifts.append(starts[e] - slot)              # from a slot to its row
-            slot += batch.size
-            slot_ends.append(slot)
-            row_ends.append(ends[e])
-    L = 13 * num_rows // 10
-    # Slots beyond the last batch belong to an expert without rows.
-    columns = [
-        column + [beyond] * (len(starts) - len(column))
-        for column, beyond in ((ids, 0), (slot_ends, L), (shifts, 0), (row_ends, 0))]
-    # Except on CUDA and ROCm, a copy that does not block may read freed memory.
-    table = torch.tensor(columns, dtype=torch.int32, device="cpu")
-    table = table.to(offsets.device, non_blocking=offsets.is_cuda)
-    id_E, slot_end_E, shift_E, row_end_E = table.unbind()
-
-    slot_L = torch.arange(L, dtype=torch.int32, device=offsets.device)
-    expert_L = torch.bucketize(slot_L, slot_end_E, right=True)
-    row_L = slot_L + shift_E.index_select(0, expert_L)
-    row_L.masked_fill_(row_L >= row_end_E.index_select(0, expert_L), num_rows)
-    return on_host, torch.cat((id_E[:-1], row_L))
+    for experts, size in _plan_batches(tuple(ends))[1]:
+        for e in experts:
+            table.append((e, slot + size, starts[e] - slot, ends[e]))
+            slot += size
+    if table:
+        columns = torch.tensor(list(zip(*table)), dtype=torch.int32, device="cpu")
+        # Except on CUDA and ROCm, a copy that does not block may read freed memory.
+        columns = columns.to(offsets.device, non_blocking=offsets.is_cuda)
+        id_n, slot_end_n, shift_n, row_end_n = columns.unbind()
+        slot_l = torch.arange(slot, dtype=torch.int32, device=offsets.device)
+        place_l = torch.bucketize(slot_l, slot_end_n, right=True)
+        row_l = slot_l + shift_n[place_l]
+        index[:len(id_n)] = id_n
+        index[len(ends):][:slot] = row_l.masked_fill_(row_l >= row_end_n[place_l], num_rows)
+    return on_host, index
 
 
 def _alone(offsets, index):
@@ -381,17 +318,24 @@ def _alone(offsets, index):
     return [(e, slice(starts[e], ends[e])) for e in alone if ends[e] > starts[e]]
 
 
-def _parts(offsets, index):
-    """(the experts of all batches [E], [(a part's batches, the row of each of its slots)])."""
-    ends = tuple(offsets.tolist())
-    id_E, row_L = index.long().tensor_split([len(ends)])
-    parts = []
-    start = 0
-    for batches in _plan_batches(ends)[1]:
-        stop = start + batches[-1].slots.stop
-        parts.append((batches, row_L[start:stop]))
-        start = stop
-    return id_E, parts
+def _batches(offsets, index, num_rows):
+    """For each batch (which, size, row_l, read_l): what selects its experts from [E, ..], the slots
+    of each, the row of each slot, N if the slot is spare, and the row that it reads.
+    """
+    batches = [] if index is None else _plan_batches(tuple(offsets.tolist()))[1]
+    if not batches:
+        return
+    id_E, row_L = index.long().tensor_split([len(offsets)])
+    read_L = row_L.clamp(max=num_rows - 1)               # a spare slot reads some row
+    place = slot = 0
+    for experts, size in batches:
+        places = slice(place, place + len(experts))
+        slots = slice(slot, slot + len(experts) * size)
+        place, slot = places.stop, slots.stop
+        which = slice(experts[0], experts[-1] + 1)       # of neighbours no weight is copied
+        if experts[-1] - experts[0] >= len(experts):
+            which = id_E[places]
+        yield which, size, row_L[slots], read_L[slots]
 
 
 @op(lambda rows, weights, *_: rows.new_empty(rows.shape[0], weights.shape[2]),
@@ -403,26 +347,13 @@ def _rows_times_weights(
     out = rows.new_empty(N if index is None else N + 1, weights.shape[2])
     for e, block in _alone(offsets, index):
         _mm(rows[block], weights[e], None if bias is None else bias[e], out=out[block])
-    if index is not None:
-        _batches_times_weights(out, rows, weights, bias, offsets, index)
+    for which, size, row_l, read_l in _batches(offsets, index, N):
+        gathered = rows.index_select(0, read_l).unflatten(0, (-1, size))
+        product = _mm(gathered, weights[which], None if bias is None else bias[which])
+        out.index_copy_(0, row_l, product.flatten(0, 1))     # what is spare to row N, not read
+        del gathered, product                            # before the next batch needs memory
     out[offsets[-1]:].zero_()
     return out[:N]
-
-
-def _batches_times_weights(out, rows, weights, bias, offsets, index):
-    """Fills the rows of the batches in out [N + 1, O]. A spare slot multiplies some row, and its
-    result goes to row N, which nobody reads.
-    """
-    ids, parts = _parts(offsets, index)
-    for batches, row_l in parts:
-        gathered = rows.index_select(0, row_l.clamp(max=len(rows) - 1))
-        product = out.new_empty(len(gathered), out.shape[1])
-        for batch in batches:
-            which = batch.which(ids)
-            bias_b = None if bias is None else bias[which]
-            _mm(batch.of(gathered), weights[which], bias_b, out=batch.of(product))
-        out.index_copy_(0, row_l, product)
-        del gathered, product                            # before the next part needs memory
 
 
 @op(lambda a, b, offsets, *_, **__: a.new_empty(offsets.shape[0], a.shape[1], b.shape[1]),
@@ -436,19 +367,11 @@ def _rows_times_rows(
     with exact_fp32() if exact else contextlib.nullcontext():
         for e, block in _alone(offsets, index):
             _mm(a[block].t(), b[block], out=out[e])
-        if index is not None:
-            _batches_times_rows(out, a, b, offsets, index)
+        for which, size, row_l, read_l in _batches(offsets, index, len(a)):
+            spare_l1 = (row_l == len(a))[:, None]
+            of_a, of_b = [
+                x.index_select(0, read_l).masked_fill_(spare_l1, 0.0).unflatten(0, (-1, size))
+                for x in (a, b)]
+            out[which] = torch.bmm(of_a.mT, of_b)
+            del of_a, of_b                               # before the next batch needs memory
     return out
-
-
-def _batches_times_rows(out, a, b, offsets, index):
-    """Writes the matrices of the batches' experts in out [E, I, O]. Spare slots hold zeros."""
-    ids, parts = _parts(offsets, index)
-    for batches, row_l in parts:
-        spare_l1 = (row_l == len(a))[:, None]
-        row_l = row_l.clamp(max=len(a) - 1)
-        gathered = [x.index_select(0, row_l).masked_fill_(spare_l1, 0.0) for x in (a, b)]
-        for batch in batches:
-            of_a, of_b = map(batch.of, gathered)
-            out[batch.which(ids)] = torch.bmm(of_a.mT, of_b)
-        del gathered, of_a, of_b                         # before the next part needs memory

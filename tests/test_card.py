@@ -7,7 +7,6 @@ named test_card_: DEVICE=cuda runs them on a real card or on the emulated one (c
 import copy
 import functools
 import itertools
-import math
 import warnings
 
 import pytest
@@ -148,41 +147,38 @@ def test_experts_batches_hold_each_expert_and_row_once():
         for load, indices in loads(T, E, K).items():
             counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
             offsets = counts.cumsum(0).int()
-            alone, parts = grouped._plan_batches(tuple(offsets.tolist()))
-            batches = sum(parts, [])
+            alone, batches = grouped._plan_batches(tuple(offsets.tolist()))
             on_host, index = grouped._read_in_batches(offsets, T * K)
             assert on_host.tolist() == offsets.tolist()
             ids, row = index[:E].tolist(), index[E:].tolist()
-            assert index.dtype == torch.int32 and len(row) == T * K + 3 * T * K // 10
+            assert index.dtype == torch.int32 and len(row) == 2 * T * K
             with about(T, E, K, load):
-                batched = [e for experts, *_ in batches for e in experts]
+                assert all(12 * counts[e] >= counts.sum() for e in alone)
+                batched = [e for experts, _ in batches for e in experts]
                 assert sorted(alone + batched) == counts.nonzero().flatten().tolist()
                 assert ids[:len(batched)] == batched
                 slot = 0
-                for experts, size, *_ in batches:
+                for experts, size in batches:
                     assert experts == sorted(experts)
                     for e in experts:
+                        assert size / 2 < counts[e] <= size
                         own = list(range(int(offsets[e] - counts[e]), int(offsets[e])))
                         assert row[slot:slot + size] == own + [T * K] * (size - len(own))
                         slot += size
-                assert set(row[slot:]) <= {T * K}
-                assert slot <= 1.3 * counts.sum()
-                quarter = max(slot / 4, 4 * len(batched))
-                for part in parts:                       # without its last expert
-                    widths = [len(experts) * size for experts, size, *_ in part]
-                    assert sum(widths) - part[-1].size < quarter
-                assert len(parts) <= 4
-                for experts, *_ in batches:              # a third, unless no weights are copied
+                    # A third of the rows and of the experts at most, but for the last expert.
+                    assert (len(experts) - 1) * size < counts.sum() / 3
+                    assert len(experts) - 1 < len(batched) / 3
                     apart = experts[-1] - experts[0] >= len(experts)
-                    assert not apart or len(experts) <= math.ceil(len(batched) / 3)
                     assert not (apart and load == "even" and T * K >= E)
+                assert set(row[slot:]) <= {T * K}
+                assert slot <= 1.5 * counts.sum()
                 if load == "even" and T * K >= E:
                     assert len(batches) <= 4
-                assert len(alone) + len(batches) <= (16 if load != "random" else 14), batches
+                assert len(alone) + len(batches) <= 13, batches
 
 
 def test_experts_batches_keep_few_bytes(monkeypatch):
-    """Batches keep five bytes and a little a row, beside input, fc1's output and activation."""
+    """Batches keep eight bytes a row, beside input, fc1's output and activation."""
     on_a_card_without_products(monkeypatch)
     T, H, F_, E, K = 64, 48, 40, 32, 4
     plan = plan_permutation(random_indices(T, E, K), E)
@@ -192,7 +188,7 @@ def test_experts_batches_keep_few_bytes(monkeypatch):
         fc1, fc2, probs, plan.order, plan.inverse, plan.offsets])
     N = T * K
     rows = (N + 1) * 2 * F_ + N * F_
-    assert kept == 4 * (T * H + rows) + 4 * (E + N + 3 * N // 10) + 4 * E
+    assert kept == 4 * (T * H + rows) + 4 * (E + 2 * N) + 4 * E
 
 
 @pytest.mark.parametrize("way", slow_but([None], [None, "aot_eager"]))
@@ -385,14 +381,13 @@ def test_card_batches_launch_little(E, K):
                 close([t.cpu() for t in got], want, 1e-4)
                 same(step(), got)
                 assert syncs_of(step) == 1
-            if EMULATED:                                # 20 are for the rest of a layer
-                most = 200 if load in ("even", "random") else 300
-                assert launches_of(step) <= most - 20, launches_of(step)
+            if EMULATED:
+                assert launches_of(step) <= 280, launches_of(step)
 
 
 @on_a_card
 def test_card_peak_of_a_step():
-    """In bf16, compiled: 80 MiB on an H100, 87 in batches, which gather their rows once more. Eager
+    """In bf16, compiled: 80 MiB on an H100, 89 in batches, which gather their rows once more. Eager
     mode, which casts all rows to fp32 at once, needs 218."""
     T, H, F_, E, K = 2048, 512, 256, 64, 8
     new = functools.partial(torch.zeros, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
