@@ -49,9 +49,9 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     check_one_dtype(rows=rows, weights=weights)
     if offsets.dtype != torch.int32:
         raise TypeError(f"offsets is {offsets.dtype}; needs torch.int32")
-    read = where_read(offsets, rows.shape[0], rows, weights)
+    blocks = row_blocks(offsets, rows.shape[0], rows, weights)
     # The inner mask is for the gradient of the rows.
-    return zero_raw(linear(zero_raw(rows, read), weights.mT, read), read)
+    return zero_raw(linear(zero_raw(rows, blocks), weights.mT, blocks), blocks)
 
 
 class _Linear(torch.autograd.Function):
@@ -59,13 +59,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, rows, weight, bias, native, offsets, index):
         ctx.native = native
         ctx.save_for_backward(rows, weight, offsets, index)
-        return product(rows, weight.mT, Read(offsets, index, native), bias)
+        return product(rows, weight.mT, RowBlocks(offsets, index, native), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         rows, weight, offsets, index = ctx.saved_tensors
-        read = Read(offsets, index, ctx.native)
+        blocks = RowBlocks(offsets, index, ctx.native)
         need_rows, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad = grad.contiguous()
         if not _begins_aligned(grad):
@@ -73,82 +73,82 @@ class _Linear(torch.autograd.Function):
         grad_rows = grad_weight = grad_bias = None
         # grad_rows = grad · weight, grad_weight = gradᵀ · rows, grad_bias = Σ grad
         if need_rows:
-            grad_rows = product(grad, weight, read)
+            grad_rows = product(grad, weight, blocks)
         if need_weight and weight.stride(-1) <= weight.stride(-2):
-            grad_weight = weight_grad(grad, rows, read)
+            grad_weight = weight_grad(grad, rows, blocks)
         elif need_weight:                                # the weight's layout is transposed
-            grad_weight = weight_grad(rows, grad, read).mT
+            grad_weight = weight_grad(rows, grad, blocks).mT
         if need_bias:
-            grad_bias = bias_grad(grad, read)
+            grad_bias = bias_grad(grad, blocks)
         # rows, weight, bias, native, offsets, index
         return grad_rows, grad_weight, grad_bias, None, None, None
 
 
-def linear(rows: Tensor, weight: Tensor, read: "Read", bias: Tensor | None = None) -> Tensor:
+def linear(rows: Tensor, weight: Tensor, blocks: "RowBlocks", bias: Tensor | None = None) -> Tensor:
     """rows [N, I] -> [N, O]: weight[e] · row + bias[e] for the rows of expert e, weight [E, O, I],
-    bias [E, O]. Unrouted rows are zeros without a gradient, or in both raw: see zero_raw. read is
-    what where_read returns, once for all products with these offsets.
+    bias [E, O]. Unrouted rows are zeros without a gradient, or in both raw: see zero_raw. blocks is
+    what row_blocks returns, once for all products with these offsets.
     """
-    return _Linear.apply(rows, weight, bias, read.native, read.offsets, read.index)
+    return _Linear.apply(rows, weight, bias, blocks.native, blocks.offsets, blocks.index)
 
 
 # ---- Which way: each product is native, or an op ----
 
-class Read(NamedTuple):
-    """The offsets, where the products read them: on their device if the product is native, else on
-    the host. With an index (see _read_in_batches) experts are multiplied in batches.
+class RowBlocks(NamedTuple):
+    """The ends of the row blocks, where the products read them: on their device if the product is
+    native, else on the host. With an index experts are multiplied in batches: see _read_in_batches.
     """
     offsets: Tensor
     index: Tensor | None = None
     native: bool = False
 
 
-def where_read(offsets, num_rows, *operands):
-    """The Read for products of the operands, and of their gradients, with N = num_rows rows. If the
+def row_blocks(offsets, num_rows, *operands):
+    """The RowBlocks for products of the operands, N = num_rows rows, and of their gradients. If the
     offsets are copied to the host, this copy is the only sync of forward and backward.
     """
     # If there are no rows, Inductor gives a transposed operand strides that F.grouped_mm refuses.
     if _native(*operands) and not always_holds(num_rows == 0):
-        return Read(offsets, native=True)
+        return RowBlocks(offsets, native=True)
     if offsets.is_cpu:
-        return Read(offsets)
-    return Read(*_read_in_batches(offsets, num_rows))
+        return RowBlocks(offsets)
+    return RowBlocks(*_read_in_batches(offsets, num_rows))
 
 
-def zero_raw(rows, read):
+def zero_raw(rows, blocks):
     """rows with zeros in place of raw rows, and with zeros for their gradient.
 
     Raw are the unrouted rows of native products in a graph: they hold anything. The compiler cannot
     fuse a product, so a mask behind each would be a kernel that reads and writes all rows. Behind
     an activation the mask is a part of the activation's kernel.
     """
-    if read.native and torch.compiler.is_compiling():
-        return rows.masked_fill(unrouted(rows, read.offsets), 0.0)
+    if blocks.native and torch.compiler.is_compiling():
+        return rows.masked_fill(unrouted(rows, blocks.offsets), 0.0)
     return rows
 
 
-def product(rows, weights, read, bias=None):
+def product(rows, weights, blocks, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]. Unrouted
     rows are zeros, or raw: see zero_raw.
     """
-    if read.native:
-        return _native_product(rows, weights, read.offsets, bias)
-    return _rows_times_weights(rows, weights, bias, read.offsets, read.index)
+    if blocks.native:
+        return _native_product(rows, weights, blocks.offsets, bias)
+    return _rows_times_weights(rows, weights, bias, blocks.offsets, blocks.index)
 
 
-def weight_grad(a, b, read, exact=False):
+def weight_grad(a, b, blocks, exact=False):
     """(Row block e of a)ᵀ · row block e of b -> [E, I, O]. Unrouted rows belong to no block. Exact:
     fp32 is not rounded to TF32 or bf16, whatever torch.set_float32_matmul_precision says.
     """
-    if read.native:
-        return _native_weight_grad(a, b, read.offsets)
-    return _rows_times_rows(a, b, read.offsets, read.index, exact=exact)
+    if blocks.native:
+        return _native_weight_grad(a, b, blocks.offsets)
+    return _rows_times_rows(a, b, blocks.offsets, blocks.index, exact=exact)
 
 
-def bias_grad(rows, read):
+def bias_grad(rows, blocks):
     """rows [N, O] -> [E, O]: the sum of each row block, as a product, without atomics."""
     ones = rows.new_ones(rows.shape[0], 8)               # one column would do, and 8 are aligned
-    return weight_grad(rows, ones, read, exact=True)[..., 0]
+    return weight_grad(rows, ones, blocks, exact=True)[..., 0]
 
 
 def rows_of_each(offsets):

@@ -1240,15 +1240,15 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
     return cast(out_TKH.masked_fill((indices >= E)[..., None], 0.0).sum(1), tokens.dtype)
 
 
-def _bias_of_rows(bias, num_rows, read):
+def _bias_of_rows(bias, num_rows, offsets):
     """bias [E, O] -> [N, O]: each row's."""
     def gather(bias, offsets):
         return bias[grouped.expert_of_rows(num_rows, offsets)]
 
     def back(grad, offsets):
-        return grouped.bias_grad(grad.contiguous(), grouped.Read(offsets, native=True))
+        return grouped.bias_grad(grad.contiguous(), grouped.RowBlocks(offsets, native=True))
 
-    return with_gradient(bias, gather, back, read.offsets)
+    return with_gradient(bias, gather, back, offsets)
 
 
 def _rows_of_stored(to_experts, value, from_experts, tokens, fc1, probs):
@@ -1273,7 +1273,7 @@ def _mlp_of_rows(
 ):
     """expert_mlp for any number of tokens: rows in expert order, and two grouped products."""
     N = plan.order.shape[0]
-    read = grouped.where_read(plan.offsets, N, fc1, fc2)
+    blocks = grouped.row_blocks(plan.offsets, N, fc1, fc2)
     expert_N1 = None
     if signature_of(function).takes_expert:
         expert_N1 = grouped.expert_of_rows(N, plan.offsets)[:, None]
@@ -1281,25 +1281,25 @@ def _mlp_of_rows(
     # In a graph a native product and a bias would be two kernels. The activation's kernel takes the
     # bias along.
     fused_bias = None
-    if read.native and torch.compiler.is_compiling() and not fp8_input_store:
+    if blocks.native and torch.compiler.is_compiling() and not fp8_input_store:
         fc1_bias, fused_bias = None, fc1_bias
     named = is_named(function)
 
     def to_experts(tokens, fc1):
-        return grouped.linear(gather_rows(tokens, plan), fc1, read, fc1_bias)
+        return grouped.linear(gather_rows(tokens, plan), fc1, blocks, fc1_bias)
 
     def value(hidden, probs):
         if fused_bias is not None:
-            hidden = hidden + _bias_of_rows(fused_bias, N, read)
+            hidden = hidden + _bias_of_rows(fused_bias, N, plan.offsets)
         if not named:
             # The function's parameters get sums over all rows. Zeros in the unrouted ones would
             # make them NaN, if the slope at 0 is infinite. So there the function sees ones.
             hidden = hidden.masked_fill(grouped.unrouted(hidden, plan.offsets), 1.0)
         act = activate(hidden, gather_probs(probs, plan), expert=expert_N1)
-        return grouped.zero_raw(act, read)
+        return grouped.zero_raw(act, blocks)
 
     def from_experts(act):
-        return grouped.linear(act, fc2, read)
+        return grouped.linear(act, fc2, blocks)
 
     if fp8_input_store and torch.is_grad_enabled():
         rows = _rows_of_stored(to_experts, value, from_experts, tokens, fc1, probs)

@@ -19,7 +19,7 @@ Where is it?
     tokens over capacity        TopKRouter._is_over_capacity; kernels.place_in_expert
     balance losses              TopKRouter._apply_losses; MoEAuxLossAutoScaler
     counts, when recomputed     RouterCounts; _WriteInBackward
-    host syncs                  grouped.where_read; ranks.parallel.ExpertParallel
+    host syncs                  grouped.row_blocks; ranks.parallel.ExpertParallel
     the router alone            TopKRouter; copy all seven files, since MoEConfig is in moe.py
     kept for the backward       kernels.again; kernels._mlp_of_rows
     index E                     "Unrouted" at the top of kernels.py

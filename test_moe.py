@@ -1366,19 +1366,19 @@ def with_native_products(monkeypatch, in_graphs: bool = False) -> None:
     product = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", poisoned)
     monkeypatch.setattr(
-        grouped, "where_read", lambda offsets, *_: grouped.Read(offsets, native=True))
+        grouped, "row_blocks", lambda offsets, *_: grouped.RowBlocks(offsets, native=True))
 
 
 def on_a_card_without_products(monkeypatch) -> None:
     """From now on the CPU is a card on which torch's grouped product reads no offsets. Experts of
     similar size are multiplied as one batch."""
-    monkeypatch.setattr(grouped, "where_read", lambda offsets, num_rows, *_: grouped.Read(
+    monkeypatch.setattr(grouped, "row_blocks", lambda offsets, num_rows, *_: grouped.RowBlocks(
         *grouped._read_in_batches(offsets, num_rows)))
 
 
 def on_a_cpu_without_products(monkeypatch) -> None:
     """From now on one expert is multiplied after the other."""
-    monkeypatch.setattr(grouped, "where_read", lambda offsets, *_: grouped.Read(offsets.cpu()))
+    monkeypatch.setattr(grouped, "row_blocks", lambda offsets, *_: grouped.RowBlocks(offsets.cpu()))
 
 
 # Who multiplies, and what makes it so.

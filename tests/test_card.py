@@ -69,7 +69,7 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     offsets = torch.tensor([2, 5, 5, 9], dtype=torch.int32)
     for slow in (True, False):                               # on a CPU
         monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: slow)
-        assert grouped.where_read(offsets, 10, rows, weights).native is not slow
+        assert grouped.row_blocks(offsets, 10, rows, weights).native is not slow
     for operand in (weights, weights.transpose(1, 2), pair[8:].view(4, 16, 24), many[1:]):
         assert native(operand), (operand.shape, operand.stride())
     for operand in (
@@ -127,8 +127,8 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     """Torch's product may leave them uninitialised (pytorch #172439). The card is a stand-in."""
     a, b = torch.randn(9, 6), torch.randn(9, 4)
     offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
-    read = grouped.Read(offsets)
-    want = grouped.weight_grad(a, b, read)
+    blocks = grouped.RowBlocks(offsets)
+    want = grouped.weight_grad(a, b, blocks)
     assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
 
     def garbage(rows_t, rows, offs):
@@ -136,9 +136,9 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
         grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
         return grad
     monkeypatch.setattr(F, "grouped_mm", garbage)
-    read = grouped.Read(offsets, native=True)
+    blocks = grouped.RowBlocks(offsets, native=True)
     monkeypatch.setattr(grouped, "_cuda_generation", lambda device: 10)
-    same(grouped.weight_grad(a, b, read), want)
+    same(grouped.weight_grad(a, b, blocks), want)
 
 
 def test_experts_batches_hold_each_expert_and_row_once():
