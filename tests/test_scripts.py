@@ -1863,7 +1863,8 @@ def test_docs_dynamic():
 
 
 def test_docs_regional():
-    """Three layers, compiled one by one, have one graph, and the model's output is the same."""
+    """Three layers, compiled one by one, have one graph, and the model's output is the same. An
+    input without a gradient has one more."""
     config = MoEConfig(hidden_size=16, ffn_hidden_size=8, num_experts=8, topk=2)
     model = torch.nn.Sequential(*(MoELayer(config) for _ in range(3)))
     x = torch.randn(9, 16, requires_grad=True)
@@ -1873,6 +1874,8 @@ def test_docs_regional():
     counters.clear()
     close(model(x), want, 1e-6)
     assert graphs_made() == 1
+    close(model(x.detach()), want, 1e-6)
+    assert graphs_made() == 2
 
 
 @pytest.mark.parametrize("mode", ["max-autotune-no-cudagraphs", "reduce-overhead"])
