@@ -471,7 +471,7 @@ def weighted_token_sum(
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
-    # If they were arguments of these two, a checkpoint would replace them by recomputed ones.
+    # If the factors were arguments of both, a checkpoint would replace them by recomputed ones.
     def add(x):
         if sequence is None:
             return (sum_tokens(x) * factors).sum()
