@@ -72,8 +72,8 @@ def sum_tokens(x):
     # levels 4e-7), and make one more graph above 4,096 tokens.
     T = x.shape[0]
     blocks = T // 512 + 2                                # this avoids a separate graph for one
-    x_BbC = F.pad(x, (0, 0, 0, blocks * 512 - T)).view(blocks, 512, -1)
-    return x_BbC.sum(1).sum(0)
+    x_BCb = F.pad(x, (0, 0, 0, blocks * 512 - T)).unfold(0, 512, 512)
+    return x_BCb.sum(-1).sum(0)
 
 
 # It is an op because of exact_fp32, which a graph cannot enter. Of plain code a graph would also
