@@ -1092,8 +1092,8 @@ def test_balance_router_by_quantiles(score_function):
     [(1, None), (4095, None), (4097, None)],
     itertools.product([1, 4095, 4097, 10 ** 6], [None, "inductor"])))
 def test_balance_sums_over_tokens_are_accurate(T, backend):
-    """In fp32, eager and in a graph, as in float64 to a few units of the last place. A graph sums row
-    after row in blocks of 512. If all are 1/3, roundings go one way: in one sum 1.2e-5 at T = 4097.
+    """In fp32, eager and in a graph, as in float64 to a few units of the last place. A graph adds
+    rows in blocks of 512. If all are 1/3, roundings go one way: in one sum 1.2e-5 at T = 4097.
     """
     logits = torch.randn(T, 8) * 0.3
     leaves = logits, torch.rand(8)
