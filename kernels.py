@@ -72,6 +72,7 @@ def sum_tokens(x):
     # levels 4e-7), and make one more graph above 4,096 tokens.
     T = x.shape[0]
     blocks = T // 512 + 2                                # this avoids a separate graph for one
+    # With a view in place of unfold an export would hold only for some T.
     x_BCb = F.pad(x, (0, 0, 0, blocks * 512 - T)).unfold(0, 512, 512)
     return x_BCb.sum(-1).sum(0)
 
