@@ -471,12 +471,12 @@ def test_compile_no_recompile_over_T():
 
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=slow)])
 def test_compile_sums_over_tokens_lose_little(backend):
-    """One sum in a graph, on a CPU, is 2e-6 off."""
+    """One sum in a graph, on a CPU, is 4e-6 off."""
     scores = torch.rand(8192, 64)
     function = compiled(kernels.weighted_token_sum, backend)
     for e, factors in enumerate(torch.eye(64)):
         exact = scores[:, e].double().sum()
-        assert abs(function(scores, factors) - exact) <= 5e-7 * exact
+        assert abs(function(scores, factors) - exact) <= 3e-7 * exact
 
 
 @about_the_cpu("names of ops in a profile")
