@@ -4,6 +4,7 @@
 
 They need Triton and a torch without CUDA, as the emulated card does.
 """
+import functools
 import importlib.util
 import re
 import subprocess
@@ -33,6 +34,7 @@ def one():
 """
 
 
+@functools.cache
 def code(*args) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "card/code.py", *map(str, args)], cwd=HERE, timeout=300,
