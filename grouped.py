@@ -206,10 +206,9 @@ def expert_of_rows(num_rows, offsets):
 
 def unrouted(rows, offsets):
     """rows [N, ..] -> [N, 1] bool: whether a row is unrouted."""
-    # amax is offsets[-1], written as a reduction for the sake of Inductor. Before this mask the
-    # gradients of gate and up depend on a reduction, and such ones Inductor writes side by side in
-    # the kernel that computes them. Otherwise it would join them in a second kernel, which reads
-    # fc1's output again: see "What a card moves" in docs/compile.md.
+    # amax is offsets[-1], written as a reduction, so that the gradients of gate and up depend on
+    # one. Inductor then writes both in the kernel that computes them. Otherwise a second kernel
+    # would join them, and read fc1's output again: see "What a card moves" in docs/compile.md.
     row_N = torch.arange(rows.shape[0], dtype=torch.int32, device=offsets.device)
     return (row_N >= offsets.amax())[:, None]
 
@@ -296,7 +295,7 @@ def _read_in_batches(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
             table.append((e, slot + size, starts[e] - slot, ends[e]))
             slot += size
     if table:
-        columns = torch.tensor(list(zip(*table)), dtype=torch.int32, device="cpu")
+        columns = torch.tensor(table, dtype=torch.int32, device="cpu").t().contiguous()
         # Except on CUDA and ROCm, a copy that does not block may read freed memory.
         columns = columns.to(offsets.device, non_blocking=offsets.is_cuda)
         id_n, slot_end_n, shift_n, row_end_n = columns.unbind()
@@ -349,9 +348,9 @@ def _rows_times_weights(
         _mm(rows[block], weights[e], None if bias is None else bias[e], out=out[block])
     for which, size, row_l, read_l in _batches(offsets, index, N):
         gathered = rows.index_select(0, read_l).unflatten(0, (-1, size))
-        product = _mm(gathered, weights[which], None if bias is None else bias[which])
-        out.index_copy_(0, row_l, product.flatten(0, 1))     # what is spare to row N, not read
-        del gathered, product                            # before the next batch needs memory
+        wide = _mm(gathered, weights[which], None if bias is None else bias[which])
+        out.index_copy_(0, row_l, wide.flatten(0, 1))        # what is spare to row N, not read
+        del gathered, wide                               # before the next batch needs memory
     out[offsets[-1]:].zero_()
     return out[:N]
 

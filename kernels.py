@@ -71,13 +71,13 @@ def sum_tokens(x):
     # In one sum the compiler would add row after row on a CPU (4e-6 off over 8,192 tokens, in three
     # levels 2e-7), and make one more graph above 4,096 tokens.
     for _ in range(2):
-        blocks = x.shape[0] // 64 + 2                    # this avoids a separate graph for one
+        blocks = x.shape[0] // 64 + 2            # at least 2: one would have a graph of its own
         # With a view in place of unfold an export would hold only for some T.
         x = F.pad(x, (0, 0, 0, blocks * 64 - x.shape[0])).unfold(0, 64, 64).sum(-1)
     return x.sum(0)
 
 
-# It is an op because of exact_fp32, which a graph cannot enter. Of plain code a graph would also
+# It is an op because of exact_fp32, which a graph cannot enter. From plain code a graph would also
 # make the backward's fp32 copies of the operands already in the forward, and keep them.
 @op(lambda a, b, dtype, out_dtype, *_:
      a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
@@ -164,10 +164,10 @@ def scatter_columns(values: Tensor, indices: Tensor, columns: int, fill: int = 0
     is left out. If a row names a column more than once, the last value counts.
     """
     # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
-    column_C = torch.arange(columns, device=indices.device)
+    column_E = torch.arange(columns, device=indices.device)
     out = values.new_full((values.shape[0], columns), fill)
     for index_T1, value_T1 in zip(indices.split(1, dim=1), values.split(1, dim=1)):
-        out = torch.where(index_T1 == column_C, value_T1, out)
+        out = torch.where(index_T1 == column_E, value_T1, out)
     return out
 
 
@@ -178,10 +178,10 @@ def _gather_columns(values, indices):
 
 def _sum_columns(values, indices, columns):
     """scatter_columns, but a column that a row names more than once gets the sum."""
-    column_C = torch.arange(columns, device=indices.device)
+    column_E = torch.arange(columns, device=indices.device)
     sums = 0.0
     for index_T1, value_T1 in zip(indices.split(1, dim=1), upcast(values).split(1, dim=1)):
-        sums = sums + torch.where(index_T1 == column_C, value_T1, 0.0)
+        sums = sums + torch.where(index_T1 == column_E, value_T1, 0.0)
     return cast(sums, values.dtype)
 
 
@@ -410,9 +410,9 @@ def only_best_groups(scores, groups, best, members):
     """
     T, E = scores.shape
     scores_TGe = scores.reshape(T, groups, E // groups)
-    best_TB = scores_TGe.topk(members).values.sum(-1).topk(best).indices
+    best_Tb = scores_TGe.topk(members).values.sum(-1).topk(best).indices
     group_G = torch.arange(groups, device=scores.device)
-    kept_TG = (best_TB[:, :, None] == group_G).any(1)
+    kept_TG = (best_Tb[:, :, None] == group_G).any(1)
     return scores_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(1)
 
 
@@ -472,7 +472,7 @@ def weighted_token_sum(
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
-    # If the factors were arguments of both, a checkpoint would replace them by recomputed ones.
+    # Both functions below read the factors from here. Arguments a checkpoint would compute again.
     def add(x):
         if sequence is None:
             return (sum_tokens(x) * factors).sum()
@@ -669,7 +669,8 @@ def required_bias_histogram(
 
     The scores s [T, E] are in [0, 1]. A token chooses the top K of s + b, where b [E] is
     expert_bias. Token t would choose expert e with any bias above r[t, e] = α_t - s[t, e], where
-    α_t is the (K+1)-th largest of s_t + b. (If it does not choose e now, the K-th would be exact.)
+    α_t is the (K+1)-th largest of s_t + b. (For an expert that it does not choose now, the K-th
+    would be exact.)
     The bins are uniform from min b - 1 to max b + 1, and the outer ones take what lies beyond.
     Padding (padding_mask [T]) is left out. Histograms of microbatches and ranks add up exactly.
     ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
@@ -1174,7 +1175,7 @@ def _add_output_bias(y, probs, plan, fc2_bias):
 class _ProductAdded(torch.autograd.Function):
     """y + a · b in y.dtype, with the product and the sum in fp32 at least.
 
-    Of plain code the gradient of the sum would be in fp32: copies of [T, H] for two products.
+    In plain code the gradient of the sum would be in fp32: copies of [T, H] for two products.
     """
 
     @staticmethod
@@ -1230,11 +1231,11 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
     """
     E = len(fc1)
     expert_TK = indices.clamp(max=E - 1)
-    hidden_TKO = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
+    hidden_TKF = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
     if fc1_bias is not None:
-        hidden_TKO = hidden_TKO + fc1_bias[expert_TK]
+        hidden_TKF = hidden_TKF + fc1_bias[expert_TK]
     act_TKF = activate(
-        hidden_TKO, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
+        hidden_TKF, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
     out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]

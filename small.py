@@ -15,7 +15,7 @@ block of transformers, by hand (models/weights.py knows others):
     weights = {                                  # Mixtral, or Qwen3-MoE with norm_topk_prob=True
         "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, W]
         "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))}       # [E, 2W, H] -> [E, 2, W, H]
-    shared = block.shared_experts                # DeepSeek-V3 has this, too
+    shared = block.shared_experts                # DeepSeek-V3 also has a bias and a shared expert
     weights |= {
         "expert_bias": block.gate.e_score_correction_bias, "shared_fc2": shared.down_proj.weight,
         "shared_fc1": torch.stack((shared.gate_proj.weight, shared.up_proj.weight))}
@@ -52,15 +52,11 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
     return y
 
 
-def op(fake, cudagraph_unsafe=False):
-    """Decorator: makes the function a custom op, into which the compiler does not look. `fake`
-    returns empty results. cudagraph_unsafe: the host reads values in the op, so CUDA graphs leave
-    it out.
-    """
+def op(fake, tags=()):
+    """Decorator: a custom op, into which the compiler does not look. fake returns empty results."""
     def register(function):
         # The module's name is part of the op's name, so that copies of this file do not collide.
         name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
-        tags = [torch.Tag.cudagraph_unsafe] if cudagraph_unsafe else []
         registered = torch.library.custom_op(name, function, mutates_args=(), tags=tags)
         registered.register_fake(fake)
         return registered
@@ -84,7 +80,7 @@ def sum_tokens(x):
     # In one sum the compiler would add row after row on a CPU (4e-6 off over 8,192 tokens, in three
     # levels 2e-7), and make one more graph above 4,096 tokens.
     for _ in range(2):
-        blocks = x.shape[0] // 64 + 2                    # this avoids a separate graph for one
+        blocks = x.shape[0] // 64 + 2            # at least 2: one would have a graph of its own
         # With a view in place of unfold an export would hold only for some T.
         x = F.pad(x, (0, 0, 0, blocks * 64 - x.shape[0])).unfold(0, 64, 64).sum(-1)
     return x.sum(0)
@@ -111,14 +107,13 @@ def rows_of_each(offsets):
 # copied to the host, once for all products.
 @torch.compiler.assume_constant_result
 def native_product(device) -> str:
-    """Which hardware runs F.grouped_mm here: "H100" (or H200), "B200" (or B300), "bf16 CPU", which
-    has instructions for it, or "none".
+    """Which hardware runs F.grouped_mm here: "H100" (or H200), "B200" (or B300), "bf16 CPU" (with
+    instructions for bf16) or "none".
     """
     if device.type == "cuda" and torch.version.hip is None:
         return {9: "H100", 10: "B200"}.get(torch.cuda.get_device_capability(device)[0], "none")
-    if device.type == "cpu" and torch.backends.mkldnn.is_available():
-        return "bf16 CPU" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "none"
-    return "none"
+    mkldnn = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return "bf16 CPU" if mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "none"
 
 
 def empty_product(a, b, offsets):
@@ -126,7 +121,8 @@ def empty_product(a, b, offsets):
     return a.new_empty(sizes if b.ndim == 3 else (offsets.shape[0], *sizes))
 
 
-@op(empty_product, cudagraph_unsafe=True)
+# CUDA graphs leave this op out, because the host reads the offsets in it.
+@op(empty_product, tags=[torch.Tag.cudagraph_unsafe])
 def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     out = empty_product(a, b, offsets)
     start = 0
@@ -147,7 +143,8 @@ def multiply(a, b, out):
     """out = a · b"""
     narrow = a.is_cpu and a.itemsize == 2 and a.shape[0] > 1
     if narrow and (a.dtype == torch.float16 or native_product(a.device) == "none"):
-        # Where the CPU has no instructions for the dtype, fp32 is ten times as fast.
+        # Where a CPU has no instructions for the dtype, fp32 is 10 to 100 times as fast. (For fp16
+        # torch does not say whether it has.)
         wide = out.new_empty(out.shape, dtype=torch.float32)
         out.copy_(torch.mm(a.float(), b.float(), out=wide))
     else:
@@ -155,13 +152,14 @@ def multiply(a, b, out):
 
 
 def grouped_mm(a, b, offsets, native):
-    """a [N, I] · b [E, I, O] -> [N, O]: row block e times b[e]. Unrouted rows are zeros.
+    """a [N, I] · b [E, I, O] -> [N, O]: row block e times b[e]. Unrouted rows are zeros, but in a
+      graph those of F.grouped_mm are uninitialised.
       a [I, N] · b [N, O] -> [E, I, O]: the product of block e of a and block e of b.
     """
     if not native:
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
-    # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the product of an expert that
+    # F.grouped_mm leaves unrouted rows as they were, on a B200 also the product of an expert that
     # has no rows. In a graph the rows stay so: a mask here would be a kernel that reads and writes
     # all of them, while behind swiglu, and in combine, it is a part of their kernels.
     if b.ndim == 3:
@@ -174,9 +172,9 @@ def grouped_mm(a, b, offsets, native):
 def zero_unrouted(rows, offsets):
     """rows [N, ..] with zeros from the end of the last expert's rows on."""
     row_N = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-    # amax is offsets[-1], written as a reduction for the sake of Inductor. Gradients of gate and up
-    # that depend on a reduction it writes side by side in the kernel that computes them. Otherwise
-    # it would join them in a second kernel, which reads fc1's output again.
+    # amax is offsets[-1], written as a reduction, so that the gradients of gate and up depend on
+    # one. Inductor then writes both in the kernel that computes them. Otherwise a second kernel
+    # would join them, and read fc1's output again.
     return rows.masked_fill((row_N >= offsets.amax())[:, None], 0.0)
 
 
@@ -229,8 +227,9 @@ def spread(x, order, row_KT, offsets):
 
 def combine(rows, order, row_KT, offsets):
     """rows [N, H] -> [T, H]: the sum of each token's routed rows, in fp32 at least. No atomics."""
-    # Its gradient and the one of spread read the same row numbers, so a graph makes both gathers in
-    # one kernel. That costs memory at the peak; kernels.combine_rows keeps them apart, by an op.
+    # The backward gathers x again, and it gathers this function's gradient. Both read `order`, so a
+    # graph makes both in one kernel. That costs memory at the peak; kernels.combine_rows keeps them
+    # apart, by an op.
     picked = [upcast(rows[row_T]) for row_T in row_KT]
     if torch.compiler.is_compiling():        # in eager mode unrouted rows are zeros: see grouped_mm
         unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
@@ -335,8 +334,7 @@ def refuse_second_derivative():
 def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a · b in fp32 at least, also under autocast and where products may be in TF32 or bf16."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-    found = [(setting, setting.fp32_precision) for setting in settings]
-    lowered = [(setting, low) for setting, low in found if low not in ("ieee", "none")]
+    lowered = [(s, s.fp32_precision) for s in settings if s.fp32_precision not in ("ieee", "none")]
     try:
         for setting, _ in lowered:
             setting.fp32_precision = "ieee"
@@ -383,7 +381,8 @@ class Pick(torch.autograd.Function):
         refuse_second_derivative()
         indices, factors = ctx.saved_tensors
         # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
-        column_E, grad_scores = torch.arange(ctx.shape[1], device=grad.device), 0.0
+        column_E = torch.arange(ctx.shape[1], device=grad.device)
+        grad_scores = 0.0
         for index_T1, grad_T1 in zip(indices.split(1, 1), grad.split(1, 1)):
             grad_scores = grad_scores + torch.where(index_T1 == column_E, grad_T1, 0.0)
         return grad_scores, None, None if factors is None else factors.expand(ctx.shape), None
@@ -391,9 +390,9 @@ class Pick(torch.autograd.Function):
 
 def check_groups(groups, num_experts, topk):
     number, best, members = groups
-    size = num_experts // max(number, 1)
     if number < 1 or num_experts % number:
         raise ValueError(f"groups is {groups}; needs a divisor of {num_experts} experts first")
+    size = num_experts // number
     if not topk <= best * size <= num_experts:
         raise ValueError(f"groups is {groups}: the best {best} of {number} groups of {size} have "
                          f"{best * size} experts; needs topk, {topk}, to {num_experts}")
@@ -407,9 +406,9 @@ def only_best_groups(scores, groups, best, members):
     """
     T, E = scores.shape
     scores_TGe = scores.reshape(T, groups, E // groups)
-    best_TB = scores_TGe.topk(members).values.sum(-1).topk(best).indices
+    best_Tb = scores_TGe.topk(members).values.sum(-1).topk(best).indices
     group_G = torch.arange(groups, device=scores.device)
-    kept_TG = (best_TB[:, :, None] == group_G).any(1)
+    kept_TG = (best_Tb[:, :, None] == group_G).any(1)
     return scores_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(1)
 
 
@@ -432,8 +431,8 @@ class MoE(nn.Module):
     shared_gate: the shared expert's output times sigmoid(shared_gate · x).
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
-    in fp32 at least. On a card a forward syncs once, on H100 and B200 in bf16 not at all. x must
-    be finite, even where padding_mask is True.
+    in fp32 at least. On a card a forward syncs once, but not on H100 and B200 in bf16 with H and W
+    in multiples of 8 and E below 1024. x must be finite, even where padding_mask is True.
 
     Compiled with fullgraph=True it is one graph for a fixed shape. For x [T, H] there are at most
     four over all T from 1 on, without gradients five. With more axes each counts by itself, and the
@@ -493,10 +492,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
         E, H, W = self.fc2.shape
-        dtype, autocast = self.fc2.dtype, torch.is_autocast_enabled(x.device.type)
+        dtype = self.fc2.dtype
         # Autocast casts no fp64, so where x or the weights are in fp64, nothing is cast here.
-        casts = autocast and torch.float64 not in (x.dtype, dtype)
-        if x.ndim < 2 or x.shape[-1] != H or x.dtype != dtype and not casts:
+        casts = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, dtype)
+        if x.ndim < 2 or x.shape[-1] != H or (x.dtype != dtype and not casts):
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; needs {dtype} [.., T, {H}]")
         if padding_mask is not None:
             found, needed = (padding_mask.dtype, padding_mask.shape), (torch.bool, x.shape[:-1])
@@ -511,7 +510,6 @@ class MoE(nn.Module):
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and native_product(x.device) != "none"
         places = sort_by_expert(indices, E)
-        counts = rows_of_each(places[-1])
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         # A sort pays with more assignments than `most`. On a card nobody has measured how many.
         most = 2 * E if x.is_cpu else E // 2
@@ -522,6 +520,7 @@ class MoE(nn.Module):
             y = experts(x_TH, probs, fc1, fc2, places, native)
         self._place_counts()
         if self.training and y.requires_grad:
+            counts = rows_of_each(places[-1])
             balance = counts.new_zeros(1) if balance is None else balance[None]
             y = Count.apply(y, self.leaf, torch.cat((counts, balance)))
         y = y.to(x.dtype).view(x.shape)
@@ -538,7 +537,7 @@ class MoE(nn.Module):
         return self._route(x, padding)[:2]
 
     def _route(self, x, padding):
-        """(probs, indices, in training T times the balance loss / aux_loss_coeff)"""
+        """(probs, indices, T · balance loss / aux_loss_coeff or None)"""
         E, K = self.router.shape[0], self.topk
         logits = Logits.apply(x.flatten(0, -2), self.router)
         sigmoid = self.score_function == "sigmoid"
@@ -590,8 +589,8 @@ class MoE(nn.Module):
 
     @property
     def balance_loss(self) -> Tensor:
-        """The balance loss / aux_loss_coeff, a mean over the counted tokens. It is 1 if all experts
-        have the same load and scores, NaN if nothing is counted, 0 without the loss.
+        """The balance loss / aux_loss_coeff, a mean over the counted tokens. It is 1 for an even
+        load, NaN if nothing is counted, 0 without the loss.
         """
         return self.leaf.grad[-1] * self.topk / self.counts.sum()
 

@@ -4,8 +4,8 @@
 
 prints what each step keeps for the backward and how long it takes. Why each change helps:
 docs/compile.md. --loop adds the first step compiled, which takes minutes. T tokens, H hidden size,
-E experts, K experts per token, N = T·K rows, F FFN size of an expert; capitals at the end of a name
-are the tensor's axes.
+E experts, K experts per token, N = T·K rows, M rows of one expert, F FFN size of an expert (W where
+F is torch.nn.functional). Capitals at the end of a name are the tensor's axes.
 """
 import argparse
 import re
@@ -70,8 +70,8 @@ class Loop(nn.Module):
 class Sorted(Loop):
     """2. The rows of an expert lie side by side, so one grouped product takes all experts.
 
-    Every shape is known, so it is one graph. This is what one writes first: some twenty lines. It
-    keeps the gathered rows, the activation and the experts' outputs.
+    Every shape is known, so it is one graph. This is what one writes first: some twenty lines.
+    Compiled it keeps the gathered rows, the outputs of both products and the activation.
     """
 
     def forward(self, x_TH: Tensor) -> Tensor:
@@ -107,8 +107,8 @@ class Checkpoints(Sorted):
         chosen_TK, indices_TK = again(self.logits, x_TH).topk(self.topk)
         order_N, offsets_E = self.sort(indices_TK)
         prob_N1 = chosen_TK.softmax(-1).flatten()[order_N, None]
-        hidden_NF = again(self.up, x_TH, order_N, offsets_E)
-        rows_NH = again(self.down, hidden_NF, prob_N1, offsets_E)
+        hidden = again(self.up, x_TH, order_N, offsets_E)                      # [N, 2F]
+        rows_NH = again(self.down, hidden, prob_N1, offsets_E)
         # The rows of each token, added in their order
         inverse_TK = order_N.argsort().view_as(indices_TK)           # assignment -> row
         return sum(rows_NH[row_T].float() for row_T in inverse_TK.unbind(1)).to(x_TH.dtype)
@@ -117,8 +117,8 @@ class Checkpoints(Sorted):
         rows_NH = x_TH[order_N // self.topk]
         return F.grouped_mm(rows_NH, self.fc1.flatten(1, 2).mT, offs=offsets_E)
 
-    def down(self, hidden_NF, prob_N1, offsets_E):
-        act_NF = self.swiglu(hidden_NF, prob_N1)
+    def down(self, hidden, prob_N1, offsets_E):
+        act_NF = self.swiglu(hidden, prob_N1)
         return F.grouped_mm(act_NF, self.fc2.mT, offs=offsets_E)
 
 
@@ -240,8 +240,8 @@ def main() -> None:
         layer.load_state_dict(weights)
         try:
             step = steps[name] = Measured(layer.to(x), x, compiled=name != EAGER)
-        except RuntimeError as error:                        # of F.grouped_mm, in this dtype
-            while error.__context__ is not None:             # hidden by the compiler's
+        except RuntimeError as error:                        # F.grouped_mm refuses this dtype
+            while error.__context__ is not None:             # the compiler's error hides that one
                 error = error.__context__
             show(name, f"refused: {error}")
             continue
@@ -256,9 +256,9 @@ def main() -> None:
             if sum(step.ms) < 5e3:
                 step.time()
     medians = {name: statistics.median(step.ms) for name, step in steps.items()}
-    show("step", f"{'ms':>9}{'/ last':>8}")
+    show("step", f"{'ms':>9}{'/ step 4':>10}")
     for name, ms in medians.items():
-        show(name, f"{ms:9.1f}{ms / medians['4 small.py']:8.2f}")
+        show(name, f"{ms:9.1f}{ms / medians['4 small.py']:10.2f}")
 
     # After the times: a graph for every T would take part in them.
     show("step", "graphs for 4 T")
