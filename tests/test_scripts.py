@@ -1680,6 +1680,27 @@ def test_docs_ddp(rank, ranks):
     close(list(scope["model"].parameters()), list(whole.parameters()), 1e-4)
 
 
+@over_ranks(2)
+def test_docs_small_loop(rank, ranks):
+    """As test_docs_ddp, for small.py."""
+    torch.manual_seed(1)
+    batches = list(torch.randn(12, 10, 64))
+    torch.manual_seed(0)
+    scope = dict(torch=torch, loss_of=loss_of, steps=3, microbatches=2, batches=iter(batches[rank::2]))
+    exec(example("small loop"), scope)
+    torch.manual_seed(0)
+    layer = small.MoE(64, 32, 8, topk=2, expert_bias=True, aux_loss_coeff=0.1 / 4)
+    whole = torch.nn.Sequential(layer, torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(whole.parameters())
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    for i, x in enumerate(batches, 1):
+        (loss_of(whole, x) / 4).backward()
+        if i % 4 == 0:
+            optimizer.step(), optimizer.zero_grad(), layer.finish_step(group=alone)
+    same(scope["layer"].expert_bias, layer.expert_bias)
+    close(list(scope["model"].parameters()), list(whole.parameters()), 1e-4)
+
+
 def test_docs_lightning(monkeypatch):
     """lightning.LightningModule and its loop are stood for by a class and a loop that call the same
     hooks in the same order: the last microbatch of a step runs inside of optimizer_step."""
