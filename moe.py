@@ -294,6 +294,8 @@ class MoELayer(MoEModule):
     def _check_input(self, hidden_states):
         if hidden_states.ndim not in (2, 3):
             refuse_input(hidden_states, self.config)
+        if not hidden_states.is_floating_point():
+            raise TypeError(f"hidden_states is {hidden_states.dtype}; needs a floating-point dtype")
         # Weights that FSDP2 has not gathered yet, or that a parametrization makes, may get another
         # dtype then. So only plain ones are compared.
         fc1 = self.experts._parameters.get("fc1")

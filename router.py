@@ -610,7 +610,10 @@ class TopKRouter(Router):
             aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
         if compat.is_any_autocast():
             _warn_without_scale(activation.device.type)
-        return MoEAuxLossAutoScaler.apply(activation, aux_loss, _loss_scale(activation.device))
+        scale = _loss_scale(activation.device)
+        if not (torch.compiler.is_compiling() or compat.has_values(activation)):
+            scale = torch.ones((), device=activation.device)     # FakeTensorMode refuses a real one
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss, scale)
 
     def _tokens_of(self, activation, valid_token_count):
         if valid_token_count is None:
@@ -681,10 +684,10 @@ def set_aux_loss_scale(scale: float | Tensor) -> None:
     global _is_scale_set
     if isinstance(scale, Tensor) and scale.ndim:
         raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
-    _is_scale_set = True
     with torch.no_grad():
         for tensor in _LOSS_SCALE.values():
             tensor.fill_(scale)
+    _is_scale_set = True
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
@@ -1134,7 +1137,7 @@ def _check_mask(padding_mask, axes):
 def _check_range(name, indices, least, most):
     in_eager = indices.is_cpu and not torch.compiler.is_compiling()      # elsewhere it would sync
     if in_eager and indices.numel() and compat.has_values(indices):
-        low, high = (int(x) for x in indices.aminmax())
+        low, high = (int(x) for x in indices.long().aminmax())
         if low < least or high > most:
             raise ValueError(f"{name} has values from {low} to {high}; needs {least} to {most}, "
                              f"where {most} is unrouted")

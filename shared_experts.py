@@ -245,7 +245,8 @@ class SharedExpertMLP(MoEModule):
 
     With shared_expert_overlap five steps do what `forward` does, on the side stream:
     pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward, post_forward_comm, get_output.
-    A step out of order is a RuntimeError.
+    A step out of order is a RuntimeError. The module keeps what is between two steps, so only one
+    thread at a time may run such a layer.
     """
     sharded = dict.fromkeys(("fc1", "fc2"), Sharding("tp", axis=1, summed_over="dp_cp"))
 

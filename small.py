@@ -28,6 +28,7 @@ The same input gives bitwise the same output and gradients.
 """
 import math
 import re
+import threading
 import warnings
 
 import torch
@@ -190,9 +191,11 @@ def again(function, *args):
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def no_view(x):
-    """x, but no view. A view that an autograd function returns cannot be changed in place."""
-    return torch.ops.aten._unsafe_view(x, x.shape)
+def no_view(x, shape):
+    """x in this shape, but no view. A view that an autograd function returns cannot be changed in
+    place, nor one that an FSDP2 module returns.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 class WithGradient(torch.autograd.Function):
@@ -201,7 +204,7 @@ class WithGradient(torch.autograd.Function):
     def forward(ctx, value, x, back, *tensors):
         ctx.back = back
         ctx.save_for_backward(*tensors)
-        return no_view(value)
+        return no_view(value, value.shape)
 
     @staticmethod
     def backward(ctx, grad):
@@ -292,7 +295,7 @@ class Count(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, leaf, noted):
         ctx.save_for_backward(noted)
-        return no_view(y)
+        return no_view(y, y.shape)
 
     @staticmethod
     def backward(ctx, grad):
@@ -329,22 +332,26 @@ def refuse_second_derivative():
         raise RuntimeError("create_graph is True; this layer has only first derivatives")
 
 
+precision_lock = threading.Lock()                # what it guards is global to all threads
+
+
 @op(lambda a, b: a.new_empty(
     a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32)))
 def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a · b in fp32 at least, also under autocast and where products may be in TF32 or bf16."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-    lowered = [(s, s.fp32_precision) for s in settings if s.fp32_precision not in ("ieee", "none")]
-    try:
-        for setting, _ in lowered:
-            setting.fp32_precision = "ieee"
-        with torch.autocast(a.device.type, enabled=False):
+    with precision_lock, torch.autocast(a.device.type, enabled=False):
+        found = [(setting, setting.fp32_precision) for setting in settings]
+        lowered = [(setting, low) for setting, low in found if low not in ("ieee", "none")]
+        try:
+            for setting, _ in lowered:
+                setting.fp32_precision = "ieee"
             return upcast(a) @ upcast(b)
-    finally:
-        for setting, low in lowered:
-            setting.fp32_precision = "none"              # now it is inherited
-            if setting.fp32_precision != low:
-                setting.fp32_precision = low
+        finally:
+            for setting, low in lowered:
+                setting.fp32_precision = "none"          # now it is inherited
+                if setting.fp32_precision != low:
+                    setting.fp32_precision = low
 
 
 class Logits(torch.autograd.Function):
@@ -389,6 +396,8 @@ class Pick(torch.autograd.Function):
 
 
 def check_groups(groups, num_experts, topk):
+    if not isinstance(groups, (tuple, list)) or [type(n) for n in groups] != [int] * 3:
+        raise ValueError(f"groups is {groups}; needs three integers")
     number, best, members = groups
     if number < 1 or num_experts % number:
         raise ValueError(f"groups is {groups}; needs a divisor of {num_experts} experts first")
@@ -450,13 +459,16 @@ class MoE(nn.Module):
         super().__init__()
         if score_function not in ("softmax", "sigmoid"):
             raise ValueError(f'score_function is {score_function!r}; needs "softmax" or "sigmoid"')
-        if not 1 <= topk <= num_experts:
-            raise ValueError(f"topk is {topk}; needs 1 to {num_experts}, the number of experts")
+        if not (isinstance(topk, int) and 1 <= topk <= num_experts):
+            raise ValueError(
+                f"topk is {topk}; needs an integer from 1 to {num_experts}, the number of experts")
         if topk == 1 and normalize and score_function == "softmax":
             raise ValueError("topk is 1, and a softmax over one logit is 1 whatever it is, so the "
                              'router would not learn; needs normalize=False or "sigmoid"')
-        if not math.isfinite(scaling_factor):
-            raise ValueError(f"scaling_factor is {scaling_factor}; needs a finite number")
+        factors = dict(scaling_factor=scaling_factor, aux_loss_coeff=aux_loss_coeff)
+        for name, factor in factors.items():
+            if not math.isfinite(factor):
+                raise ValueError(f"{name} is {factor}; needs a finite number")
         if groups is not None:
             check_groups(groups, num_experts, topk)
         if shared_gate and not shared_ffn_hidden_size:
@@ -495,18 +507,15 @@ class MoE(nn.Module):
         dtype = self.fc2.dtype
         # Autocast casts no fp64, so where x or the weights are in fp64, nothing is cast here.
         casts = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, dtype)
-        if x.ndim < 2 or x.shape[-1] != H or (x.dtype != dtype and not casts):
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; needs {dtype} [.., T, {H}]")
-        if padding_mask is not None:
-            found, needed = (padding_mask.dtype, padding_mask.shape), (torch.bool, x.shape[:-1])
-            if found != needed:
-                raise ValueError(f"padding_mask is {found}; needs {needed}")
-            padding_mask = padding_mask.flatten()
+        if x.dtype != dtype and not (casts and x.is_floating_point()):
+            raise ValueError(f"x is {x.dtype}; needs {dtype}")
+        self._check_shapes(x, padding_mask)
         x_TH = x.flatten(0, -2)
         probs, indices, balance = self._route(x, padding_mask)
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
-        # F.grouped_mm also needs weights that begin at multiples of 16 bytes, which is not checked.
+        # F.grouped_mm also needs weights that begin at multiples of 16 bytes, and whose strides are
+        # such multiples, which is not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and native_product(x.device) != "none"
         places = sort_by_expert(indices, E)
@@ -518,27 +527,38 @@ class MoE(nn.Module):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
             y = experts(x_TH, probs, fc1, fc2, places, native)
+        y = no_view(y.to(x.dtype), x.shape)
+        if self.shared_fc1 is not None:
+            hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
+            shared = F.linear(again(swiglu, hidden), self.shared_fc2).to(x.dtype)
+            if self.shared_gate is not None:
+                shared = (shared * torch.sigmoid(F.linear(x, self.shared_gate))).to(x.dtype)
+            y = y + shared
         self._place_counts()
         if self.training and y.requires_grad:
             counts = rows_of_each(places[-1])
             balance = counts.new_zeros(1) if balance is None else balance[None]
             y = Count.apply(y, self.leaf, torch.cat((counts, balance)))
-        y = y.to(x.dtype).view(x.shape)
-        if self.shared_fc1 is not None:
-            hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
-            shared = F.linear(again(swiglu, hidden), self.shared_fc2).to(x.dtype)
-            if self.shared_gate is not None:
-                shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
-            y = y + shared
         return y
 
-    def route(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [.., H], padding [T] -> (probs [T, K], indices [T, K]); index E is unrouted."""
-        return self._route(x, padding)[:2]
+    def route(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [.., H], padding_mask [..] -> (probs [T, K], indices [T, K]); index E is unrouted."""
+        self._check_shapes(x, padding_mask)
+        return self._route(x, padding_mask)[:2]
 
-    def _route(self, x, padding):
+    def _check_shapes(self, x, padding_mask):
+        H = self.router.shape[1]
+        if x.ndim < 2 or x.shape[-1] != H:
+            raise ValueError(f"x has shape {list(x.shape)}; needs [.., T, {H}]")
+        if padding_mask is not None:
+            found, needed = (padding_mask.dtype, padding_mask.shape), (torch.bool, x.shape[:-1])
+            if found != needed:
+                raise ValueError(f"padding_mask is {found}; needs {needed}")
+
+    def _route(self, x, padding_mask):
         """(probs, indices, T · balance loss / aux_loss_coeff or None)"""
         E, K = self.router.shape[0], self.topk
+        padding = None if padding_mask is None else padding_mask.flatten()
         logits = Logits.apply(x.flatten(0, -2), self.router)
         sigmoid = self.score_function == "sigmoid"
         score = torch.sigmoid if sigmoid else lambda z: z.softmax(-1)
@@ -627,7 +647,7 @@ class MoE(nn.Module):
         if group is not None:
             dist.all_reduce(counts, group=group)
         self.expert_bias = self.expert_bias.float()          # assign=True may have loaded bf16
-        self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign()
+        self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign().float()
         self._empty()
 
     def _empty(self):

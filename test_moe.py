@@ -2350,12 +2350,14 @@ def test_layer_errors():
         overlap.shared_experts(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the
         layer(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the experts' weights
         layer(x.double()) => TypeError: hidden_states is torch.float64, and the experts' weights
+        layer(x.long()); autocast(layer)(x.long()) => TypeError: hidden_states is torch.int64; needs a f
         layer(x, torch.zeros(5).bool()) => padding_mask is [5] torch.bool
         layer(x, torch.zeros(6)) => padding_mask is [6] torch.float32
         layer(x, None, zeros.long()); layer(x, None, zeros[:, :2]) => topk_indices is [6,
         layer(x, None, torch.zeros(6, 2).bool()) => [6, 2] torch.bool; needs [6, 2] or [6, 2] of an
         load_balancing_metrics(torch.nn.Linear(2, 2)) => (Linear) has no Router
         """, layer=small_layer(), x=torch.randn(6, 8), zeros=torch.zeros(6, 3),
+        autocast=torch.autocast(DEVICE, torch.bfloat16),
         overlap=small_layer(
             shared_expert_intermediate_size=4, shared_expert_overlap=True))
 
@@ -2609,6 +2611,7 @@ def test_router_refuses_numbers_that_are_no_experts():
         replay(three, three + 4) => indices of second.router has values from 7 to 7; needs -1 to 6
         replay(three, three - 5) => indices of second.router has values from -2 to -2; needs -1 to 6
         """, router=router, x=x, three=three, replay=replay)
+    same(router.route(x, None, three.to(torch.uint16)), router.route(x, None, three))
 
 
 def test_router_errors():

@@ -12,6 +12,7 @@ import pickle
 import re
 import socket
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -616,6 +617,41 @@ def test_small_product_of_a_card(monkeypatch):
     assert [*calls_of(16, 8, 32, 2, dtype=torch.float32)] == [0] * 4
 
 
+@on_the_cpu
+def test_small_logits_of_threads():
+    """No thread undoes the setting of another, and the user's is there afterwards."""
+    a, b = torch.randn(256, 512), torch.randn(512, 64)
+    exact = a.double() @ b.double()
+
+    def largest_error(_):
+        return max((small.product_in_fp32(a, b) - exact).norm() for _ in range(1000))
+    try:
+        torch.set_float32_matmul_precision("medium")
+        before = torch.backends.mkldnn.matmul.fp32_precision
+        with ThreadPoolExecutor(2) as threads:
+            assert max(threads.map(largest_error, range(2))) <= 1e-6 * exact.norm()
+        assert torch.backends.mkldnn.matmul.fp32_precision == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_small_output_is_no_view():
+    """FSDP2 frees what a view would be of: then y += 1 fails. The gate keeps the dtype."""
+    for case in ("plain", "shared"):
+        y = layer_of(case)(torch.randn(2, 3, H))
+        assert not y._is_view()
+    layer = MoE(H, F_, E, K, shared_ffn_hidden_size=4, shared_gate=True).half()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert layer(torch.randn(3, H, dtype=torch.float16)).dtype == torch.float16
+
+
+def test_small_counts_if_only_the_shared_expert_trains():
+    layer = layer_of("shared").requires_grad_(False)
+    layer.shared_fc2.requires_grad_(True)
+    layer(torch.randn(5, H)).sum().backward()
+    assert layer.counts.sum() == 5 * K
+
+
 def test_small_errors():
     layer = layer_of("shared")
     x = torch.randn(4, H, requires_grad=True)
@@ -624,22 +660,25 @@ def test_small_errors():
         autocast=lambda x, layer=layer: torch.autocast(DEVICE, torch.bfloat16)(layer)(x))
     table = """
         MoE(12, 10, 6, 3, score_function="relu") => score_function is 'relu'; needs "softmax" or
-        MoE(12, 10, 6, 7); MoE(12, 10, 6, 0) => needs 1 to 6
+        MoE(12, 10, 6, 7); MoE(12, 10, 6, 0); MoE(12, 10, 6, 2.0) => needs an integer from 1 to 6
         MoE(12, 10, 6, 1) => topk is 1, and a softmax over one logit is 1 whatever it is
-        MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; needs 1 to 6
+        MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; needs an integer from 1
         MoE(12, 10, 6, 3, scaling_factor=float("nan")) => scaling_factor is nan; needs a finite numb
+        MoE(12, 10, 6, 3, aux_loss_coeff=float("inf")) => aux_loss_coeff is inf; needs a finite numb
+        MoE(12, 10, 6, 3, groups=(3, 2)); MoE(12, 10, 6, 3, groups=3) => needs three integers
+        MoE(12, 10, 6, 3, groups=(3, 2, 1.0)) => groups is (3, 2, 1.0); needs three integers
         MoE(12, 10, 6, 3, shared_gate=True) => needs shared_ffn_hidden_size
         MoE(12, 10, 6, 3, groups=(4, 2, 1)) => groups is (4, 2, 1); needs a divisor of 6 experts
         MoE(12, 10, 6, 3, groups=(0, 2, 1)) => groups is (0, 2, 1); needs a divisor of 6 experts
         MoE(12, 10, 6, 3, groups=(3, 1, 1)) => best 1 of 3 groups of 2 have 2 experts; needs topk, 3
         MoE(12, 10, 6, 3, groups=(3, 4, 1)) => best 4 of 3 groups of 2 have 8 experts; needs topk, 3
         MoE(12, 10, 6, 3, groups=(3, 2, 3)); MoE(12, 10, 6, 3, groups=(3, 2, 0)) => needs 1 to 2 las
-        layer(x[:, :5]) => x is torch.float32 [4, 5]; needs torch.float32 [.., T, 12]
-        layer(x[0]) => x is torch.float32 [12]; needs torch.float32 [.., T, 12]
-        layer(x.double()) => x is torch.float64 [4, 12]; needs torch.float32
-        autocast(x.double()) => x is torch.float64 [4, 12]; needs torch.float32
-        autocast(x, double) => x is torch.float32 [4, 12]; needs torch.float64
-        layer(x, x > 0); layer(x, x[:, 0]) => padding_mask is
+        layer(x[:, :5]); layer.route(x[:, :5]) => x has shape [4, 5]; needs [.., T, 12]
+        layer(x[0]); layer.route(x[0]) => x has shape [12]; needs [.., T, 12]
+        layer(x.double()); autocast(x.double()) => x is torch.float64; needs torch.float32
+        autocast(x, double) => x is torch.float32; needs torch.float64
+        autocast(x.long()) => x is torch.int64; needs torch.float32
+        layer(x, x > 0); layer(x, x[:, 0]); layer.route(x, x > 0) => padding_mask is
         MoE(12, 10, 6, 3).update_bias() => RuntimeError: update_bias needs expert_bias=True
         """
     for row in table.strip().splitlines():

@@ -1686,7 +1686,8 @@ def test_docs_small_loop(rank, ranks):
     torch.manual_seed(1)
     batches = list(torch.randn(12, 10, 64))
     torch.manual_seed(0)
-    scope = dict(torch=torch, loss_of=loss_of, steps=3, microbatches=2, batches=iter(batches[rank::2]))
+    scope = dict(
+        torch=torch, loss_of=loss_of, steps=3, microbatches=2, batches=iter(batches[rank::2]))
     exec(example("small loop"), scope)
     torch.manual_seed(0)
     layer = small.MoE(64, 32, 8, topk=2, expert_bias=True, aux_loss_coeff=0.1 / 4)
