@@ -430,7 +430,7 @@ class MoE(nn.Module):
     scaling_factor: of the probs.
     groups: (G, B, m). The experts are in G equal groups, one after the other, and a token has
       experts of its B best groups, by the sum of a group's m best scores. DeepSeek-V3: (8, 4, 2).
-    expert_bias: a bias in fp32 that changes the choice but not the probs, see update_bias.
+    expert_bias: a bias in fp32 that changes the choice but not the probs, see finish_step.
     aux_loss_coeff: of the balance loss, coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e], where n_e
       is how many tokens have e among the top K of their logits (arXiv 2101.03961). In training the
       backward adds its gradient, so do not add the loss yourself. If you multiply the main
@@ -614,41 +614,41 @@ class MoE(nn.Module):
         """
         return self.leaf.grad[-1] * self.topk / self.counts.sum()
 
+    @torch.no_grad()
     def finish_step(self, rate: float = 1e-3, group=None) -> None:
-        """Ends a training step: update_bias if there is a bias, and the counts begin anew. Call it
-        after the optimizer's step. A forward is counted in its .backward(); torch.autograd.grad and
-        .backward(inputs=..) count nothing.
+        """Ends a training step: call it after the optimizer's step. The counts begin anew. A bias
+        first rises for experts with few tokens and falls for experts with many (arXiv 2408.15664).
+
+        A forward is counted in its .backward(); torch.autograd.grad and .backward(inputs=..) count
+        nothing. group: the ranks that train the same weights, such as
+        torch.distributed.group.WORLD. Their counts are summed.
         """
         if self.expert_bias is not None:
-            self.update_bias(rate, group)
+            self._move_bias(rate, group)
         self._empty()
 
-    @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group=None) -> None:
-        """Raises the bias of experts with few tokens and lowers that of experts with many (arXiv
-        2408.15664). The counts begin anew. finish_step calls this.
-
-        group: the ranks that train the same weights, such as torch.distributed.group.WORLD. Their
-        counts are summed.
-        """
+        """finish_step of a layer that has a bias."""
         if self.expert_bias is None:
             raise RuntimeError("update_bias needs expert_bias=True; finish_step does without")
+        self.finish_step(rate, group)
+
+    def _move_bias(self, rate, group):
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if group is None and ranks > 1:
             raise RuntimeError(
                 f"group is None and {ranks} ranks run: their biases would drift apart. Give "
-                "update_bias(group=..) the ranks that train one model, torch.distributed.group."
+                "finish_step(group=..) the ranks that train one model, torch.distributed.group."
                 "WORLD if all do. A rank with a model of its own gives a group of one rank")
         if self.leaf.grad._version == self.counted_at:   # the values would need a sync
             warnings.warn(
-                "no backward has counted on this rank since the last update_bias: a forward in "
-                "train() is counted in its .backward(), not by torch.autograd.grad", stacklevel=3)
+                "no backward has counted on this rank since the last finish_step: a forward in "
+                "train() is counted in its .backward(), not by torch.autograd.grad", stacklevel=4)
         counts = self.counts.long()
         if group is not None:
             dist.all_reduce(counts, group=group)
         self.expert_bias = self.expert_bias.float()          # assign=True may have loaded bf16
         self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign().float()
-        self._empty()
 
     def _empty(self):
         self.leaf.grad.zero_()

@@ -2364,7 +2364,7 @@ def test_layer_errors():
 
 @pytest.mark.parametrize("backend", slow_but([None, "aot_eager"], [None, "aot_eager", "inductor"]))
 def test_layer_finish_step_warns_where_nothing_was_counted(backend):
-    """As small.py's update_bias: after no backward, or one by torch.autograd.grad that stops before
+    """As small.py's finish_step: after no backward, or one by torch.autograd.grad that stops before
     the counts. A model in eval mode, or with frozen routers, need not count."""
     model = TwoLayers(**BIASED)
     function = compiled(model, backend)

@@ -292,8 +292,11 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
     torch.set_default_dtype(torch.bfloat16)
     try:
         made = MoE(H, F_, E, K, expert_bias=True)
+        made.counts[1] = 7
+        made.finish_step()
     finally:
         torch.set_default_dtype(torch.float32)
+    assert made.expert_bias.abs().unique().tolist() == [torch.tensor(1e-3).item()]      # not bf16's
     assert made.router.dtype == torch.bfloat16 and made.expert_bias.dtype == torch.float32
     assert made.counts.dtype == made.leaf.dtype == torch.float32
     made.load_state_dict({name: value.bfloat16() for name, value in state.items()}, assign=True)
@@ -525,7 +528,7 @@ def test_small_says_if_nothing_was_counted():
     bias = layer.expert_bias.clone()
     grads(layer(x), [x, *layer.parameters()])
     with pytest.warns(UserWarning, match="no backward has counted") as caught:
-        layer.update_bias()
+        layer.finish_step()
     assert caught[0].filename == __file__
     same(layer.expert_bias, bias)
     layer(x).sum().backward()
