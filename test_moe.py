@@ -2350,7 +2350,7 @@ def test_layer_errors():
         overlap.shared_experts(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the
         layer(x.bfloat16()) => TypeError: hidden_states is torch.bfloat16, and the experts' weights
         layer(x.double()) => TypeError: hidden_states is torch.float64, and the experts' weights
-        layer(x.long()); autocast(layer)(x.long()) => TypeError: hidden_states is torch.int64; needs a f
+        layer(x.long()); autocast(layer)(x.long()) => TypeError: hidden_states is torch.int64
         layer(x, torch.zeros(5).bool()) => padding_mask is [5] torch.bool
         layer(x, torch.zeros(6)) => padding_mask is [6] torch.float32
         layer(x, None, zeros.long()); layer(x, None, zeros[:, :2]) => topk_indices is [6,

@@ -296,7 +296,7 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
         made.finish_step()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert made.expert_bias.abs().unique().tolist() == [torch.tensor(1e-3).item()]      # not bf16's
+    assert made.expert_bias.abs().unique().tolist() == [torch.tensor(1e-3).item()]    # not bf16's
     assert made.router.dtype == torch.bfloat16 and made.expert_bias.dtype == torch.float32
     assert made.counts.dtype == made.leaf.dtype == torch.float32
     made.load_state_dict({name: value.bfloat16() for name, value in state.items()}, assign=True)
