@@ -191,9 +191,9 @@ def again(function, *args):
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def no_view(x, shape):
-    """x in this shape, but no view. A view that an autograd function returns cannot be changed in
-    place, nor one that an FSDP2 module returns.
+def as_no_view(x, shape):
+    """x in this shape, but no view to autograd. FSDP2 warns of modules that return views, and what
+    an autograd function returns could not be changed in place.
     """
     return torch.ops.aten._unsafe_view(x, shape)
 
@@ -204,7 +204,7 @@ class WithGradient(torch.autograd.Function):
     def forward(ctx, value, x, back, *tensors):
         ctx.back = back
         ctx.save_for_backward(*tensors)
-        return no_view(value, value.shape)
+        return as_no_view(value, value.shape)
 
     @staticmethod
     def backward(ctx, grad):
@@ -295,7 +295,7 @@ class Count(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, leaf, noted):
         ctx.save_for_backward(noted)
-        return no_view(y, y.shape)
+        return as_no_view(y, y.shape)
 
     @staticmethod
     def backward(ctx, grad):
@@ -527,7 +527,7 @@ class MoE(nn.Module):
             y = few_experts(x_TH, probs, indices, fc1, fc2)
         else:
             y = experts(x_TH, probs, fc1, fc2, places, native)
-        y = no_view(y.to(x.dtype), x.shape)
+        y = as_no_view(y.to(x.dtype), x.shape)
         if self.shared_fc1 is not None:
             hidden = F.linear(x, self.shared_fc1.flatten(0, 1))
             shared = F.linear(again(swiglu, hidden), self.shared_fc2).to(x.dtype)

@@ -194,7 +194,7 @@ def test_graphs_of_a_session(name, way):
     def flat(x):
         if way == "a view":
             return x.flatten(0, -2)
-        return small.no_view(x, (-1, 6)) if name == "small" else compat.as_no_view(x, (-1, 6))
+        return small.as_no_view(x, (-1, 6)) if name == "small" else compat.as_no_view(x, (-1, 6))
 
     def function(x):
         return graph(x) if way in ("default", "dynamic") else graph(flat(x)).view(x.shape)

@@ -53,8 +53,8 @@ def layer_like(mine: MoE) -> MoELayer:
 
 @pytest.mark.parametrize("name, file", [
     ("cast", compat), ("upcast", compat), ("is_exporting", compat), ("holds_in_this_graph", compat),
-    ("rows_of_each", grouped), ("sum_tokens", kernels), ("with_gradient", kernels),
-    ("only_best_groups", kernels)])
+    ("as_no_view", compat), ("rows_of_each", grouped), ("sum_tokens", kernels),
+    ("with_gradient", kernels), ("only_best_groups", kernels)])
 def test_small_and_layer_have_one_form(name, file):
     """What both need is the same code in both, but for docstrings and types."""
     def code(function):
