@@ -7,6 +7,7 @@
 import copy
 import functools
 import importlib.util
+import itertools
 import os
 import pickle
 import re
@@ -640,9 +641,8 @@ def test_small_logits_of_threads():
 
 def test_small_output_is_no_view():
     """FSDP2 frees what a view would be of: then y += 1 fails. The gate keeps the dtype."""
-    for case in ("plain", "shared"):
-        y = layer_of(case)(torch.randn(2, 3, H))
-        assert not y._is_view()
+    for case, training in itertools.product(("plain", "shared"), (True, False)):
+        assert not layer_of(case).train(training)(torch.randn(2, 3, H))._is_view()
     layer = MoE(H, F_, E, K, shared_ffn_hidden_size=4, shared_gate=True).half()
     with torch.autocast(DEVICE, torch.bfloat16):
         assert layer(torch.randn(3, H, dtype=torch.float16)).dtype == torch.float16
