@@ -1,5 +1,5 @@
-"""Megatron's functions on maps [T, E], for code that comes from there: see docs/megatron.md. The
-layer needs none of them.
+"""Megatron's functions on maps [T, E], and its activations with their gradients, for code that
+comes from there: see docs/megatron.md. The layer needs none of them.
 """
 import functools
 import math

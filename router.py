@@ -343,7 +343,9 @@ class TopKRouter(Router):
         self, logits: Tensor, padding_T: Tensor | None = None, topk_indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logits [S, B, E] or [T, E], padding_T [T] -> probs, indices [T, K]. Checks nothing."""
+        """logits [S, B, E] or [T, E], padding_T [T] -> probs, indices [T, K]. The shapes of logits,
+        padding_T and cu_seqlens are not checked.
+        """
         config = self.config
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))
