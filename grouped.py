@@ -348,9 +348,9 @@ def _rows_times_weights(
         _mm(rows[block], weights[e], None if bias is None else bias[e], out=out[block])
     for which, size, row_l, read_l in _batches(offsets, index, N):
         gathered = rows.index_select(0, read_l).unflatten(0, (-1, size))
-        wide = _mm(gathered, weights[which], None if bias is None else bias[which])
-        out.index_copy_(0, row_l, wide.flatten(0, 1))        # what is spare to row N, not read
-        del gathered, wide                               # before the next batch needs memory
+        products = _mm(gathered, weights[which], None if bias is None else bias[which])
+        out.index_copy_(0, row_l, products.flatten(0, 1))    # what is spare to row N, not read
+        del gathered, products                           # before the next batch needs memory
     out[offsets[-1]:].zero_()
     return out[:N]
 

@@ -472,7 +472,8 @@ def weighted_token_sum(
     scores = upcast(scores)
     factors = factors.detach().to(scores.dtype)
     shape = scores.shape
-    # Both functions below read the factors from here. Arguments a checkpoint would compute again.
+    # Both functions below read the factors from here. As arguments they would be computed again by
+    # a checkpoint.
     def add(x):
         if sequence is None:
             return (sum_tokens(x) * factors).sum()
@@ -670,9 +671,9 @@ def required_bias_histogram(
     The scores s [T, E] are in [0, 1]. A token chooses the top K of s + b, where b [E] is
     expert_bias. Token t would choose expert e with any bias above r[t, e] = α_t - s[t, e], where
     α_t is the (K+1)-th largest of s_t + b. (For an expert that it does not choose now, the K-th
-    would be exact.)
-    The bins are uniform from min b - 1 to max b + 1, and the outer ones take what lies beyond.
-    Padding (padding_mask [T]) is left out. Histograms of microbatches and ranks add up exactly.
+    would be exact.) The bins are uniform from min b - 1 to max b + 1, and the outer ones take what
+    lies beyond. Padding (padding_mask [T]) is left out. Histograms of microbatches and ranks add up
+    exactly.
     ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
     """
     check_shapes(
@@ -1231,11 +1232,11 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
     """
     E = len(fc1)
     expert_TK = indices.clamp(max=E - 1)
-    hidden_TKF = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)
+    hidden = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)     # [T, K, P·F]
     if fc1_bias is not None:
-        hidden_TKF = hidden_TKF + fc1_bias[expert_TK]
+        hidden = hidden + fc1_bias[expert_TK]
     act_TKF = activate(
-        hidden_TKF, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
+        hidden, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
     out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]

@@ -279,7 +279,7 @@ class MoELayer(MoEModule):
         if config.shared_expert_overlap:
             dispatched = OverlappedDispatch(dispatched, shared)
         rows, probs, local_plan = dispatched.wait_for_rows()
-        indices = indices_TK if local_plan is plan else None     # under ep these are other rows
+        indices = indices_TK if local_plan is plan else None     # rows from other ranks have others
         output = self.experts(rows, probs, local_plan, indices).to(rows.dtype)
         y_TH = dispatched.wait_and_combine(dispatched.send_back(output))
 

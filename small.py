@@ -144,8 +144,8 @@ def multiply(a, b, out):
     """out = a · b"""
     narrow = a.is_cpu and a.itemsize == 2 and a.shape[0] > 1
     if narrow and (a.dtype == torch.float16 or native_product(a.device) == "none"):
-        # Where a CPU has no instructions for the dtype, fp32 is 10 to 100 times as fast. (For fp16
-        # torch does not say whether it has.)
+        # Where a CPU has no instructions for the dtype, fp32 is 10 to 100 times as fast. (Whether
+        # it has them for fp16 is not asked here.)
         wide = out.new_empty(out.shape, dtype=torch.float32)
         out.copy_(torch.mm(a.float(), b.float(), out=wide))
     else:
@@ -160,7 +160,7 @@ def grouped_mm(a, b, offsets, native):
     if not native:
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
-    # F.grouped_mm leaves unrouted rows as they were, on a B200 also the product of an expert that
+    # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the product of an expert that
     # has no rows. In a graph the rows stay so: a mask here would be a kernel that reads and writes
     # all of them, while behind swiglu, and in combine, it is a part of their kernels.
     if b.ndim == 3:
@@ -616,8 +616,9 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def finish_step(self, rate: float = 1e-3, group=None) -> None:
-        """Ends a training step: call it after the optimizer's step. The counts begin anew. A bias
-        first rises for experts with few tokens and falls for experts with many (arXiv 2408.15664).
+        """Ends a training step: call it after the optimizer's step. An expert bias rises for an
+        expert with few tokens and falls for one with many (arXiv 2408.15664). The counts begin
+        anew.
 
         A forward is counted in its .backward(); torch.autograd.grad and .backward(inputs=..) count
         nothing. group: the ranks that train the same weights, such as

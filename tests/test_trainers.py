@@ -310,7 +310,7 @@ def test_trainer_frozen_parameters_cost_nothing(cases, how):
             "rows_times_weights", "rows_times_rows", "mm", "product_in", "sum_tokens")]
         reaches_fc1 = layer.experts.fc1.requires_grad or not frozen.startswith("x latent")
         counted[0] -= how == "eager" and reaches_fc1
-        counted[-1] //= 2                                    # a sum has two levels of blocks
+        counted[-1] /= 2                                     # a sum has two levels of blocks
         assert counted == FROZEN[frozen], frozen
 
 
