@@ -1165,38 +1165,48 @@ def activation(
 
 # ---- Experts ----
 
-def _add_output_bias(y, probs, plan, fc2_bias):
-    """y_t + Σ_k p_tk · fc2_bias[i_tk], as probs [T, E] · fc2_bias."""
-    to_map = functools.partial(_sum_columns, columns=len(fc2_bias))
-    expert_TK = grouped.expert_of(plan.inverse, plan.offsets)
-    probs_TE = with_gradient(probs, to_map, _gather_columns, expert_TK)
-    return _ProductAdded.apply(y, probs_TE, fc2_bias)
+def _sum_of_biases(probs, bias, indices):
+    """Σ_k probs[t, k] · bias[indices[t, k]]. Index E adds nothing."""
+    last = len(bias) - 1
+    probs = probs.masked_fill(indices > last, 0.0)
+    total_TH = 0.0
+    for prob_T, index_T in zip(probs.unbind(1), indices.clamp(max=last).unbind(1)):
+        total_TH = total_TH + prob_T[:, None] * bias[index_T]
+    return total_TH
 
 
-class _ProductAdded(torch.autograd.Function):
-    """y + a · b in y.dtype, with the product and the sum in fp32 at least.
+class _BiasAdded(torch.autograd.Function):
+    """y_t + Σ_k probs[t, k] · bias[indices[t, k]] in y.dtype, with products and sums in fp32 at
+    least. Index E adds nothing.
 
     In plain code the gradient of the sum would be in fp32: copies of [T, H] for two products.
     """
 
     @staticmethod
-    def forward(ctx, y, a, b):
-        ctx.save_for_backward(a, b)
+    def forward(ctx, y, probs, bias, indices):
+        probs_TE = _sum_columns(probs, indices, len(bias))
+        ctx.save_for_backward(probs_TE, bias, indices)
         ctx.wide = torch.promote_types(y.dtype, torch.float32)
-        return cast(y + _product_in(a, b, dtype=ctx.wide, out_dtype=ctx.wide), y.dtype)
+        if torch.compiler.is_compiling():
+            # A part of combine_rows' kernel, for which a product would write [T, H] in fp32.
+            biases_TH = _sum_of_biases(probs.to(ctx.wide), bias.to(ctx.wide), indices)
+        else:
+            biases_TH = _product_in(probs_TE, bias, dtype=ctx.wide, out_dtype=ctx.wide)
+        return cast(y + biases_TH, y.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        grad_a = grad_b = None
-        # grad_a = grad · bᵀ, grad_b = aᵀ · grad
+        probs_TE, bias, indices = ctx.saved_tensors
+        grad_probs = grad_bias = None
+        # The gradient of probs_TE is grad · biasᵀ, that of the bias probs_TEᵀ · grad
         if ctx.needs_input_grad[1]:
-            grad_a = _product_in(grad, b.t(), dtype=ctx.wide, out_dtype=a.dtype)
+            grad_TE = _product_in(grad, bias.t(), dtype=ctx.wide, out_dtype=probs_TE.dtype)
+            grad_probs = _gather_columns(grad_TE, indices)
         if ctx.needs_input_grad[2]:
-            grad_b = _product_in(a.t(), grad, dtype=ctx.wide, out_dtype=b.dtype)
-        # y, a, b
-        return grad, grad_a, grad_b
+            grad_bias = _product_in(probs_TE.t(), grad, dtype=ctx.wide, out_dtype=bias.dtype)
+        # y, probs, bias, indices
+        return grad, grad_probs, grad_bias, None
 
 
 def _flat_weights(fc1, fc1_bias):
@@ -1313,7 +1323,9 @@ def _mlp_of_rows(
         act = again(value, hidden, probs) if named else again_in_a_graph(value, hidden, probs)
         rows = from_experts(act)
     y = combine_rows(rows, plan)
-    return y if fc2_bias is None else _add_output_bias(y, probs, plan, fc2_bias)
+    if fc2_bias is None:
+        return y
+    return _BiasAdded.apply(y, probs, fc2_bias, grouped.expert_of(plan.inverse, plan.offsets))
 
 
 def expert_mlp(

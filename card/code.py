@@ -25,8 +25,10 @@ and N = T*K rows:
     backward   3*(T*H + N*H) + 6*N*F    two gathers, of x and of the gradient, and a sum; the
                                         activation reads 2*F and F, writes 2*F and F
 
-A shared expert of FFN size Fs adds T*(3*H + 6*Fs) and T*(5*H + 12*Fs), its products included. The
-router, the latent pair and all weights are left out, so no code reaches the least.
+Added are, with all products of rows that are no experts': for a shared expert of FFN size Fs
+T*(3*H + 6*Fs) and T*(5*H + 12*Fs), for projections to latent_size L and back T*2*(H + L) and
+T*4*(H + L), for biases nothing and T*H (fc2's reads the gradient once more). The router and all
+weights are left out, so no code reaches the least.
 """
 import argparse
 import ast
@@ -113,13 +115,20 @@ def load(file, function):
 def least(sizes, tokens):
     """Direction -> bytes, by the formulas above."""
     T, H, F = tokens, sizes["hidden_size"], sizes["ffn_hidden_size"]
+    L = sizes.get("latent_size") or 0
     N = T * sizes["topk"]
-    moved = (T + N) * (sizes.get("latent_size") or H)        # by a gather or a sum
-    Fs = sizes.get("shared_expert_intermediate_size") or sizes.get("shared_ffn_hidden_size") or 0
-    H_shared = H if Fs else 0
-    return {
-        "forward": 2 * (2 * moved + 3 * N * F + T * (3 * H_shared + 6 * Fs)),
-        "backward": 2 * (3 * moved + 6 * N * F + T * (5 * H_shared + 12 * Fs))}
+    moved = (T + N) * (L or H)                               # by a gather or a sum
+    forward, backward = 2 * moved + 3 * N * F, 3 * moved + 6 * N * F
+    Fs = sizes.get("shared_expert_intermediate_size") or sizes.get("shared_ffn_hidden_size")
+    if Fs:
+        forward += T * (3 * H + 6 * Fs)
+        backward += T * (5 * H + 12 * Fs)
+    if L:
+        forward += T * 2 * (H + L)
+        backward += T * 4 * (H + L)
+    if sizes.get("add_bias_linear"):
+        backward += T * (L or H)
+    return {"forward": 2 * forward, "backward": 2 * backward}
 
 
 # ---- The tables ----

@@ -74,7 +74,8 @@ class Ops(TorchDispatchMode):
             changes = argument.alias_info is not None and argument.alias_info.is_write
             if changes:
                 written.append(value)
-            if not argument.is_out:
+            # copy_after waits for made_before, and does not read it.
+            if not argument.is_out and argument.name != "made_before":
                 read.append(value)
         if not written:
             written.append(result)

@@ -172,15 +172,16 @@ LOSS = dict(load_balancing_type="aux_loss", aux_loss_coeff=0.01)
 SHARED = dict(shared_expert_intermediate_size=512)
 # The generated kernels and the MB outside the grouped products, forward and backward, in bf16 for
 # an H100 at the sizes of card/code.py. When the code gets better, the failing test prints its line.
+# Together at most 1.10 times the least. Where a latent makes that less, the router weighs more.
 FIGURES = {
     "small": (7, 535, 9, 954),
     "small all": (9, 643, 15, 1168),
-    "layer": (7, 534, 10, 939),
-    "layer loss": (9, 540, 18, 946),
-    "layer shared": (8, 638, 12, 1146),
-    "layer v3": (12, 654, 21, 1165),
-    "layer latent": (7, 354, 14, 727),
-    "layer bias": (9, 610, 11, 980),
+    "layer": (7, 534, 10, 922),
+    "layer loss": (9, 540, 18, 929),
+    "layer shared": (8, 638, 12, 1129),
+    "layer v3": (12, 654, 21, 1147),
+    "layer latent": (7, 354, 14, 723),
+    "layer bias": (8, 536, 11, 968),
 }
 OPTIONS = {
     "small all": dict(shared_ffn_hidden_size=512, aux_loss_coeff=0.01),
@@ -204,3 +205,4 @@ def test_code_moves_no_more(name):
     line = f'    "{name}": {tuple(found)},'
     kernels, mb = FIGURES[name][::2], FIGURES[name][1::2]
     assert tuple(found[::2]) == kernels and found[1::2] == pytest.approx(mb, rel=0.02), line
+    assert sums["both"][-1] <= (1.17 if "latent" in name else 1.10)
