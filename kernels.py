@@ -1061,16 +1061,21 @@ def _with_numbers(function):
         for name, x in function.keywords.items()})
 
 
-def activated(y, weights, function, parts, axis=-2, expert=None):
+def activated(y, weights, function, parts, axis=-2, expert=None, blank=None):
     """function(*the parts of y [.., P·F]) · weights [.., 1] -> [.., F] in y.dtype. axis: -2 if the
     last axis of y is (P, F), -1 if it is (F, P), with the parts interleaved. expert [.., 1] is for
-    a function that takes it, else None.
+    a function that takes it, else None. The function sees ones, without a gradient, in rows where
+    blank [.., 1] is True.
     """
     F_ = y.shape[-1] // parts
     sizes = (parts, F_) if axis == -2 else (F_, parts)
-    split = y.reshape(*y.shape[:-1], *sizes)             # a view
+    split = y.reshape(*y.shape[:-1], *sizes).unbind(axis)               # views
+    if blank is not None:
+        # Not y as a whole, so that in the backward the mask comes last, before the parts' gradients
+        # are joined: see grouped.unrouted.
+        split = [part.masked_fill(blank, 1.0) for part in split]
     beside = {} if expert is None else {"expert": expert}
-    out = function(*map(upcast, split.unbind(axis)), **beside)
+    out = function(*map(upcast, split), **beside)
     check_result(function, out, (*y.shape[:-1], F_))
     return cast(out if weights is None else out * upcast(weights), y.dtype)
 
@@ -1304,11 +1309,12 @@ def _mlp_of_rows(
     def value(hidden, probs):
         if fused_bias is not None:
             hidden = hidden + _bias_of_rows(fused_bias, N, plan.offsets)
-        if not named:
-            # The function's parameters get sums over all rows. Zeros in the unrouted ones would
-            # make them NaN, if the slope at 0 is infinite. So there the function sees ones.
-            hidden = hidden.masked_fill(grouped.unrouted(hidden, plan.offsets), 1.0)
-        act = activate(hidden, gather_probs(probs, plan), expert=expert_N1)
+        # Ones, because the parameters of a function of your own get sums over all rows, which zeros
+        # would make NaN if the slope at 0 is infinite.
+        blank = None
+        if not named or blocks.native and torch.compiler.is_compiling():
+            blank = grouped.unrouted(hidden, plan.offsets)
+        act = activate(hidden, gather_probs(probs, plan), expert=expert_N1, blank=blank)
         return grouped.zero_raw(act, blocks)
 
     def from_experts(act):

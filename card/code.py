@@ -33,10 +33,10 @@ weights are left out, so no code reaches the least.
 import argparse
 import ast
 import functools
+import importlib.machinery
 import importlib.util
 import os
 import re
-import runpy
 import sys
 import warnings
 from pathlib import Path
@@ -105,10 +105,14 @@ def make(case, sizes, tokens):
 def load(file, function):
     """(module, inputs) of a function in a file."""
     sys.path.append(str(Path(file).resolve().parent))        # of what the file imports
-    found = runpy.run_path(file)
-    if function not in found:
+    spec = importlib.util.spec_from_loader(
+        "given_file", importlib.machinery.SourceFileLoader("given_file", file))
+    # Dynamo looks in sys.modules for the globals of what the file defines.
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    if not hasattr(found, function):
         raise Refusal(f"{file} has no function {function}")
-    module, inputs = found[function]()
+    module, inputs = getattr(found, function)()
     return module, inputs if isinstance(inputs, (tuple, list)) else (inputs,)
 
 

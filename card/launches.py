@@ -46,10 +46,14 @@ class Kernel:
 
     def __init__(self, source, parameters, noted):
         self.source, self.parameters, self.noted, self.name = source, parameters, noted, ""
+        # Into the memory of a tensor that it no longer needs a Triton kernel may only write.
+        self.unread = [name for name in parameters if name.startswith("in_out_")
+                       and "@triton" in source and f"tl.load({name} " not in source]
 
     def __call__(self, *args, **kwargs):
         given = list(zip(self.parameters, args))
-        read = [value for name, value in given if not name.startswith("out_")]
+        read = [value for name, value in given
+                if not name.startswith("out_") and name not in self.unread]
         written = [value for name, value in given if name.startswith(("out_", "in_out_"))]
         self.noted.append(Launch(self.name, "kernel", nbytes(read), nbytes(written), self.source))
 
