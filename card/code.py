@@ -25,10 +25,10 @@ and N = T*K rows:
     backward   3*(T*H + N*H) + 6*N*F    two gathers, of x and of the gradient, and a sum; the
                                         activation reads 2*F and F, writes 2*F and F
 
-Added are, with all products of rows that are no experts': for a shared expert of FFN size Fs
-T*(3*H + 6*Fs) and T*(5*H + 12*Fs), for projections to latent_size L and back T*2*(H + L) and
-T*4*(H + L), for biases nothing and T*H (fc2's reads the gradient once more). The router and all
-weights are left out, so no code reaches the least.
+These add, their products included: a shared expert of FFN size Fs T*(3*H + 6*Fs) and
+T*(5*H + 12*Fs), the projections to latent_size L and back T*2*(H + L) and T*4*(H + L), the experts'
+biases nothing and T*H, since fc2's reads the output's gradient. The router and all weights are left
+out, so no code reaches the least.
 """
 import argparse
 import ast

@@ -46,7 +46,7 @@ class Kernel:
 
     def __init__(self, source, parameters, noted):
         self.source, self.parameters, self.noted, self.name = source, parameters, noted, ""
-        # Into the memory of a tensor that it no longer needs a Triton kernel may only write.
+        # A Triton kernel may write over a tensor that is no longer needed, without a read of it.
         self.unread = [name for name in parameters if name.startswith("in_out_")
                        and "@triton" in source and f"tl.load({name} " not in source]
 
