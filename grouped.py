@@ -86,8 +86,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(rows: Tensor, weight: Tensor, blocks: "RowBlocks", bias: Tensor | None = None) -> Tensor:
     """rows [N, I] -> [N, O]: weight[e] · row + bias[e] for the rows of expert e, weight [E, O, I],
-    bias [E, O]. Unrouted rows are zeros without a gradient, or in both raw: see zero_raw. blocks is
-    what row_blocks returns, once for all products with these offsets.
+    bias [E, O]. Unrouted rows are zeros without a gradient, or in both raw: see leaves_raw. blocks
+    is what row_blocks returns, once for all products with these offsets.
     """
     return _Linear.apply(rows, weight, bias, blocks.native, blocks.offsets, blocks.index)
 
@@ -115,21 +115,25 @@ def row_blocks(offsets, num_rows, *operands):
     return RowBlocks(*_read_in_batches(offsets, num_rows))
 
 
+def leaves_raw(blocks):
+    """Whether products leave unrouted rows raw, holding anything: native ones in a graph do."""
+    return blocks.native and torch.compiler.is_compiling()
+
+
 def zero_raw(rows, blocks):
     """rows with zeros in place of raw rows, and with zeros for their gradient.
 
-    Raw are the unrouted rows of native products in a graph: they hold anything. The compiler cannot
-    fuse a product, so a mask behind each would be a kernel that reads and writes all rows. Behind
-    an activation the mask is a part of the activation's kernel.
+    The compiler cannot fuse a product, so a mask behind each would be a kernel that reads and
+    writes all rows. Behind an activation the mask is a part of the activation's kernel.
     """
-    if blocks.native and torch.compiler.is_compiling():
+    if leaves_raw(blocks):
         return rows.masked_fill(unrouted(rows, blocks.offsets), 0.0)
     return rows
 
 
 def product(rows, weights, blocks, bias=None):
     """Row block e · weights[e] + bias[e] -> [N, O], for weights [E, I, O] and bias [E, O]. Unrouted
-    rows are zeros, or raw: see zero_raw.
+    rows are zeros, or raw: see leaves_raw.
     """
     if blocks.native:
         return _native_product(rows, weights, blocks.offsets, bias)

@@ -1309,10 +1309,11 @@ def _mlp_of_rows(
     def value(hidden, probs):
         if fused_bias is not None:
             hidden = hidden + _bias_of_rows(fused_bias, N, plan.offsets)
-        # Ones, because the parameters of a function of your own get sums over all rows, which zeros
-        # would make NaN if the slope at 0 is infinite.
+        # The parameters of a function of your own get sums over all rows. Zeros in unrouted ones
+        # would make them NaN, if the slope at 0 is infinite. So the function sees ones. In a graph
+        # named functions do too: the backward of a long one would else read `hidden` once more.
         blank = None
-        if not named or blocks.native and torch.compiler.is_compiling():
+        if not named or grouped.leaves_raw(blocks):
             blank = grouped.unrouted(hidden, plan.offsets)
         act = activate(hidden, gather_probs(probs, plan), expert=expert_N1, blank=blank)
         return grouped.zero_raw(act, blocks)
