@@ -1074,6 +1074,8 @@ def activated(y, weights, function, parts, axis=-2, expert=None, blank=None):
         # Not y as a whole, so that in the backward the mask comes last, before the parts' gradients
         # are joined: see grouped.unrouted.
         split = [part.masked_fill(blank, 1.0) for part in split]
+    elif not is_named(function):
+        split = [part.clone() for part in split]         # it may write over its parts
     beside = {} if expert is None else {"expert": expert}
     out = function(*map(upcast, split), **beside)
     check_result(function, out, (*y.shape[:-1], F_))
@@ -1135,7 +1137,8 @@ def activation(
     "gelu"), times weights [.., 1] of any dtype -> [.., F] in y.dtype, computed in fp32 at least and
     rounded once.
 
-    kind: a name in ACTIVATIONS, or an elementwise function of your own, of one or two parts.
+    kind: a name in ACTIVATIONS, or an elementwise function of your own, of one or two parts, which
+      may write over its parts: they are no views of y.
     constants: its parameters with a default. y and weights are kept for the backward, which
     computes the activation again. In eager mode a function of your own is computed only once, and
     autograd keeps what it needs.

@@ -89,7 +89,8 @@ class MoEConfig:
 
     apply_probs_on: "activation" is p · expert(x), "input" is expert(p·x), for topk = 1.
     load_balancing_type, aux_loss_coeff: one type and a positive float, or two tuples, equally long.
-    batch_first: which axis is the sequence. Only seq_aux_loss with two token axes needs it.
+    batch_first: which axis is the sequence. Only seq_aux_loss with two token axes needs it. If it
+      is set, seq_aux_loss refuses a [T, H] without cu_seqlens; if it is None, that is one sequence.
 
     >>> MoEConfig(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2).balancing
     {'none': 0.0}
@@ -215,8 +216,8 @@ class MoELayer(MoEModule):
     `torch.compile(layer, fullgraph=True)` takes every configuration, as one graph for a fixed
     shape. For [T, H] there are at most four over all T from 1 on, without gradients five. With
     [S, B, H] each axis counts by itself: if both change, compile with dynamic=True too, or flatten
-    first (docs/compile.md, "How many graphs"). A graph may become a CUDA graph, except with
-    shared_expert_overlap. The same input and state give bitwise the same output and gradients,
+    first (docs/compile.md, "How many graphs"). Flattened sequences need bounds, cu_seqlens, if
+    seq_aux_loss is on. A graph may become a CUDA graph, except with shared_expert_overlap. The same input and state give bitwise the same output and gradients,
     unless input_jitter_eps or force_load_balancing draw numbers.
 
     Under ep each rank has E / ep experts and its own tokens, and must run every forward and

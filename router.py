@@ -302,7 +302,8 @@ class TopKRouter(Router):
         cu_seqlens [n + 1] int32 or int64, 0 first, ascending, T last: the bounds of a pack's
           sequences, for seq_aux_loss. The pack is [T, H], or has one token axis of length 1. Within
           tp_cp each rank gives the bounds of its own part, for the same n sequences. The values are
-          checked only in eager mode on a CPU.
+          checked only in eager mode on a CPU. Without bounds a [T, H] is one sequence; with
+          seq_aux_loss and batch_first set it is a ValueError.
         """
         axes = list(input.shape[:-1])
         if len(axes) not in (1, 2) or input.shape[-1] != self.config.hidden_size:
@@ -349,8 +350,8 @@ class TopKRouter(Router):
         config = self.config
         if topk_indices is not None or self._replayed is not None:
             topk_indices = self._given_indices(topk_indices, list(logits.shape[:-1]))
-        if cu_seqlens is None and config.batch_first is None and "seq_aux_loss" in config.losses:
-            _check_order(config, list(logits.shape[:-1]))
+        if cu_seqlens is None and "seq_aux_loss" in config.losses:
+            _check_sequences(config, list(logits.shape[:-1]))
         if config.always_one and self.weight.requires_grad and self._in_training_forward():
             _refuse_training(config)
 
@@ -369,6 +370,8 @@ class TopKRouter(Router):
         probs_TK, chosen_TK = self.choose(logits_TE, padding_T, topk_indices)
         if padding_T is not None:
             probs_TK, chosen_TK = self._unroute(probs_TK, chosen_TK, where=padding_T[:, None])
+        if topk_indices is not None and _can_be_read(chosen_TK):
+            _check_obeyed(self, self._obeys(chosen_TK, topk_indices, padding_T))
 
         # 3. Drop what is over capacity. The other probs are not normalised again.
         indices_TK = chosen_TK
@@ -400,8 +403,9 @@ class TopKRouter(Router):
         dropping. Override this for a routing of your own.
 
         Index E is unrouted; its prob is 0. The balance losses still see the top K of the logits.
-        padding_mask [T] and topk_indices [T, K] are forward's, or None. Given indices may name an
-        expert twice, returned ones may not: see kernels.merge_repeats.
+        padding_mask [T] and topk_indices [T, K] are forward's, or None. Given indices are the
+        choice: return them, each in its slot (ValueError, in eager mode on a CPU). They may name an
+        expert twice, returned ones may not: kernels.merge_repeats leaves the first.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
@@ -437,10 +441,16 @@ class TopKRouter(Router):
             _, own_TK = self.choose(logits_TE, padding_T)
         return torch.where((indices_TK < 0).any(1, keepdim=True), own_TK, indices_TK)
 
+    def _obeys(self, indices_TK, given_TK, padding_T):
+        """[T, K] bool: whether a slot has the given index. Padding does."""
+        wanted_TK, _ = kernels.merge_repeats(given_TK, self.config.num_experts)
+        same_TK = indices_TK == wanted_TK
+        return same_TK if padding_T is None else same_TK | padding_T[:, None]
+
     @compat.writes_to_module
     def _record(self, indices_TK, given_TK, padding_T, probs_TK):
-        if given_TK is not None:
-            indices_TK = given_TK                    # with its repeats
+        if given_TK is not None:                     # with its repeats
+            indices_TK = indices_TK.where(~self._obeys(indices_TK, given_TK, padding_T), given_TK)
         if padding_T is not None:
             indices_TK = indices_TK.masked_fill(padding_T[:, None], self.config.num_experts)
         self._recorded = indices_TK, probs_TK.detach()
@@ -1113,12 +1123,18 @@ def refuse_input(input, config):
                      f"needs [{axes}, {config.hidden_size}] or [T, {config.hidden_size}]")
 
 
-def _check_order(config, axes):
+def _check_sequences(config, axes):
+    """ValueError: seq_aux_loss cannot know which tokens are a sequence."""
     H = config.hidden_size
-    if len(axes) == 2:
+    if len(axes) == 2 and config.batch_first is None:
         raise ValueError(f"batch_first is None, and seq_aux_loss has to know which of the axes "
                          f"{axes} is the sequence; needs batch_first=True for [B, S, {H}] or "
                          f"batch_first=False for [S, B, {H}]")
+    if len(axes) == 1 and config.batch_first is not None:
+        raise ValueError(f"cu_seqlens is None, and input is [T, {H}]: seq_aux_loss would be of one "
+                         f"sequence of {axes[0]} tokens, and batch_first={config.batch_first} "
+                         f"promises sequences; needs their bounds cu_seqlens, an axis for them, or "
+                         f"batch_first=None if it is one")
 
 
 def _refuse_training(config):
@@ -1136,9 +1152,21 @@ def _check_mask(padding_mask, axes):
     return padding_mask.flatten()
 
 
+def _can_be_read(tensor):
+    """Whether a check may read the values: in eager mode on a CPU. Elsewhere it would sync."""
+    return tensor.is_cpu and not torch.compiler.is_compiling() and compat.has_values(tensor)
+
+
+def _check_obeyed(router, obeyed_TK):
+    others = obeyed_TK.numel() - int(obeyed_TK.sum())
+    if others:
+        raise ValueError(f"{type(router).__name__}.choose was given topk_indices and returned "
+                         f"{others} of {obeyed_TK.numel()} others; needs the given ones, each in its "
+                         f"slot, and E in place of repeats: see kernels.merge_repeats")
+
+
 def _check_range(name, indices, least, most):
-    in_eager = indices.is_cpu and not torch.compiler.is_compiling()      # elsewhere it would sync
-    if in_eager and indices.numel() and compat.has_values(indices):
+    if indices.numel() and _can_be_read(indices):
         low, high = (int(x) for x in indices.long().aminmax())
         if low < least or high > most:
             raise ValueError(f"{name} has values from {low} to {high}; needs {least} to {most}, "
@@ -1153,7 +1181,7 @@ def _check_bounds(cu_seqlens, axes):
     if len(axes) == 2 and 1 not in axes:
         raise ValueError(f"cu_seqlens is for packed sequences, and input has {list(axes)} tokens; "
                          f"needs [T], or one axis of length 1")
-    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():          # else it would sync
+    if _can_be_read(cu_seqlens):
         bounds = cu_seqlens.tolist()
         T = math.prod(axes)
         if bounds[0] != 0 or bounds[-1] != T or bounds != sorted(bounds):

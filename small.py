@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 if torch.__version__ < "2.11.dev0":
     raise RuntimeError(f"torch is {torch.__version__}; this file needs 2.11 or later")
@@ -54,14 +55,31 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
 
 
 def op(fake, tags=()):
-    """Decorator: a custom op, into which the compiler does not look. fake returns empty results."""
+    """Decorator: a custom op for a product, into which the compiler does not look. fake returns
+    empty results.
+    """
     def register(function):
         # The module's name is part of the op's name, so that copies of this file do not collide.
-        name = re.sub(r"\W", "_", f"moe_{__name__}") + f"::{function.__name__}"
-        registered = torch.library.custom_op(name, function, mutates_args=(), tags=tags)
+        namespace, name = re.sub(r"\W", "_", f"moe_{__name__}"), function.__name__
+        registered = torch.library.custom_op(
+            f"{namespace}::{name}", function, mutates_args=(), tags=tags)
         registered.register_fake(fake)
+        count_flops(getattr(getattr(torch.ops, namespace), name))
         return registered
     return register
+
+
+def count_flops(product):
+    """Makes torch.utils.flop_counter count an op a · b, for matrices or batches of them."""
+    def flops(a, b, *_, out_shape, **__):
+        groups = a[0] if len(a) == len(b) == 3 else 1
+        return 2 * groups * a[-2] * a[-1] * b[-1]
+
+    if product not in flop_registry:
+        register_flop_formula(product)(flops)
+
+
+count_flops(torch.ops.aten._grouped_mm)
 
 
 def cast(x, dtype):
@@ -188,6 +206,8 @@ def swiglu(hidden, prob=None):
 
 def again(function, *args):
     """function(*args). Only the arguments are kept: the backward computes the function again."""
+    if args[0].is_meta:                      # a checkpoint asks whether autocast is on there
+        return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -273,7 +293,8 @@ class GroupedLinear(torch.autograd.Function):
 def experts(x, probs, fc1, fc2, places, native):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2W, H]."""
     offsets = places[-1]
-    read = offsets if native else offsets.cpu()              # where the products read them
+    # Where the products read them
+    read = offsets if native or offsets.is_meta else offsets.cpu()
 
     def first(x, fc1):
         rows = with_gradient(x, spread, combine, *places)                           # [N, H]
@@ -459,7 +480,7 @@ class MoE(nn.Module):
         super().__init__()
         if score_function not in ("softmax", "sigmoid"):
             raise ValueError(f'score_function is {score_function!r}; needs "softmax" or "sigmoid"')
-        if not (isinstance(topk, int) and 1 <= topk <= num_experts):
+        if not (type(topk) is int and 1 <= topk <= num_experts):
             raise ValueError(
                 f"topk is {topk}; needs an integer from 1 to {num_experts}, the number of experts")
         if topk == 1 and normalize and score_function == "softmax":
@@ -506,7 +527,9 @@ class MoE(nn.Module):
         E, H, W = self.fc2.shape
         dtype = self.fc2.dtype
         # Autocast casts no fp64, so where x or the weights are in fp64, nothing is cast here.
-        casts = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, dtype)
+        # The meta device has no autocast.
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        casts = autocast and torch.float64 not in (x.dtype, dtype)
         if x.dtype != dtype and not (casts and x.is_floating_point()):
             raise ValueError(f"x is {x.dtype}; needs {dtype}")
         self._check_shapes(x, padding_mask)

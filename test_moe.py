@@ -1794,18 +1794,25 @@ def test_activation_of_your_own_draws_the_same_numbers_again_in_a_graph(backend)
 
 
 def test_activation_of_your_own_in_place():
-    """Autograd refuses it where the gradient needs what was overwritten. Elsewhere it is right."""
+    """Autograd refuses it where the gradient needs what was overwritten. Elsewhere it is right, in
+    the shared expert too, and no argument of kernels.activation changes."""
     x = leaf(7, 1, 6)
-    layer = exact_layer(
-        activation=lambda gate, up: F.relu(gate).mul_(up), shared_expert_intermediate_size=None)
+    layer = exact_layer(activation=lambda gate, up: F.relu(gate).mul_(up))
     assert "modified by an inplace operation" in error(lambda: layer(x).sum().backward())
     with pytest.raises(Exception, match="inplace"):
         compiled(layer)(x)
     for function in (lambda gate, up: gate.mul_(up), lambda gate, up: (gate * 1.0).mul_(up)):
-        layer = exact_layer(activation=function, shared_expert_intermediate_size=None)
+        layer = exact_layer(activation=function)
         want = twin(layer, activation=lambda gate, up: gate * up)
         agree(layer, want, x)
         agree(compiled(layer), want, x)
+        for how in (lambda f: f, compiled):
+            for dtype in (torch.float64, torch.bfloat16):
+                y = torch.randn(3, 8, dtype=dtype)
+                before = y.clone()
+                want = (y[:, :4].double() * y[:, 4:].double()).to(dtype)
+                same(how(lambda y: activation(y, function))(y), want)
+                same(y, before)
     layer = exact_layer(activation=lambda y: F.rrelu(y, training=False))
     agree(layer, twin(layer, activation=lambda y: F.leaky_relu(y, (1 / 8 + 1 / 3) / 2)), x)
 
@@ -2243,8 +2250,8 @@ def test_layer_padding_mask_true_means_padding():
     same(outcome(layer, (noisy, mask)), outcome(layer, (x, mask)))
     got = layer(x, mask)
     assert (got[mask] == 0).all()
-    want = layer(x[~mask])                           # the same tokens with no padding at all
-    close([got[~mask], *grads(got, weights)], [want, *grads(want, weights)], 1e-6)
+    want = layer(x[~mask][:, None])                  # the same tokens with no padding at all
+    close([got[~mask][:, None], *grads(got, weights)], [want, *grads(want, weights)], 1e-6)
 
 
 def test_layer_nan_in_one_token_stays_there():
@@ -2408,7 +2415,6 @@ def test_layer_batch_first_is_the_transposed_layer():
     right, wrong = [load_balancing_metrics(m)["seq_load_balancing_loss"] for m in (mine, layer)]
     assert (wrong - right).abs() > 1e-3
     assert "needs [B, S, 6] or [T, 6]" in error(mine, x[..., :5])
-    close(mine(x.flatten(0, 1)), layer(x.flatten(0, 1)))     # [T, H] is one sequence
 
 
 def test_layer_seq_loss_asks_which_axis_is_the_sequence():
@@ -2425,10 +2431,41 @@ def test_layer_seq_loss_asks_which_axis_is_the_sequence():
     assert not any(tensor.nan_to_num().any() for tensor in counts_of(layer))
     right = twin(layer, batch_first=False)
     agree(layer, right, (leaf(1, 21, 6), None, None, torch.tensor([0, 9, 21])))
-    agree(layer, right, leaf(21, 6))
+    agree(layer, of_module(right, lambda right, x: right(x[:, None])[:, 0]), leaf(21, 6))
     plain = exact_layer(batch_first=None)
     agree(plain, twin(plain, batch_first=False), x, tol=0)
     assert "batch_first = 1: needs True or False, or None" in error(small_config, batch_first=1)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_layer_flattened_sequences_need_their_bounds(batch_first):
+    """With seq_aux_loss a [T, H] is one sequence, so a layer that was told which axis is the
+    sequence refuses it, in eval mode and under a graph too. With bounds output, loss and gradients
+    are those of the sequences. Without the loss [T, H] needs no bounds."""
+    layer = exact_layer(**LOSSES, batch_first=batch_first)
+    B, S, H = 3, 7, 6
+    x = leaf(B, S, H)
+    flat = x.flatten(0, 1)
+    bounds = torch.arange(0, B * S + 1, S)
+    for call in (layer, layer.router, layer.router.route, compiled(layer), layer.eval(),
+                 lambda x: layer.router.routing(layer.router.gating(x))):
+        text = error(call, flat)
+        assert f"cu_seqlens is None, and input is [T, 6]: seq_aux_loss would be of one sequence of " \
+               f"21 tokens, and batch_first={batch_first}" in text
+    assert not any(tensor.nan_to_num().any() for tensor in counts_of(layer))
+    layer.train()
+
+    def of_sequences(layer, x):
+        return layer(x) if batch_first else layer(x.transpose(0, 1)).transpose(0, 1)
+    want = of_module(layer, of_sequences)
+    agree(of_module(layer, lambda layer, x: layer(x.flatten(0, 1), cu_seqlens=bounds).view_as(x)),
+          want, x)
+    one = twin(layer, batch_first=None)
+    of_sequences(layer, x).sum().backward(), one(flat).sum().backward()
+    losses = [load_balancing_metrics(m)["seq_load_balancing_loss"] for m in (layer, one)]
+    assert (losses[0] - losses[1]).abs() > 1e-3              # the loss of one sequence is another
+    plain = exact_layer(batch_first=batch_first)
+    assert plain(flat).shape == flat.shape
 
 
 def test_layer_output_init_std_is_that_of_the_output_projections():
@@ -3014,6 +3051,36 @@ def test_record_has_probs_and_names():
     with record_routing(model[0].router) as record:
         model[0](x)
     assert record.names == [""]
+
+
+class IgnoresGiven(TopKRouter):
+    """Its choice is its own, whatever it is given."""
+
+    def choose(self, logits, padding_mask=None, topk_indices=None):
+        return super().choose(logits, padding_mask)
+
+
+def test_record_holds_what_was_used():
+    """A choose that ignores given indices is refused in eager mode on a CPU, before anything is
+    counted; a graph's record holds what was used. Padding may differ, repeats may not be left."""
+    router = IgnoresGiven(small_config())
+    x = fp32_leaf(9, 8)
+    own = router.route(x)[1]
+    given = (own + 1) % 6
+    router.route(x, topk_indices=own)
+    padding = torch.arange(9) < 3
+    partly = torch.where(padding[:, None], given, own)
+    router.route(x, padding, topk_indices=partly)
+    wrong = "IgnoresGiven.choose was given topk_indices and returned {} of 18 others"
+    assert wrong.format(18) in error(router.route, x, topk_indices=given)
+    assert wrong.format(6) in error(router.route, x, topk_indices=partly)
+    with replay_routing(router, [given]):
+        assert wrong.format(18) in error(router, x)
+    assert not any(tensor.nan_to_num().any() for tensor in counts_of(router))
+    route = compiled(router.route)
+    with record_routing(router) as record:
+        route(x, topk_indices=given)
+    same(record.indices, [own])
 
 
 def test_record_replay_of_given_logits():

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 if __package__:                                      # copied into a package
     from . import small
@@ -336,6 +337,42 @@ def test_small_from_meta(way):
         one.update_bias()
     same(made.expert_bias, layer.expert_bias)
     assert not before.equal(layer.expert_bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", [DEVICE, "meta"])
+def test_small_flops_are_counted(device, dtype):
+    """By torch.utils.flop_counter, on the meta device too: forward and backward as many as dense
+    products on the N rows. In eager mode the backward multiplies by fc1 once more, but on meta."""
+    T, H, F_, E, K, Fs = 10, 16, 8, 4, 2, 24
+    with torch.device(device):
+        layer = MoE(
+            H, F_, E, K, expert_bias=True, aux_loss_coeff=0.1, groups=(2, 1, 2),
+            shared_ffn_hidden_size=Fs, shared_gate=True).to(dtype)
+        x = torch.randn(T, H, dtype=dtype, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = layer(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    want = 2 * T * H * E + 2 * T * K * 3 * F_ * H + 2 * T * 3 * Fs * H + 2 * T * H
+    again = 0 if device == "meta" else 2 * T * K * 2 * F_ * H
+    assert forward.get_total_flops() == want
+    assert backward.get_total_flops() == 2 * want + again
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_small_on_the_meta_device(case):
+    """Forward and backward give shapes and dtypes, also where autocast is on for another device."""
+    with torch.device("meta"):
+        layer = layer_of(case, torch.bfloat16)
+        x = torch.randn(2, 5, H, dtype=torch.bfloat16, requires_grad=True)
+        padding_mask = torch.zeros(2, 5, dtype=torch.bool)
+    for autocast in (False, True):
+        for like, found in zip([x, x, *layer.parameters()],
+                               step(layer, x, padding_mask, autocast=autocast), strict=True):
+            assert found.is_meta and found.shape == like.shape and found.dtype == like.dtype
+    with torch.no_grad():
+        assert layer.eval()(x).is_meta
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -664,6 +701,7 @@ def test_small_errors():
     table = """
         MoE(12, 10, 6, 3, score_function="relu") => score_function is 'relu'; needs "softmax" or
         MoE(12, 10, 6, 7); MoE(12, 10, 6, 0); MoE(12, 10, 6, 2.0) => needs an integer from 1 to 6
+        MoE(12, 10, 6, True) => topk is True; needs an integer from 1 to 6
         MoE(12, 10, 6, 1) => topk is 1, and a softmax over one logit is 1 whatever it is
         MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; needs an integer from 1
         MoE(12, 10, 6, 3, scaling_factor=float("nan")) => scaling_factor is nan; needs a finite numb

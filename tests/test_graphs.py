@@ -929,7 +929,7 @@ def test_compile_private_names_of_torch(monkeypatch):
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(2)
         layer = MoELayer(small_config(**LOSSES))
-        layer(torch.randn(5, layer.config.hidden_size)).sum().backward()
+        layer(torch.randn(5, 1, layer.config.hidden_size)).sum().backward()
     assert compat.has_values(x) and not compat.has_values(fake)
     assert not compat.has_values(x.to("meta"))
     with compat.reads_on_host():

@@ -1466,11 +1466,14 @@ def test_docs_router_of_your_own():
     same(compiled(layer)(x), y)
     y.sum().backward()
     assert load_balancing_metrics(layer)["tokens_per_expert"].sum() == (indices < 16).sum()
+    with replay_routing(layer, [all_indices]):                   # also below the threshold
+        same(layer.router.route(x)[1], all_indices)
 
 
 def test_docs_expert_choice():
-    """Each expert takes its C best tokens without padding; with a smaller topk a token keeps its
-    best experts. Output and gradients are those of a loop over experts, the graph's too."""
+    """Each expert takes its C best tokens, and C is that of the tokens without padding; with a
+    smaller topk a token keeps its best experts. Output and gradients are those of a loop over
+    experts, the graph's too. Given indices are the choice, and a record holds what was chosen."""
     names = {}
     exec(example("expert choice"), names)
     T, E, mean = 30, 16, 2
@@ -1487,7 +1490,8 @@ def test_docs_expert_choice():
             taken = torch.zeros(T, E, dtype=torch.bool)
             for e in range(E):
                 own = scores[:, e].masked_fill(padding, -1.0)
-                taken[own.argsort(descending=True)[:math.ceil(T * mean / E)], e] = True
+                valid = T - int(padding.sum())
+                taken[own.argsort(descending=True)[:math.ceil(valid * mean / E)], e] = True
             y = torch.zeros_like(x)
             for t in range(T):
                 chosen = sorted(taken[t].nonzero().flatten(), key=lambda e: -scores[t, e])[:topk]
@@ -1505,6 +1509,16 @@ def test_docs_expert_choice():
         for got in (ours(x), compiled(ours)(x)):
             close(got, want)
             close(grads(got, leaves, upstream), want_grads)
+
+        with record_routing(layer) as record:
+            ours(x)
+        assert (record.indices[0] < E).sum() == (record.probs[0] > 0).sum() > 0
+        other = leaf(T, 64)
+        for function in (ours, compiled(ours)):
+            with replay_routing(layer, record.indices), record_routing(layer) as again:
+                close(function(x), want)
+                function(other)                      # it would choose others itself
+            same(again.indices, record.indices)
     layer = names["layer"]
     layer(torch.randn(40, 64)).sum().backward()
     assert load_balancing_metrics(layer)["tokens_per_expert"].tolist() == [[5] * 16]
@@ -1998,3 +2012,5 @@ def test_docs_threshold():
         seen.zero_()
     layer.eval()(x).sum().backward()
     assert not seen.any()
+    given = torch.rand(200, 16).argsort(1)[:, :4]                # also below the threshold
+    same(layer.router.route(x, topk_indices=given)[1], given)

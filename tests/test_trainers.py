@@ -252,9 +252,9 @@ def test_trainer_evaluates_in_inference_mode_first(backend):
     function = compiled(layer, backend)
     with torch.inference_mode():
         layer.eval()
-        function(torch.randn(5, 8))
+        function(torch.randn(5, 1, 8))
     layer.train()
-    function(torch.randn(5, 8)).sum().backward()
+    function(torch.randn(5, 1, 8)).sum().backward()
     finish_step(layer)
     assert layer.router.expert_bias.any() and layer.router.expert_bias.dtype == torch.float32
     assert not any(tensor.is_inference() for tensor in [*layer.buffers(), *counts_of(layer)])
