@@ -85,8 +85,12 @@ def kept_bytes(config: moe.MoEConfig, ep: int, rows: Rows, compiled: bool) -> fl
     """For the backward, to about 1 %. A graph may keep 4·T·E less."""
     T, E, K, size = rows.tokens, config.num_experts, config.topk, config.params_dtype.itemsize
     parts = config.parts                                     # fc1's output is parts · F wide
+    if not compiled:
+        parts += 1                                           # the activation is kept too
     kept = size * T * config.hidden_size
-    kept += size * rows.assignments * config.ffn_hidden_size * (parts if compiled else parts + 1)
+    kept += size * rows.assignments * config.ffn_hidden_size * parts
+    if config.apply_probs_on == "input" and ep == 1 and not compiled:
+        kept += size * T * _width(config)                    # x · prob
     if ep == 1:
         kept += 28 * T * K
     else:
@@ -101,10 +105,11 @@ def kept_bytes(config: moe.MoEConfig, ep: int, rows: Rows, compiled: bool) -> fl
     if config.add_bias_linear:
         kept += 4 * T * E + 8 * T * K
     if config.latent_size:
-        copies = (1 if ep > 1 else 2) + config.latent_norm * (1 if compiled else 4)
-        kept += size * T * config.latent_size * copies
+        kept += size * T * config.latent_size * (1 if ep > 1 else 2)
+    if config.latent_norm:                                   # eager mode computes it in fp32
+        kept += 4 * T + T * config.latent_size * (size if compiled else 2 * max(size, 4))
     if config.shared_expert_intermediate_size:
-        kept += size * T * config.shared_expert_intermediate_size * (parts + 1)
+        kept += size * T * config.shared_expert_intermediate_size * parts
     if config.shared_expert_gate:
         kept += size * T * (config.hidden_size + 1)
     return kept
@@ -112,7 +117,10 @@ def kept_bytes(config: moe.MoEConfig, ep: int, rows: Rows, compiled: bool) -> fl
 
 def sent_bytes(config: moe.MoEConfig, ep: int, rows: Rows) -> float:
     """To other ranks, forward and backward. In the mean as many arrive."""
-    row = 2 * _width(config) * config.params_dtype.itemsize + 8 * config.topk
+    beside = 8 * config.topk                                 # probs, numbers; their gradients
+    if config.apply_probs_on == "input":                     # probs that are all 1 have none
+        beside /= 2
+    row = 2 * _width(config) * config.params_dtype.itemsize + beside
     return rows.crossing * row + 16 * (ep - 1)
 
 

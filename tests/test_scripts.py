@@ -1297,8 +1297,8 @@ def test_docs_bytes_kept():
         return value(cell.split(";")[0])
 
     def kept(autocast=False, x_dtype=torch.bfloat16, **options) -> int:
-        options = dict(params_dtype=torch.bfloat16) | options
-        layer = MoELayer(MoEConfig(H, F_, E, topk=K, **options))
+        options = dict(topk=K, params_dtype=torch.bfloat16) | options
+        layer = MoELayer(MoEConfig(H, F_, E, **options))
         x = torch.randn(T, H, dtype=x_dtype, requires_grad=True)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
             return saved_bytes(lambda: layer(x), exclude=layer.parameters())
@@ -1307,6 +1307,7 @@ def test_docs_bytes_kept():
     assert "2·T·H + 4·T·K·F + 28·T·K + 12·E" in (HERE / "docs/forward.md").read_text()
     shared = dict(shared_expert_intermediate_size=Fs)
     wide = dict(params_dtype=torch.float32)
+    top_one = dict(topk=1, pre_softmax=True)
     rows = {
         "a shared expert": kept(**shared) - base,
         "its gate": kept(**shared, shared_expert_gate=True) - kept(**shared),
@@ -1319,6 +1320,7 @@ def test_docs_bytes_kept():
         "`add_bias_linear`": kept(add_bias_linear=True) - base,
         "z-loss": kept(z_loss_coeff=0.1) - base,
         "autocast": kept(autocast=True, **wide) - base,
+        "`apply_probs_on": kept(**top_one, apply_probs_on="input") - kept(**top_one),
         "`latent_size`": kept(latent_size=latent) - kept(),
         "`latent_norm`": kept(latent_size=latent, latent_norm=True) - kept(latent_size=latent),
         "an activation": kept(activation="relu2") - base,
@@ -1327,7 +1329,7 @@ def test_docs_bytes_kept():
     assert kept() == base
     assert rows == {row: said(row) for row in rows}
     for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
-        loss = dict(load_balancing_type=kind, aux_loss_coeff=0.1, batch_first=True)
+        loss = dict(load_balancing_type=kind, aux_loss_coeff=0.1)
         assert 4 * T * E <= kept(**loss) - base <= said("a balance loss")
     stand_in = 2                                             # a zero in the shape of fc1's output
     assert rows["an activation"] + stand_in == kept(activation_fp8_input_store=True) - base
