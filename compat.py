@@ -272,6 +272,15 @@ def cpu_multiplies_in(dtype: torch.dtype) -> bool:
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], for an index that was made here: a graph does not check it. On a card a check is a
+    barrier in front of each load.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.aten._unsafe_index(x, [index])
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
 def as_no_view(x: Tensor, shape) -> Tensor:
     """x in this shape, but no view to autograd: FSDP2 warns of modules that return views."""
     return torch.ops.aten._unsafe_view(x, shape)

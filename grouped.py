@@ -19,11 +19,11 @@ from torch import Tensor
 if __package__:
     from .compat import (
         always_holds, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32,
-        once_differentiable, op)
+        once_differentiable, op, take_rows)
 else:
     from compat import (
         always_holds, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32,
-        once_differentiable, op)
+        once_differentiable, op, take_rows)
 
 
 # ---- The product ----
@@ -220,7 +220,7 @@ def unrouted(rows, offsets):
 def _native_product(rows, weights, offsets, bias):
     out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
-        out = out + bias[expert_of_rows(len(rows), offsets)]
+        out = out + take_rows(bias, expert_of_rows(len(rows), offsets))
     # F.grouped_mm leaves unrouted rows uninitialised. In a graph they stay so: see zero_raw.
     return out if torch.compiler.is_compiling() else out.masked_fill(unrouted(out, offsets), 0.0)
 

@@ -34,13 +34,13 @@ if __package__:
     from . import compat, grouped
     from .compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        holds_in_this_graph, is_integer, once_differentiable, op, upcast)
+        holds_in_this_graph, is_integer, once_differentiable, op, take_rows, upcast)
 else:
     import compat
     import grouped
     from compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        holds_in_this_graph, is_integer, once_differentiable, op, upcast)
+        holds_in_this_graph, is_integer, once_differentiable, op, take_rows, upcast)
 
 
 # ---- The definition ----
@@ -77,6 +77,38 @@ def sum_tokens(x):
     return x.sum(0)
 
 
+def takes_bf16(a, b):
+    """Whether a product with fp32 sums takes both operands as they are, in bf16: on NVIDIA's cards.
+    """
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and torch.version.hip is None
+
+
+def multiply_bf16(a, b, out_dtype):
+    """a · b with fp32 sums, rounded once, for operands that takes_bf16. For bodies of ops."""
+    if out_dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=out_dtype)
+    setting = torch.backends.cuda.matmul
+    reduced = setting.allow_bf16_reduced_precision_reduction         # partial sums in bf16
+    if reduced:
+        setting.allow_bf16_reduced_precision_reduction = False
+    try:
+        return torch.mm(a, b)
+    finally:
+        if reduced:
+            setting.allow_bf16_reduced_precision_reduction = True
+
+
+def in_bf16_parts(x):
+    """x [T, E] in fp32 -> [T, 3·E] in bf16: three parts that add up to x, to the last bit."""
+    parts = []
+    for _ in range(3):
+        # The first 8 of 24 bits, by a mask: in a graph a cast to bf16 and back need not round.
+        part = (x.view(torch.int32) & -65536).view(torch.float32)
+        parts.append(part.bfloat16())
+        x = x - part
+    return torch.cat(parts, 1)
+
+
 # It is an op because of exact_fp32, which a graph cannot enter. From plain code a graph would also
 # make the backward's fp32 copies of the operands already in the forward, and keep them.
 @op(lambda a, b, dtype, out_dtype, *_:
@@ -87,8 +119,8 @@ def _product_in(
     a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, bias: Tensor | None = None,
 ) -> Tensor:
     """a · b + bias, computed in dtype and returned in out_dtype."""
-    if a.is_cuda and _multiplies_into_fp32(a, b, dtype):
-        product = torch.mm(a, b, out_dtype=dtype)
+    if dtype == torch.float32 and takes_bf16(a, b):
+        product = multiply_bf16(a, b, out_dtype=out_dtype if bias is None else dtype)
     else:
         product = a.to(dtype) @ b.to(dtype)
     if bias is not None:
@@ -96,10 +128,12 @@ def _product_in(
     return product.to(out_dtype)
 
 
-def _multiplies_into_fp32(a, b, dtype):
-    """Whether CUDA multiplies these bf16 operands into fp32 exactly, without copies."""
-    bf16 = a.dtype == b.dtype == torch.bfloat16
-    return bf16 and dtype == torch.float32 and torch.version.hip is None
+def _weight_grad(grad, x, dtype, out_dtype):
+    """gradᵀ [E, T] · x [T, H], computed in dtype, without a copy of x in that dtype."""
+    if dtype == grad.dtype == torch.float32 and takes_bf16(x, x):
+        sums = _product_in(in_bf16_parts(grad).t(), x, dtype=dtype, out_dtype=dtype)
+        return sums.unflatten(0, (3, -1)).sum(0).to(out_dtype)
+    return _product_in(grad.t(), x, dtype=dtype, out_dtype=out_dtype)
 
 
 class _LinearIn(torch.autograd.Function):
@@ -126,13 +160,16 @@ class _LinearIn(torch.autograd.Function):
         _, need_tokens, need_weight, need_bias = ctx.needs_input_grad
         grad_tokens = grad_weight = grad_bias = None
         # grad_tokens = grad · weight, grad_weight = gradᵀ · tokens, grad_bias = Σ_t grad
-        if need_tokens:
-            grad_TH = _product_in(grad, weight, dtype=ctx.dtype, out_dtype=tokens.dtype)
-            grad_tokens = grad_TH.view(tokens.shape)
         if need_weight:
             tokens_TH = tokens.reshape(-1, tokens.shape[-1])
-            grad_weight = _product_in(
-                grad.t(), tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
+            grad_weight = _weight_grad(
+                grad, tokens_TH, dtype=ctx.dtype, out_dtype=weight.dtype)
+        if need_tokens:
+            parts = grad
+            if ctx.dtype == torch.float32 and takes_bf16(tokens, weight):
+                parts, weight = in_bf16_parts(grad), weight.repeat(3, 1)
+            grad_TH = _product_in(parts, weight, dtype=ctx.dtype, out_dtype=tokens.dtype)
+            grad_tokens = grad_TH.view(tokens.shape)
         if need_bias:
             grad_bias = sum_tokens(upcast(grad)).to(ctx.bias_dtype)
         # dtype, tokens, weight, bias
@@ -618,7 +655,7 @@ def place_in_expert(indices: Tensor, probs: Tensor | None, num_experts: int) -> 
     else:
         first_N = probs.flatten().argsort(descending=True, stable=True)
         sorted_N, order_N = _sort_by_expert(ids_N[first_N], num_experts)
-        order_N = first_N[order_N]
+        order_N = take_rows(first_N, order_N)
     start_E = F.pad(_ends(sorted_N, num_experts), (1, 0))            # index E too
     return (order_N.int().argsort() - start_E[ids_N]).view_as(indices)
 
@@ -798,7 +835,7 @@ def _spread_rows(tokens, order, inverse, offsets):
     T, K = inverse.shape
     row_N = torch.arange(order.shape[0], device=order.device)
     token_N = torch.where(row_N < offsets[-1], order // K, T)
-    return F.pad(tokens, (0, 0, 0, 1)).index_select(0, token_N)       # row T holds zeros
+    return take_rows(F.pad(tokens, (0, 0, 0, 1)), token_N)            # row T holds zeros
 
 
 def _collect_rows(rows, order, inverse, offsets):
@@ -808,7 +845,7 @@ def _collect_rows(rows, order, inverse, offsets):
     unrouted_TK = inverse >= offsets[-1]
     total_TH = None
     for k in range(inverse.shape[1]):
-        picked_TH = upcast(rows.index_select(0, inverse[:, k]))
+        picked_TH = upcast(take_rows(rows, inverse[:, k]))
         picked_TH = picked_TH.masked_fill(unrouted_TK[:, k, None], 0.0)
         total_TH = picked_TH if total_TH is None else total_TH + picked_TH
     return cast(total_TH, rows.dtype)
@@ -864,11 +901,12 @@ def _spread_probs(probs, order, inverse, offsets):
     probs_N = probs.flatten()
     if not always_holds(order.shape[0] == probs_N.shape[0]):
         probs_N = F.pad(probs_N, (0, 1))                 # for fillers, whose order is T·K
-    return probs_N[order][:, None]
+    return take_rows(probs_N, order)[:, None]
 
 
 def _collect_probs(grad, order, inverse, offsets):
-    return grad.flatten()[inverse].masked_fill(inverse >= offsets[-1], 0.0)
+    picked_TK = take_rows(grad.flatten(), inverse.t()).t()           # in memory inverse is [K, T]
+    return picked_TK.masked_fill(inverse >= offsets[-1], 0.0)
 
 
 # ---- Activations: functions of the parts of fc1's output ----
@@ -1179,7 +1217,7 @@ def _sum_of_biases(probs, bias, indices):
     probs = probs.masked_fill(indices > last, 0.0)
     total_TH = 0.0
     for prob_T, index_T in zip(probs.unbind(1), indices.clamp(max=last).unbind(1)):
-        total_TH = total_TH + prob_T[:, None] * bias[index_T]
+        total_TH = total_TH + prob_T[:, None] * take_rows(bias, index_T)
     return total_TH
 
 
@@ -1212,7 +1250,7 @@ class _BiasAdded(torch.autograd.Function):
             grad_TE = _product_in(grad, bias.t(), dtype=ctx.wide, out_dtype=probs_TE.dtype)
             grad_probs = _gather_columns(grad_TE, indices)
         if ctx.needs_input_grad[2]:
-            grad_bias = _product_in(probs_TE.t(), grad, dtype=ctx.wide, out_dtype=bias.dtype)
+            grad_bias = _weight_grad(probs_TE, grad, dtype=ctx.wide, out_dtype=bias.dtype)
         # y, probs, bias, indices
         return grad, grad_probs, grad_bias, None
 
@@ -1246,25 +1284,26 @@ def _are_few(probs, fc1):
 
 def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert):
     """expert_mlp for few tokens. Each assignment reads its expert's weights in place: the compiler
-    makes no tensor of fc1[expert_TK].
+    makes no tensor of fc1's rows.
     """
     E = len(fc1)
-    expert_TK = indices.clamp(max=E - 1)
-    hidden = (upcast(fc1[expert_TK]) * upcast(tokens)[:, None, None]).sum(-1)     # [T, K, P·F]
+    expert_TK = indices.clamp(0, E - 1)
+    weights = upcast(take_rows(fc1, expert_TK))
+    hidden = (weights * upcast(tokens)[:, None, None]).sum(-1)                    # [T, K, P·F]
     if fc1_bias is not None:
-        hidden = hidden + fc1_bias[expert_TK]
+        hidden = hidden + take_rows(fc1_bias, expert_TK)
     act_TKF = activate(
         hidden, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
-    out_TKH = (upcast(fc2[expert_TK]) * act_TKF[:, :, None]).sum(-1)
+    out_TKH = (upcast(take_rows(fc2, expert_TK)) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
-        out_TKH = out_TKH + upcast(probs)[..., None] * fc2_bias[expert_TK]
+        out_TKH = out_TKH + upcast(probs)[..., None] * take_rows(fc2_bias, expert_TK)
     return cast(out_TKH.masked_fill((indices >= E)[..., None], 0.0).sum(1), tokens.dtype)
 
 
 def _bias_of_rows(bias, num_rows, offsets):
     """bias [E, O] -> [N, O]: each row's."""
     def gather(bias, offsets):
-        return bias[grouped.expert_of_rows(num_rows, offsets)]
+        return take_rows(bias, grouped.expert_of_rows(num_rows, offsets))
 
     def back(grad, offsets):
         return grouped.bias_grad(grad.contiguous(), grouped.RowBlocks(offsets, native=True))

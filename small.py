@@ -240,12 +240,21 @@ def with_gradient(x, function, back, *tensors):
     return WithGradient.apply(function(x.detach(), *tensors), x, back, *tensors)
 
 
+def take_rows(x, index):
+    """x[index], for an index that was made here: a graph does not check it. On a card a check is a
+    barrier in front of each load.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.aten._unsafe_index(x, [index])
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
 # Rows are gathered from tokens, and tokens from rows. The gradient of each way is the other way, so
 # a gather too, while autograd's would be a scatter.
 
 def spread(x, order, row_KT, offsets):
     """x [T, H] -> [N, H]: each row is a copy of its token."""
-    return x[order // len(row_KT)]
+    return take_rows(x, order // len(row_KT))
 
 
 def combine(rows, order, row_KT, offsets):
@@ -253,7 +262,7 @@ def combine(rows, order, row_KT, offsets):
     # The backward gathers x again, and it gathers this function's gradient. Both read `order`, so a
     # graph makes both in one kernel. That costs memory at the peak; kernels.combine_rows keeps them
     # apart, by an op.
-    picked = [upcast(rows[row_T]) for row_T in row_KT]
+    picked = [upcast(take_rows(rows, row_T)) for row_T in row_KT]
     if torch.compiler.is_compiling():        # in eager mode unrouted rows are zeros: see grouped_mm
         unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
         picked = [z.masked_fill(mask_T1, 0.0) for z, mask_T1 in zip(picked, unrouted_KT1)]
@@ -262,12 +271,13 @@ def combine(rows, order, row_KT, offsets):
 
 def to_rows(probs, order, row_KT, offsets):
     """probs [T, K] -> [N, 1]"""
-    return probs.flatten()[order][:, None]
+    return take_rows(probs.flatten(), order)[:, None]
 
 
 def to_tokens(rows, order, row_KT, offsets):
     """rows [N, 1] -> [T, K]; 0 for unrouted rows."""
-    return rows.flatten()[row_KT].masked_fill(row_KT >= offsets[-1], 0.0).t().contiguous()
+    picked_KT = take_rows(rows.flatten(), row_KT)
+    return picked_KT.masked_fill(row_KT >= offsets[-1], 0.0).t().contiguous()
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -327,12 +337,13 @@ class Count(torch.autograd.Function):
 
 def few_experts(x, probs, indices, fc1, fc2):
     """`experts` for few tokens, in a graph without gradients. Each assignment reads its expert's
-    weights in place: the compiler makes no tensor of fc1[expert_TK].
+    weights in place: the compiler makes no tensor of fc1's rows.
     """
-    expert_TK = indices.clamp(max=len(fc1) - 1)
-    hidden = (upcast(fc1[expert_TK]) * upcast(x)[:, None, None]).sum(-1)            # [T, K, 2W]
+    expert_TK = indices.clamp(0, len(fc1) - 1)
+    weights = upcast(take_rows(fc1, expert_TK))
+    hidden = (weights * upcast(x)[:, None, None]).sum(-1)                           # [T, K, 2W]
     act = swiglu(hidden, probs[..., None])
-    rows = (upcast(fc2[expert_TK]) * act[:, :, None]).sum(-1)                       # [T, K, H]
+    rows = (upcast(take_rows(fc2, expert_TK)) * act[:, :, None]).sum(-1)            # [T, K, H]
     return cast(rows.masked_fill((indices == len(fc1))[..., None], 0.0).sum(1), x.dtype)
 
 
@@ -353,12 +364,43 @@ def refuse_second_derivative():
         raise RuntimeError("create_graph is True; this layer has only first derivatives")
 
 
+def takes_bf16(a, b):
+    """Whether a product with fp32 sums takes both operands as they are, in bf16: on NVIDIA's cards.
+    """
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and torch.version.hip is None
+
+
+def multiply_bf16(a, b, out_dtype):
+    """a · b with fp32 sums, rounded once, for operands that takes_bf16. For bodies of ops."""
+    if out_dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=out_dtype)
+    setting = torch.backends.cuda.matmul
+    reduced = setting.allow_bf16_reduced_precision_reduction         # partial sums in bf16
+    if reduced:
+        setting.allow_bf16_reduced_precision_reduction = False
+    try:
+        return torch.mm(a, b)
+    finally:
+        if reduced:
+            setting.allow_bf16_reduced_precision_reduction = True
+
+
+def in_bf16_parts(x):
+    """x [T, E] in fp32 -> [T, 3·E] in bf16: three parts that add up to x, to the last bit."""
+    parts = []
+    for _ in range(3):
+        # The first 8 of 24 bits, by a mask: in a graph a cast to bf16 and back need not round.
+        part = (x.view(torch.int32) & -65536).view(torch.float32)
+        parts.append(part.bfloat16())
+        x = x - part
+    return torch.cat(parts, 1)
+
+
 precision_lock = threading.Lock()                # what it guards is global to all threads
 
 
-@op(lambda a, b: a.new_empty(
-    a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32)))
-def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+@op(lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+def product_in_fp32(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a · b in fp32 at least, also under autocast and where products may be in TF32 or bf16."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     with precision_lock, torch.autocast(a.device.type, enabled=False):
@@ -367,7 +409,9 @@ def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
         try:
             for setting, _ in lowered:
                 setting.fp32_precision = "ieee"
-            return upcast(a) @ upcast(b)
+            if takes_bf16(a, b):
+                return multiply_bf16(a, b, out_dtype)
+            return (upcast(a) @ upcast(b)).to(out_dtype)
         finally:
             for setting, low in lowered:
                 setting.fp32_precision = "none"          # now it is inherited
@@ -380,17 +424,24 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
-        return product_in_fp32(x, router.t())
+        return product_in_fp32(x, router.t(), torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative()
         x, router = ctx.saved_tensors
         grad_x = grad_router = None
+        wide = grad.dtype
+        in_parts = takes_bf16(x, router)
+        if in_parts:                             # so that x and its gradient stay in bf16
+            grad, router = in_bf16_parts(grad), router.repeat(3, 1)
         if ctx.needs_input_grad[0]:
-            grad_x = product_in_fp32(grad, router).to(x.dtype)
+            grad_x = product_in_fp32(grad, router, x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_router = product_in_fp32(grad.t(), x).to(router.dtype)
+            grad_router = product_in_fp32(grad.t(), x, wide)
+            if in_parts:
+                grad_router = grad_router.unflatten(0, (3, -1)).sum(0)
+            grad_router = grad_router.to(router.dtype)
         return grad_x, grad_router
 
 

@@ -153,6 +153,10 @@ def show_launches(launches):
             number += 1
             print(f"{number:3}  {launch.kind:8}{launch.read / 1e6:11.2f}"
                   f"{launch.written / 1e6:12.2f}   {short(launch.name)}")
+            if len(launch.inside) > 1:
+                for part in launch.inside:
+                    print(f"{'':11}{part.read / 1e6:12.2f}{part.written / 1e6:12.2f}     "
+                          f"{short(part.name)}")
         print()
 
 

@@ -14,6 +14,8 @@ import torch._inductor.config
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +29,7 @@ class Launch(NamedTuple):
     read: int                                # bytes
     written: int
     source: str = ""                         # of a kernel
+    inside: tuple["Launch", ...] = ()        # of an op of this project: what its body launches
 
 
 def nbytes(values) -> int:
@@ -60,6 +63,20 @@ class Kernel:
     run = __call__                           # of a Triton kernel
 
 
+def inside_of(op, args, kwargs) -> tuple[Launch, ...]:
+    """What the body of an op of this project launches, if that does not depend on values."""
+    defined = OPDEFS.get(f"{op.namespace}::{op._opname}")
+    inside = []
+    if defined is None:
+        return ()
+    try:
+        with Ops(inside):
+            defined._init_fn(*args, **kwargs)
+    except DataDependentOutputException:     # a body that reads values: the loop of a sinkhorn
+        return ()
+    return tuple(inside)
+
+
 class Ops(TorchDispatchMode):
     """Notes each op that is neither a view nor an allocation."""
 
@@ -69,8 +86,13 @@ class Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if op.namespace == "aten":           # `to` is a view or a copy, `@` may be several ops
+            with self:
+                result = op.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         result = op(*args, **kwargs)
-        if op.is_view or op.namespace == "prim" or op._opname == "empty_strided":
+        if op.is_view or op.namespace == "prim" or op._opname in ("empty_strided", "promote_types"):
             return result
         read, written = [], []
         for i, argument in enumerate(op._schema.arguments):
@@ -85,7 +107,11 @@ class Ops(TorchDispatchMode):
             written.append(result)
         kind = "grouped" if op._opname in GROUPED else "op"
         name = f"{op.namespace}.{op._opname}"
-        self.noted.append(Launch(name, kind, nbytes(read), nbytes(written)))
+        moved = nbytes(read), nbytes(written)
+        inside = inside_of(op, args, kwargs) if kind == "op" else ()
+        if inside:
+            moved = sum(launch.read for launch in inside), sum(launch.written for launch in inside)
+        self.noted.append(Launch(name, kind, *moved, inside=inside))
         return result
 
 

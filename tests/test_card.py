@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import grouped
+import kernels
 import shared_experts
+import small
 import test_small
 from grouped import grouped_mm
 from kernels import combine_rows, expert_mlp, gather_rows, plan_permutation
@@ -346,6 +348,38 @@ def test_card_under_autocast():
         assert y.dtype == torch.float32
         got = torch.autograd.grad(y, [x, *layer.parameters()], want[0].to(y))
         check_near([y, *got], want, 3e-2)
+
+
+@on_a_card
+@pytest.mark.parametrize("which", ["layer", "small"])
+def test_card_router_in_bf16_multiplies_in_fp32(which):
+    """bf16 tokens and weight, fp32 logits: logits and gradients are the exact ones, rounded once,
+    and no product copies the tokens to fp32. cuBLAS is not let to add in bf16, and may again
+    afterwards."""
+    T, H, E = 300, 64, 16
+    x = torch.randn(T, H).to(DEVICE, torch.bfloat16).requires_grad_()
+    weight = torch.randn(E, H).to(DEVICE, torch.bfloat16).requires_grad_()
+    upstream = (torch.randn(T, E) * torch.randn(T, 1).exp()).to(DEVICE)
+    x64, weight64, up64 = [t.detach().cpu().double() for t in (x, weight, upstream)]
+    want = x64 @ weight64.T, up64 @ weight64, up64.T @ x64
+    if which == "small":
+        product = small.Logits.apply
+    else:
+        product = functools.partial(
+            kernels.router_gating_linear, bias=None, router_dtype=torch.float32)
+        sums = kernels._weight_grad(upstream, x.detach(), torch.float32, torch.float32)
+        check_near([sums], want[2:], 3e-7)
+    setting = torch.backends.cuda.matmul
+    for function in (product, compiled(product, "inductor")):
+        logits = function(x, weight)
+        got = torch.autograd.grad(logits, (x, weight), upstream)
+        check_near([logits], want[:1], 3e-7)
+        for value, right in zip(got, want[1:], strict=True):
+            assert value.dtype == torch.bfloat16
+            # Rounded once; a sum that cancels is as exact as its terms.
+            off = (value.cpu().double() - right).abs() - (2 ** -8 + 1e-6) * right.abs()
+            assert off.max() <= 1e-6 * right.abs().max(), off.max()
+        assert setting.allow_bf16_reduced_precision_reduction is True
 
 
 @on_a_card

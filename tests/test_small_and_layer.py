@@ -51,9 +51,21 @@ def layer_like(mine: MoE) -> MoELayer:
     return whole
 
 
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_small_splits_fp32_exactly(backend):
+    """Three numbers in bf16 add up to each number in fp32, to the bit, in a graph too, where a cast
+    to bf16 and back need not round."""
+    x = torch.randn(64, 8) * torch.randn(64, 1).mul(20).exp()
+    x[0, :4] = torch.tensor([0.0, -0.0, torch.finfo(torch.float32).max, 1 + 2.0 ** -23])
+    parts = compiled(small.in_bf16_parts, backend)(x)
+    assert parts.dtype == torch.bfloat16 and parts.shape == (64, 24)
+    same(sum(part.double() for part in parts.split(8, dim=1)).float(), x)
+
+
 @pytest.mark.parametrize("name, file", [
     ("cast", compat), ("upcast", compat), ("is_exporting", compat), ("holds_in_this_graph", compat),
-    ("as_no_view", compat), ("rows_of_each", grouped), ("sum_tokens", kernels),
+    ("as_no_view", compat), ("take_rows", compat), ("takes_bf16", kernels),
+    ("multiply_bf16", kernels), ("in_bf16_parts", kernels), ("rows_of_each", grouped), ("sum_tokens", kernels),
     ("with_gradient", kernels), ("only_best_groups", kernels)])
 def test_small_and_layer_have_one_form(name, file):
     """What both need is the same code in both, but for docstrings and types."""
