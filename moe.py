@@ -217,8 +217,9 @@ class MoELayer(MoEModule):
     shape. For [T, H] there are at most four over all T from 1 on, without gradients five. With
     [S, B, H] each axis counts by itself: if both change, compile with dynamic=True too, or flatten
     first (docs/compile.md, "How many graphs"). Flattened sequences need bounds, cu_seqlens, if
-    seq_aux_loss is on. A graph may become a CUDA graph, except with shared_expert_overlap. The same input and state give bitwise the same output and gradients,
-    unless input_jitter_eps or force_load_balancing draw numbers.
+    seq_aux_loss is on. A graph may become a CUDA graph, except with shared_expert_overlap. The same
+    input and state give bitwise the same output and gradients, unless input_jitter_eps or
+    force_load_balancing draw numbers.
 
     Under ep each rank has E / ep experts and its own tokens, and must run every forward and
     backward, even with T = 0. With pad_to_capacity all ranks need the same T, with

@@ -1161,8 +1161,8 @@ def _check_obeyed(router, obeyed_TK):
     others = obeyed_TK.numel() - int(obeyed_TK.sum())
     if others:
         raise ValueError(f"{type(router).__name__}.choose was given topk_indices and returned "
-                         f"{others} of {obeyed_TK.numel()} others; needs the given ones, each in its "
-                         f"slot, and E in place of repeats: see kernels.merge_repeats")
+                         f"{others} of {obeyed_TK.numel()} others; needs the given ones, each in "
+                         f"its slot, and E in place of repeats: see kernels.merge_repeats")
 
 
 def _check_range(name, indices, least, most):

@@ -3,6 +3,7 @@
     python card/code.py small
     python card/code.py layer --set shared_expert_intermediate_size=512 --set topk=4
     python card/code.py layer --source 5         the source of the fifth launch
+    python card/code.py layer --machine          what the kernels become in machine code
     python card/code.py my_model.py:block        what a function of your own returns
     python card/code.py small --device cpu       the C++ that Inductor writes for this CPU
 
@@ -13,8 +14,10 @@ defaults, and its tensors get no memory. An input has a gradient if it was made 
 requires_grad=True.
 
 A launch is a kernel that Inductor wrote, or an op of torch or of this project, which may be several
-kernels on a card. MB count each tensor of a launch once and whole, so a gather that misses the
-cache moves more. Of a Triton kernel that somebody wrote by hand, all tensors count as read.
+kernels on a card. Of an op of this project the steps inside are counted, and listed if there are
+more than one; not those of a grouped product, or of an op that reads values on the host. MB count
+each tensor of a launch once and whole, so a gather that misses the cache moves more. Of a Triton
+kernel that somebody wrote by hand, all tensors count as read.
 
 "grouped" are the products of rows with their experts' weights. What all other launches move stands
 beside the least possible for experts like small.py's, which compute the activation again in the
@@ -35,6 +38,7 @@ import ast
 import functools
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -160,6 +164,19 @@ def show_launches(launches):
         print()
 
 
+def show_machine_code(launches, capability):
+    from card.machine import machine_code
+    print(f"{'':10}registers   spills  shared  barriers   {'loads by their bits':30}   stores")
+    for number, launch in enumerate(itertools.chain(*launches.values()), 1):
+        if launch.source:
+            code = machine_code(launch.source, capability)
+            loads, stores = [", ".join(f"{bits}: {n}" for bits, n in found.items()) or "-"
+                             for found in (code.loads, code.stores)]
+            print(f"{number:3}{code.registers:16}{code.spills:9}{code.shared:8}"
+                  f"{code.barriers:10}   {loads:30}   {stores}")
+    print()
+
+
 def show_sums(launches, least):
     both = [launch for listed in launches.values() for launch in listed]
     titles = "kernels", "ops", "grouped", "MB grouped", "MB of others"
@@ -198,6 +215,10 @@ def main():
             f"{name}={size}" for name, size in SIZES.items()))
     parser.add_argument("--tokens", type=int, default=8192, help="T, a multiple of 4")
     parser.add_argument("--source", type=int, metavar="NUMBER", help="a launch: print its source")
+    parser.add_argument(
+        "--machine", action="store_true", help="of each kernel: registers, spills, shared "
+        "memory, barriers, loads and stores; with --source its instructions for memory and control "
+        "in their order")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--capability", default="9,0", help="9,0 is an H100, 8,0 an A100")
     options = parser.parse_args()
@@ -216,6 +237,8 @@ def run(options):
         raise Refusal(f"--capability is {options.capability}; needs two numbers, such as 9,0")
     if tokens < 4 or tokens % 4:
         raise Refusal(f"--tokens is {tokens}; needs a multiple of 4")
+    if options.machine and options.device == "cpu":
+        raise Refusal("--machine is for a card; leave --device out")
     for text in options.set:
         if "=" not in text:
             raise Refusal(f"--set is {text}; needs NAME=VALUE")
@@ -246,7 +269,11 @@ def run(options):
         launch = both[options.source - 1]
         if not launch.source:
             raise Refusal(f"launch {options.source} is the op {launch.name}; a kernel has a source")
-        print(launch.source.strip())
+        if options.machine:
+            from card.machine import in_short, machine_code
+            print(in_short(machine_code(launch.source, options.capability).order))
+        else:
+            print(launch.source.strip())
         return
     where = f"capability {options.capability}" if options.device == "cuda" else "this CPU"
     print(f"{case}, torch {torch.__version__}, code for {where}")
@@ -254,6 +281,8 @@ def run(options):
         print(", ".join(f"{name}={size}" for name, size in sizes.items()) + f", {tokens} tokens")
     print()
     show_launches(launches)
+    if options.machine:
+        show_machine_code(launches, options.capability)
     show_sums(launches, least(sizes, tokens) if case in CASES else None)
 
 

@@ -56,8 +56,8 @@ def bytes_kept(function, layer, *args) -> int:
     "qwen3_moe", "deepseek_v3", "gpt_oss", "kimi_k3", "kimi_k3 in float32", "llama4_text",
     "qwen3_next"])
 def test_plan_is_what_ranks_count(model_type, monkeypatch):
-    """On 8 ranks: weights, moments and the sum of the bytes sent, to the byte; kept ones to 1 %, and
-    the mean of the rows that a rank receives to 2 %."""
+    """On 8 ranks: weights, moments and the sum of the bytes sent, to the byte; bytes kept to 1 %,
+    and the mean of the rows that a rank receives to 2 %."""
     config, ep = small_layer_of(model_type), 8
     sent = [0] * ep
     all_to_all = parallel.all_to_all

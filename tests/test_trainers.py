@@ -400,7 +400,7 @@ def test_trainer_fsdp_from_the_meta_device(rank, ranks):
         fully_shard(layer.get_submodule(name), mp_policy=MixedPrecisionPolicy(output_dtype=bf16))
         assert layer(x.float()).dtype == torch.float32, name
 
-    alone = exact_config(shared_expert_intermediate_size=None, **LOSSES)
+    alone = exact_config(shared_expert_intermediate_size=None, **{**LOSSES, "batch_first": None})
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)          # "returned a view tensor"
         fully_shard(TopKRouter(alone)).route(x)[0].sum().backward()
