@@ -222,8 +222,8 @@ def test_code_of_other_cards_reads_rows_whole(case, capability):
 
 
 def check_machine_code(*args):
-    """For an H100 no kernel spills; for a B200 one keeps a number of a thread in memory. Kernels that
-    move rows load and store 128 bits at a time, and no barrier stands in front of a load."""
+    """For an H100 no kernel spills; for a B200 one of small.py keeps a number so. Kernels that move
+    rows load and store 128 bits at a time, and no barrier stands in front of a load."""
     found = machine(*args)
     launches, _ = tables(*args, "--machine")
     kernels = {launch[0]: launch for listed in launches.values() for launch in listed

@@ -236,14 +236,15 @@ def test_sources_import_torch_and_einops_alone(file, local):
 def test_sources_private_names_of_torch(file):
     """They stand in one section of compat.py, of ranks/parallel.py and of ranks/sharding.py. What
     nn.Module is made of, and its methods that are there to be overridden, are none; nor is what
-    Python offers, nor a field of transformers. In small.py are four: torch._dynamo.mark_static,
-    which torch's manual explains, Tensor._version, aten._unsafe_view, and whether the CPU has
-    instructions for bf16."""
+    Python offers, nor a field of transformers. In small.py are six: torch._dynamo.mark_static,
+    which torch's manual explains, Tensor._version, aten._unsafe_view, aten._unsafe_index,
+    aten._grouped_mm, and whether the CPU has instructions for bf16."""
     others = {"_apply", "_load_from_state_dict", "_save_to_state_dict", "_parameters", "_buffers",
               "_modules", "_replace", "_exit", "_experts_implementation"}
     text = (HERE / file).read_text()
     if file == "small.py":
-        others |= {"_dynamo", "_version", "_unsafe_view", "_is_mkldnn_bf16_supported"}
+        others |= {"_dynamo", "_version", "_unsafe_view", "_unsafe_index", "_grouped_mm",
+                   "_is_mkldnn_bf16_supported"}
     if file in ("compat.py", *[f"ranks/{name}.py" for name in RANKS]):
         text, _, section = text.partition("\n# ---- Private names of torch ----\n")
         assert section
