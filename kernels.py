@@ -1099,15 +1099,21 @@ def _with_numbers(function):
         for name, x in function.keywords.items()})
 
 
-def activated(y, weights, function, parts, axis=-2, expert=None, blank=None):
-    """function(*the parts of y [.., P·F]) · weights [.., 1] -> [.., F] in y.dtype. axis: -2 if the
-    last axis of y is (P, F), -1 if it is (F, P), with the parts interleaved. expert [.., 1] is for
-    a function that takes it, else None. The function sees ones, without a gradient, in rows where
-    blank [.., 1] is True.
+def parts_of_rows(y, parts, axis=-2):
+    """The P parts [.., F] of y [.., P·F], as views. axis: -2 if the last axis of y is (P, F), -1 if
+    it is (F, P), with the parts interleaved.
     """
     F_ = y.shape[-1] // parts
     sizes = (parts, F_) if axis == -2 else (F_, parts)
-    split = y.reshape(*y.shape[:-1], *sizes).unbind(axis)               # views
+    return y.reshape(*y.shape[:-1], *sizes).unbind(axis)
+
+
+def activated(split, weights, function, expert=None, blank=None):
+    """function(*split) · weights [.., 1] -> [.., F] in the parts' dtype. expert [.., 1] is for a
+    function that takes it, else None. The function sees ones, without a gradient, in rows where
+    blank [.., 1] is True.
+    """
+    shape, dtype = split[0].shape, split[0].dtype
     if blank is not None:
         # Not y as a whole, so that in the backward the mask comes last, before the parts' gradients
         # are joined: see grouped.unrouted.
@@ -1116,8 +1122,8 @@ def activated(y, weights, function, parts, axis=-2, expert=None, blank=None):
         split = [part.clone() for part in split]         # it may write over its parts
     beside = {} if expert is None else {"expert": expert}
     out = function(*map(upcast, split), **beside)
-    check_result(function, out, (*y.shape[:-1], F_))
-    return cast(out if weights is None else out * upcast(weights), y.dtype)
+    check_result(function, out, shape)
+    return cast(out if weights is None else out * upcast(weights), dtype)
 
 
 def check_result(function, out, shape) -> None:
@@ -1147,9 +1153,23 @@ class _StoreFp8(torch.autograd.Function):
         return grad
 
 
+def _store_parts(split):
+    """What _StoreFp8 makes of each part: all stored values, then all zeros. Part by part, so that a
+    graph stores in the kernel of the activation, which reads the parts anyway.
+    """
+    stored, zeros = zip(*[_StoreFp8.apply(part) for part in split])
+    return *stored, *zeros
+
+
 def _of_stored(value):
-    """value(y, weights) as a function of the two results of _StoreFp8(y), and of the weights."""
-    return lambda stored, zeros, weights: value(stored.to(zeros.dtype) + zeros, weights)
+    """value(split, weights) as a function of what _store_parts(split) returns, and of the weights.
+    """
+    def of_stored(*tensors):
+        *kept, weights = tensors
+        P = len(kept) // 2
+        return value([x.to(zero.dtype) + zero for x, zero in zip(kept[:P], kept[P:])], weights)
+
+    return of_stored
 
 
 def check_activation(y, weights, parts, g=None):
@@ -1197,13 +1217,14 @@ def activation(
     check_stored(fp8_input_store, function)
 
     def value(y, weights):
-        return activated(y, weights, function, parts)
+        return activated(parts_of_rows(y, parts), weights, function)
 
     if not is_named(function):
         return again_in_a_graph(value, y, weights)
     if not fp8_input_store:
         return again(value, y, weights)
-    act = again(_of_stored(value), *_StoreFp8.apply(y), weights)
+    of_parts = functools.partial(activated, function=function)
+    act = again(_of_stored(of_parts), *_store_parts(parts_of_rows(y, parts)), weights)
     with torch.no_grad():
         exact = value(y, weights)
     return straight_through(exact, gradient_of=act)
@@ -1282,7 +1303,7 @@ def _are_few(probs, fc1):
     return holds_in_this_graph(probs.numel() <= most)
 
 
-def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate, takes_expert):
+def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, split, function):
     """expert_mlp for few tokens. Each assignment reads its expert's weights in place: the compiler
     makes no tensor of fc1's rows.
     """
@@ -1292,8 +1313,10 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, activate
     hidden = (weights * upcast(tokens)[:, None, None]).sum(-1)                    # [T, K, P·F]
     if fc1_bias is not None:
         hidden = hidden + take_rows(fc1_bias, expert_TK)
-    act_TKF = activate(
-        hidden, probs[..., None], expert=expert_TK[..., None] if takes_expert else None)
+    takes_expert = signature_of(function).takes_expert
+    act_TKF = activated(
+        split(hidden), probs[..., None], function,
+        expert=expert_TK[..., None] if takes_expert else None)
     out_TKH = (upcast(take_rows(fc2, expert_TK)) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * take_rows(fc2_bias, expert_TK)
@@ -1311,25 +1334,32 @@ def _bias_of_rows(bias, num_rows, offsets):
     return with_gradient(bias, gather, back, offsets)
 
 
-def _rows_of_stored(to_experts, value, from_experts, tokens, fc1, probs):
-    """from_experts(value(to_experts(tokens, fc1), probs)), where an fp8 copy is kept of to_experts'
-    output. The result is the exact one, the gradient that of the copy.
+def _rows_of_stored(to_parts, value, from_experts, tokens, fc1, probs, plan):
+    """from_experts(value(to_parts(tokens, fc1), probs)), of whose parts fp8 copies are kept; and the
+    plan for what follows. The result is the exact one, the gradient that of the copies.
     """
     def to_store(tokens, fc1):
-        hidden = to_experts(tokens, fc1)
-        return hidden.detach(), *_StoreFp8.apply(hidden)
+        split = to_parts(tokens, fc1)
+        return *[part.detach() for part in split], *_store_parts(split)
 
-    hidden, stored, zeros = again(to_store, tokens, fc1)
-    act = again(_of_stored(value), stored, zeros, probs)
+    made = again(to_store, tokens, fc1)
+    P = len(made) // 3
+    split, kept = made[:P], made[P:]
+    act = again(_of_stored(value), *kept, probs)
     with torch.no_grad():
-        # A graph keeps `stored` only if its forward uses it, so here it does.
-        exact = from_experts(value(hidden, compat.copy_after(probs, stored)))
+        exact = from_experts(value(split, probs))
+    offsets = plan.offsets
+    if torch.compiler.is_compiling():
+        # A graph keeps what is stored only if its forward uses it. So what comes next waits for it.
+        for stored in kept[:P]:
+            offsets = compat.copy_after(offsets, stored)
     # Nobody reads the product with `act`, so a graph leaves it out. Eager mode computes it.
-    return straight_through(exact, gradient_of=from_experts(act))
+    rows = straight_through(exact, gradient_of=from_experts(act))
+    return rows, plan._replace(offsets=offsets)
 
 
 def _mlp_of_rows(
-    tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, activate, function, fp8_input_store,
+    tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, split, function, fp8_input_store,
 ):
     """expert_mlp for any number of tokens: rows in expert order, and two grouped products."""
     N = plan.order.shape[0]
@@ -1351,20 +1381,26 @@ def _mlp_of_rows(
     def value(hidden, probs):
         if fused_bias is not None:
             hidden = hidden + _bias_of_rows(fused_bias, N, plan.offsets)
+        return of_parts(split(hidden), probs)
+
+    def of_parts(split, probs):
         # The parameters of a function of your own get sums over all rows. Zeros in unrouted ones
         # would make them NaN, if the slope at 0 is infinite. So the function sees ones. In a graph
         # named functions do too: the backward of a long one would else read `hidden` once more.
         blank = None
         if not named or grouped.leaves_raw(blocks):
-            blank = grouped.unrouted(hidden, plan.offsets)
-        act = activate(hidden, gather_probs(probs, plan), expert=expert_N1, blank=blank)
+            blank = grouped.unrouted(split[0], plan.offsets)
+        act = activated(
+            split, gather_probs(probs, plan), function, expert=expert_N1, blank=blank)
         return grouped.zero_raw(act, blocks)
 
     def from_experts(act):
         return grouped.linear(act, fc2, blocks)
 
     if fp8_input_store and torch.is_grad_enabled():
-        rows = _rows_of_stored(to_experts, value, from_experts, tokens, fc1, probs)
+        rows, plan = _rows_of_stored(
+            lambda tokens, fc1: split(to_experts(tokens, fc1)), of_parts, from_experts, tokens, fc1,
+            probs, plan)
     else:
         # The tokens and `hidden` are kept, in eager mode also the activation. The backward computes
         # the rows and the activation again, in eager mode also fc1's product.
@@ -1417,10 +1453,9 @@ def expert_mlp(
     fc1, fc1_bias, axis = _flat_weights(fc1, fc1_bias)
     weights = fc1, fc2, fc1_bias, fc2_bias
 
-    activate = functools.partial(activated, function=function, parts=signature.parts, axis=axis)
+    split = functools.partial(parts_of_rows, parts=signature.parts, axis=axis)
     if _are_few(probs, fc1):
         if indices is None:
             indices = grouped.expert_of(plan.inverse, plan.offsets)
-        return _mlp_in_place(
-            tokens, probs, indices, *weights, activate, signature.takes_expert)
-    return _mlp_of_rows(tokens, probs, plan, *weights, activate, function, fp8_input_store)
+        return _mlp_in_place(tokens, probs, indices, *weights, split, function)
+    return _mlp_of_rows(tokens, probs, plan, *weights, split, function, fp8_input_store)

@@ -29,9 +29,10 @@ and N = T*K rows:
                                         activation reads 2*F and F, writes 2*F and F
 
 These add, their products included: a shared expert of FFN size Fs T*(3*H + 6*Fs) and
-T*(5*H + 12*Fs), the projections to latent_size L and back T*2*(H + L) and T*4*(H + L), the experts'
-biases nothing and T*H, since fc2's reads the output's gradient. The router and all weights are left
-out, so no code reaches the least.
+T*(5*H + 12*Fs), its gate T*H and 4*T*H (x for the score; x, the output and its gradient for the
+gate's, and the gradient times the score), the projections to latent_size L and back T*2*(H + L) and
+T*4*(H + L), the experts' biases nothing and T*H, since fc2's reads the output's gradient. The
+router and all weights are left out, so no code reaches the least.
 """
 import argparse
 import ast
@@ -131,6 +132,9 @@ def least(sizes, tokens):
     if Fs:
         forward += T * (3 * H + 6 * Fs)
         backward += T * (5 * H + 12 * Fs)
+        if sizes.get("shared_expert_gate") or sizes.get("shared_gate"):
+            forward += T * H
+            backward += 4 * T * H
     if L:
         forward += T * 2 * (H + L)
         backward += T * 4 * (H + L)

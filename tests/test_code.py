@@ -302,6 +302,8 @@ FIGURES = {
     "layer": (7, 534, 13, 930),
     "layer loss": (9, 540, 21, 936),
     "layer shared": (8, 638, 15, 1137),
+    "layer gate": (8, 654, 16, 1204),
+    "layer fp8": (7, 601, 13, 862),
     "layer v3": (12, 654, 24, 1155),
     "layer latent": (7, 354, 17, 731),
     "layer bias": (8, 536, 16, 981),
@@ -312,6 +314,8 @@ OPTIONS = {
     "small all": dict(shared_ffn_hidden_size=512, aux_loss_coeff=0.01),
     "layer loss": LOSS,
     "layer shared": SHARED,
+    "layer gate": dict(**SHARED, shared_expert_gate=True),
+    "layer fp8": dict(activation_fp8_input_store=True),
     "layer v3": dict(
         **SHARED, score_function="sigmoid", num_groups=8, group_topk=4, group_score_topk=2,
         enable_expert_bias=True, scaling_factor=2.5, load_balancing_type="seq_aux_loss",

@@ -1332,7 +1332,7 @@ def test_docs_bytes_kept():
     for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
         loss = dict(load_balancing_type=kind, aux_loss_coeff=0.1)
         assert 4 * T * E <= kept(**loss) - base <= said("a balance loss")
-    stand_in = 2                                             # a zero in the shape of fc1's output
+    stand_in = 2 * 2                                         # a zero for each part of fc1's output
     assert rows["an activation"] + stand_in == kept(activation_fp8_input_store=True) - base
     both = kept(autocast=True, x_dtype=torch.float32, **wide) - base
     assert both == rows["autocast"] + 4 * T * H
