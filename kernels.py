@@ -1335,7 +1335,7 @@ def _bias_of_rows(bias, num_rows, offsets):
 
 
 def _rows_of_stored(to_parts, value, from_experts, tokens, fc1, probs, plan):
-    """from_experts(value(to_parts(tokens, fc1), probs)), of whose parts it keeps fp8 copies, and the
+    """from_experts(value(to_parts(tokens, fc1), probs)), of whose parts fp8 copies are kept, and a
     plan for what follows. The result is the exact one, the gradient that of the copies.
     """
     def to_store(tokens, fc1):
