@@ -1407,7 +1407,8 @@ EVEN = (18, 18), (56, 56), (74, 74)                      # where all ranks need 
 def test_parallel_layer_through_inductor(rank, ranks, options, dim, sizes, how, graphs):
     """Compiled, by AOTAutograd too: forward and backward over these T are what eager mode gives. A
     small T may have a graph of its own: see test_graph_through_inductor."""
-    layer = MoELayer(exact_config(sequence_parallel=True, **options), groups_over(**{dim: ranks}))
+    fields = dict(options, sequence_parallel=True, batch_first=None)     # [T, H] is one sequence
+    layer = MoELayer(exact_config(**fields), groups_over(**{dim: ranks}))
     function = compiled(layer, **how)
     for Ts in sizes:
         with about(Ts):
