@@ -781,9 +781,12 @@ def test_compile_export_with_dynamic_T(name):
     """Export takes the length of an axis for symbolic where it is `x.shape[0]`, and for a constant
     where it is `len(x)`."""
     fields = CONFIGS.get(name, dict(LOSSES, capacity_factor=0.8))
-    layer = small_layer(**{"shared_expert_intermediate_size": 8, **fields})
-    K = layer.config.topk
+    whole = small_layer(**{"shared_expert_intermediate_size": 8, **fields})
+    one_sequence = twin(whole, batch_first=None)
+    K = whole.config.topk
     for training, masked, given, flat in itertools.product([False, True], repeat=4):
+        layer = one_sequence if flat else whole
+
         def inputs(n):
             axes = [n] if flat else [n, 3]
             x = torch.randn(*axes, 8)
@@ -897,7 +900,7 @@ def test_compile_buffers_that_a_backward_writes_have_fixed_addresses(monkeypatch
         return make_boxed_func(gm.forward)
     backend = functools.partial(compile_fx.compile_fx, inner_compile=look)
     layer = small_layer(score_function="sigmoid", enable_expert_bias=True, **LOSSES)
-    torch.compile(layer, fullgraph=True, backend=backend)(fp32_leaf(20, 8)).sum().backward()
+    torch.compile(layer, fullgraph=True, backend=backend)(fp32_leaf(20, 1, 8)).sum().backward()
     assert len(written) >= len(LOSSES) and all(written)
 
 
