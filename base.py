@@ -139,8 +139,8 @@ class MoEModule(nn.Module):
     # parameter -> the config's field with its standard deviation
     std_fields = {
         "weight": "init_std", "fc1": "init_std", "fc2": "output_std", "gate_weight": "init_std"}
-    # parameter -> its Sharding, or a tuple of the same; others are whole. If the parameter is in a
-    # submodule that is no MoEModule, its name is as in "act.weight".
+    # parameter -> its Sharding, or a tuple of a Sharding's three fields; a parameter that is not
+    # here is whole. One in a submodule that is no MoEModule is named as in "act.weight".
     sharded: dict[str, tuple] = {}
 
     def __init__(self, config, pg_collection: OneProcess | None = None):

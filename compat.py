@@ -278,7 +278,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return torch.ops.aten._unsafe_index(x, [index])
-    return x.index_select(0, index.flatten()).unflatten(0, index.shape)
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
 
 def as_no_view(x: Tensor, shape) -> Tensor:

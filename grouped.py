@@ -2,10 +2,11 @@
 Open it to see which product runs where.
 
 On some cards and CPUs the product in bf16 is torch's own, F.grouped_mm, which reads the offsets on
-their device. If you need no other device or dtype, call F.grouped_mm yourself. Elsewhere the
-product is a custom op, which copies the offsets to the host. On a CPU it multiplies expert after
-expert. On a card the launches of so many small products would take longer than the products, so
-there it multiplies batches of experts of similar size.
+their device. (If you call it yourself, mind that it leaves unrouted rows uninitialised, and that
+the weight's gradient comes in the transposed layout.) Elsewhere the product is a custom op, which
+copies the offsets to the host. On a CPU it multiplies expert after expert. On a card the launches
+of so many small products would take longer than the products, so there it multiplies batches of
+experts of similar size.
 """
 import contextlib
 import functools

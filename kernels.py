@@ -132,7 +132,7 @@ def _weight_grad(grad, x, dtype, out_dtype):
     """gradᵀ [E, T] · x [T, H], computed in dtype, without a copy of x in that dtype."""
     if dtype == grad.dtype == torch.float32 and takes_bf16(x, x):
         sums = _product_in(in_bf16_parts(grad).t(), x, dtype=dtype, out_dtype=dtype)
-        return sums.unflatten(0, (3, -1)).sum(0).to(out_dtype)
+        return sums.view(3, grad.shape[1], x.shape[1]).sum(0).to(out_dtype)
     return _product_in(grad.t(), x, dtype=dtype, out_dtype=out_dtype)
 
 
@@ -343,9 +343,9 @@ def topk_routing(
 
     Returns (probs [T, K], indices [T, K] int64). The probs have the dtype of the logits, and the
     arithmetic is in fp32 at least. With probs_dtype the probs have that dtype, and the arithmetic
-    is in the wider of the two dtypes. If that is bf16 or fp16, every step is rounded, in a graph
-    too, and the choice is the top K of the rounded scores. ValueError: an unknown score function,
-    or sizes that do not fit.
+    is in the wider of the two dtypes. If both are bf16, or both fp16, every step is rounded to that
+    dtype, in a graph too, and the choice is the top K of the rounded scores. ValueError: an unknown
+    score function, or sizes that do not fit.
 
     >>> logits = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, -9.0]])
     >>> probs, indices = topk_routing(logits, topk=1, use_pre_softmax=True)
@@ -707,10 +707,10 @@ def required_bias_histogram(
 
     The scores s [T, E] are in [0, 1]. A token chooses the top K of s + b, where b [E] is
     expert_bias. Token t would choose expert e with any bias above r[t, e] = α_t - s[t, e], where
-    α_t is the (K+1)-th largest of s_t + b. (For an expert that it does not choose now, the K-th
-    would be exact.) The bins are uniform from min b - 1 to max b + 1, and the outer ones take what
-    lies beyond. Padding (padding_mask [T]) is left out. Histograms of microbatches and ranks add up
-    exactly.
+    α_t is the (K+1)-th largest of s_t + b. For an expert that it does not choose now, the K-th
+    would be exact: r is too low by the gap between the two, as in the report. The bins are uniform
+    from min b - 1 to max b + 1, and the outer ones take what lies beyond. Padding (padding_mask
+    [T]) is left out. Histograms of microbatches and ranks add up exactly.
     ValueError: shapes that do not fit, topk not below E, or num_bins below 1.
     """
     check_shapes(

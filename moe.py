@@ -1,5 +1,5 @@
-"""A Mixture-of-Experts layer: config, layer, experts, latent pair. To understand the layer, read
-this file up to the end of the section "Experts". The layer's files:
+"""A Mixture-of-Experts layer: config, layer, experts, latent pair. It shows how the parts fit
+together. What they compute is in the other files of the layer, first of all in kernels.py:
 
     router.py           logits, choice, drops, balance losses, counts; all routers of a model
     shared_experts.py   an MLP for every token, in one call or beside the routed path

@@ -799,8 +799,8 @@ class RouterCounts:
         self.reset()
 
     def has_grown(self) -> bool:
-        """Whether a backward has counted since the last call. (Not since when, after the counts
-        were moved: then True.) Only versions are compared, since the values would need a sync.
+        """Whether a backward has counted since the last call; True if the counts were moved since.
+        Only versions are compared, since the values would need a sync.
         """
         old, self.seen = self.seen, compat.version_of(self.last_tokens_per_expert)
         return old != self.seen

@@ -246,7 +246,7 @@ def take_rows(x, index):
     """
     if torch.compiler.is_compiling():
         return torch.ops.aten._unsafe_index(x, [index])
-    return x.index_select(0, index.flatten()).unflatten(0, index.shape)
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
 
 # Rows are gathered from tokens, and tokens from rows. The gradient of each way is the other way, so
@@ -431,16 +431,16 @@ class Logits(torch.autograd.Function):
         refuse_second_derivative()
         x, router = ctx.saved_tensors
         grad_x = grad_router = None
-        wide = grad.dtype
+        factor, weights = grad, router
         in_parts = takes_bf16(x, router)
         if in_parts:                             # so that x and its gradient stay in bf16
-            grad, router = in_bf16_parts(grad), router.repeat(3, 1)
+            factor, weights = in_bf16_parts(grad), router.repeat(3, 1)
         if ctx.needs_input_grad[0]:
-            grad_x = product_in_fp32(grad, router, x.dtype)
+            grad_x = product_in_fp32(factor, weights, x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_router = product_in_fp32(grad.t(), x, wide)
+            grad_router = product_in_fp32(factor.t(), x, grad.dtype)
             if in_parts:
-                grad_router = grad_router.unflatten(0, (3, -1)).sum(0)
+                grad_router = grad_router.view(3, *router.shape).sum(0)
             grad_router = grad_router.to(router.dtype)
         return grad_x, grad_router
 
@@ -511,9 +511,11 @@ class MoE(nn.Module):
     shared_ffn_hidden_size: the FFN size of a shared expert, which computes every token.
     shared_gate: the shared expert's output times sigmoid(shared_gate · x).
 
-    Under autocast the experts' products are in its dtype. Logits, scores, activations and sums are
-    in fp32 at least. On a card a forward syncs once, but not on H100 and B200 in bf16 with H and W
-    in multiples of 8 and E below 1024. x must be finite, even where padding_mask is True.
+    Under autocast the experts' products are in its dtype. Logits, scores, activations and the sum
+    over a token's experts are in fp32 at least; the shared expert's gate, and the sum with its
+    output, are in the dtype of x. On a card a forward syncs once, but not on H100 and B200 in bf16
+    with H and W in multiples of 8 and E below 1024. x must be finite, even where padding_mask is
+    True.
 
     Compiled with fullgraph=True it is one graph for a fixed shape. For x [T, H] there are at most
     four over all T from 1 on, without gradients five. With more axes each counts by itself, and the

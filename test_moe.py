@@ -3060,6 +3060,7 @@ class IgnoresGiven(TopKRouter):
         return super().choose(logits, padding_mask)
 
 
+@about_the_cpu("a card's values are not read")
 def test_record_holds_what_was_used():
     """A choose that ignores given indices is refused in eager mode on a CPU, before anything is
     counted; a graph's record holds what was used. Padding may differ, repeats may not be left."""

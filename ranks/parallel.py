@@ -42,10 +42,12 @@ class ProcessGroups(OneProcess):
     tp_dp_cp  all ranks.
     expt_dp   all ranks with the same experts: those with the same ep rank.
 
-    Each rank's gradients are partial and have to be summed (reduce_gradients). Over n data-parallel
-    ranks the sum has n aux, seq and z-losses, as n microbatches would, and one global loss. If a
-    trainer averages over R ranks instead, multiply the coefficients of aux, seq and z-loss by the
-    size of tp_cp, and the global loss's by R. ValueError: ep without tp_dp_cp.
+    Each rank's gradients are partial and have to be summed (reduce_gradients). aux_loss,
+    seq_aux_loss and the z-loss are defined for one data-parallel rank's tokens, so over n such
+    ranks the sum has n of each, as over n microbatches. global_aux_loss is defined for the tokens
+    of all ranks, so the sum has one. If a trainer averages over R ranks instead, multiply the
+    coefficients of the first three by the size of tp_cp, and that of global_aux_loss by R.
+    ValueError: ep without tp_dp_cp.
     """
     tp: _Group = None
     ep: _Group = None
