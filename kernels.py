@@ -1118,12 +1118,20 @@ def activated(split, weights, function, expert=None, blank=None):
         # Not y as a whole, so that in the backward the mask comes last, before the parts' gradients
         # are joined: see grouped.unrouted.
         split = [part.masked_fill(blank, 1.0) for part in split]
-    elif not is_named(function):
-        split = [part.clone() for part in split]         # it may write over its parts
     beside = {} if expert is None else {"expert": expert}
     out = function(*map(upcast, split), **beside)
     check_result(function, out, shape)
     return cast(out if weights is None else out * upcast(weights), dtype)
+
+
+def activated_rows(y, weights, function, parts):
+    """activated(the parts of y [.., P·F], ..). A function of your own gets copies of the parts, so
+    that it may write over them.
+    """
+    split = parts_of_rows(y, parts)
+    if not is_named(function):
+        split = [part.clone() for part in split]
+    return activated(split, weights, function)
 
 
 def check_result(function, out, shape) -> None:
@@ -1217,7 +1225,7 @@ def activation(
     check_stored(fp8_input_store, function)
 
     def value(y, weights):
-        return activated(parts_of_rows(y, parts), weights, function)
+        return activated_rows(y, weights, function, parts)
 
     if not is_named(function):
         return again_in_a_graph(value, y, weights)

@@ -299,7 +299,7 @@ def _gradients(g, y, weights, function):
     parts = kernels.parts_of(function)
 
     def value(y, weights=None):
-        return kernels.activated(kernels.parts_of_rows(y, parts), weights, function)
+        return kernels.activated_rows(y, weights, function, parts)
 
     if torch.compiler.is_compiling():          # the compiler cannot trace torch.autograd.grad
         grads = torch.func.vjp(value, *inputs)[1](g.detach())
