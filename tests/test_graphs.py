@@ -393,7 +393,7 @@ rows_times_weights kernel rows_times_weights kernel
 copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
 kernel rows_times_rows kernel write kernel product_in product_in kernel""")
     assert_expected_inline(ran(latent_size=16, latent_norm=True), """\
-product_in topk kernel sort kernel searchsorted kernel sort kernel mm kernel
+product_in topk kernel sort kernel searchsorted kernel sort mm kernel
 rows_times_weights kernel rows_times_weights kernel mm
 
 mm mm kernel copy_after kernel rows_times_weights kernel rows_times_rows
@@ -401,7 +401,7 @@ rows_times_weights kernel rows_times_rows kernel mm kernel write product_in
 product_in addmm""")
     assert_expected_inline(ran(activation_fp8_input_store=True), """\
 product_in kernel topk kernel sort searchsorted kernel rows_times_weights sort
-kernel copy_after kernel kernel rows_times_weights kernel
+kernel rows_times_weights copy_after copy_after kernel kernel
 
 copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
 kernel rows_times_rows kernel write kernel product_in product_in kernel""")
