@@ -401,7 +401,7 @@ rows_times_weights kernel rows_times_rows kernel mm kernel write product_in
 product_in addmm""")
     assert_expected_inline(ran(activation_fp8_input_store=True), """\
 product_in kernel topk kernel sort searchsorted kernel rows_times_weights sort
-kernel rows_times_weights copy_after copy_after kernel kernel
+kernel copy_after kernel kernel rows_times_weights kernel
 
 copy_after kernel rows_times_weights kernel rows_times_rows rows_times_weights
 kernel rows_times_rows kernel write kernel product_in product_in kernel""")
