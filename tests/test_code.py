@@ -236,8 +236,8 @@ def check_machine_code(*args):
         *_, barriers, load, store = found[number]
         if args[-1] in NO_PRODUCT and load < 128:          # rows of an op may be misaligned
             continue
-        numbers_of_8_bits = "clamp" in kernels[number][-1]   # 8 of them for 8 of 16
-        assert load == 128 and store == (64 if numbers_of_8_bits else 128), (args, found[number])
+        to_fp8 = kernels[number][-1].startswith("triton_poi_fused__to_copy_clamp_")
+        assert load == 128 and store == (64 if to_fp8 else 128), (args, found[number])
         if barriers:                                         # of a sum over columns
             order = code(*args, "--machine", "--source", number).stdout.split()
             last = max(i for i, word in enumerate(order) if "LDG" in word)
