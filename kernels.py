@@ -1316,15 +1316,15 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, split, f
     return cast(out_TKH.masked_fill((indices >= E)[..., None], 0.0).sum(1), tokens.dtype)
 
 
-def _bias_of_rows(bias, num_rows, offsets):
-    """bias [E, O] -> [N, O]: each row's."""
+def _bias_of_rows(bias, num_rows, blocks):
+    """bias [E, O] -> [N, O]: each row's. The blocks' offsets are on their device."""
     def gather(bias, offsets):
         return take_rows(bias, grouped.expert_of_rows(num_rows, offsets))
 
     def back(grad, offsets):
-        return grouped.bias_grad(grad.contiguous(), grouped.RowBlocks(offsets, native=True))
+        return grouped.bias_grad(grad.contiguous(), grouped.RowBlocks(offsets, blocks.by))
 
-    return with_gradient(bias, gather, back, offsets)
+    return with_gradient(bias, gather, back, blocks.offsets)
 
 
 def _rows_of_stored(to_experts, split, value, from_experts, tokens, fc1, probs):
@@ -1358,10 +1358,10 @@ def _mlp_of_rows(
     if signature_of(function).takes_expert:
         expert_N1 = grouped.expert_of_rows(N, plan.offsets)[:, None]
 
-    # In a graph a native product and a bias would be two kernels. The activation's kernel takes the
+    # In a graph such a product and a bias would be two kernels. The activation's kernel takes the
     # bias along.
     fused_bias = None
-    if blocks.native and torch.compiler.is_compiling() and not fp8_input_store:
+    if grouped.leaves_raw(blocks) and not fp8_input_store:
         fc1_bias, fused_bias = None, fc1_bias
     named = is_named(function)
 
@@ -1370,7 +1370,7 @@ def _mlp_of_rows(
 
     def value(hidden, probs):
         if fused_bias is not None:
-            hidden = hidden + _bias_of_rows(fused_bias, N, plan.offsets)
+            hidden = hidden + _bias_of_rows(fused_bias, N, blocks)
         return of_parts(split(hidden), probs)
 
     def of_parts(split, probs):

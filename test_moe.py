@@ -22,6 +22,7 @@ import os
 import random
 import re
 import sys
+import types
 import warnings
 from typing import Callable, Iterable
 
@@ -1368,42 +1369,46 @@ def with_native_products(monkeypatch, in_graphs: bool = False) -> None:
     product = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", poisoned)
     monkeypatch.setattr(
-        grouped, "row_blocks", lambda offsets, *_: grouped.RowBlocks(offsets, native=True))
+        grouped, "row_blocks", lambda offsets, *_: grouped.RowBlocks(offsets, "torch"))
 
 
-def on_a_card_without_products(monkeypatch) -> None:
-    """From now on the CPU is a card on which torch's grouped product reads no offsets. Experts of
-    similar size are multiplied as one batch."""
-    monkeypatch.setattr(grouped, "row_blocks", lambda offsets, num_rows, *_: grouped.RowBlocks(
-        *grouped._read_in_batches(offsets, num_rows)))
+def without_products(monkeypatch) -> None:
+    """From now on one expert is multiplied after the other, and the offsets are read on the host,
+    as on a device that has neither torch's grouped product nor Triton."""
+    monkeypatch.setattr(grouped, "row_blocks", lambda offsets, *_: grouped.RowBlocks(
+        grouped._read_on_host(offsets)))
 
 
-def on_a_cpu_without_products(monkeypatch) -> None:
-    """From now on one expert is multiplied after the other."""
-    monkeypatch.setattr(grouped, "row_blocks", lambda offsets, *_: grouped.RowBlocks(offsets.cpu()))
+def with_triton(monkeypatch) -> None:
+    """From now on a CPU is a card on which the products are Triton's. A loop stands in for its
+    kernels. On a card nothing changes."""
+    if DEVICE == "cpu":
+        stand_in = types.SimpleNamespace(
+            rows_times_weights=lambda rows, weights, offsets: (
+                grouped._rows_times_weights(rows, weights, None, offsets)),
+            rows_times_rows=grouped._rows_times_rows)
+        monkeypatch.setattr(grouped, "_triton", lambda: stand_in)
+        monkeypatch.setattr(
+            grouped, "row_blocks", lambda offsets, *_: grouped.RowBlocks(offsets, "triton"))
 
 
 # Who multiplies, and what makes it so.
 PRODUCTS = {
-    "this device": lambda monkeypatch: None,
-    "a loop": on_a_cpu_without_products,
-    "batches": on_a_card_without_products,
+    "this device": lambda monkeypatch: None, "a loop": without_products, "triton": with_triton,
     "native": with_native_products,
 }
 
 
 @pytest.mark.parametrize("who, dtype, tol", [
     ("this device", torch.float64, 1e-9),
-    *[(who, *case) for who in ("this device", "a loop", "batches") for case in [
+    *[(who, *case) for who in ("this device", "a loop", "triton") for case in [
         (torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)]],
     pytest.param("native", torch.float32, 1e-5, marks=about_the_cpu("it stands in for a card"))])
 def test_experts_grouped_mm_matches_loop(monkeypatch, who, dtype, tol):
-    """NaN in the rows past the last offset, which spare slots of a batch read; an expert without
-    rows; an expanded gradient. Autocast changes nothing."""
+    """NaN in the rows past the last offset; an expert without rows; an expanded gradient. Autocast
+    changes nothing."""
     sizes = [3, 4, 0, *[3, 4] * 8]
     offsets = torch.tensor(sizes).cumsum(0).int()
-    alone, batches = grouped._plan_batches(tuple(offsets.tolist()))
-    assert [alone, len(batches)] == [[], 3]                  # some slots are spare
     rows = torch.randn(70, 8, dtype=dtype)
     weights = leaf(19, 8, 16, dtype=dtype)
     want = [torch.zeros(shape).double() for shape in [(70, 16), (70, 8), (19, 8, 16)]]
@@ -1470,7 +1475,7 @@ def test_experts_without_rows_are_not_multiplied(monkeypatch):
     monkeypatch.setattr(grouped, "_mm", counted)
     offsets = torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32)
     grouped._rows_times_weights(
-        torch.randn(9, 6), torch.randn(5, 6, 4), torch.randn(5, 4), offsets, None)
+        torch.randn(9, 6), torch.randn(5, 6, 4), torch.randn(5, 4), offsets)
     assert multiplied == [4, 5]
 
 
@@ -1515,8 +1520,8 @@ def loads(T: int, E: int, K: int) -> dict[str, Tensor]:
     (40, 30, 3, (0, 2, 1, 3)), (60, 16, 2, (0, 2, 3, 1)), (7, 20, 2, (0, 3, 1, 2)),
     (9, 1, 1, (0, 1, 3, 2)), (0, 3, 2, (0, 2, 1, 3))])
 @pytest.mark.parametrize("who, backend", slow_but(
-    [("this device", None), ("batches", "eager")],
-    [("this device", None), ("batches", "eager"), ("batches", "aot_eager")]))
+    [("this device", None), ("triton", "eager")],
+    [("this device", None), ("triton", "eager"), ("triton", "aot_eager"), ("a loop", "eager")]))
 def test_experts_match_loop(monkeypatch, T, E, K, order, who, backend):
     """expert_mlp for each load: output and every gradient. It takes indices as they are; a layer
     merges repeats before. What is nowhere adds nothing and gives its prob no gradient. The weights

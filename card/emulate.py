@@ -196,6 +196,8 @@ def install_interpreter(torch, device):
     triton_helpers.set_driver_to_gpu = lambda: None
     triton_helpers.libdevice = Libdevice()
     round_conversions(torch)
+    run_kernels_of_ones_own(device)
+    patch_once()
 
 
 class Heuristics:
@@ -325,6 +327,50 @@ def round_conversions(torch):
         return narrow.view(bits).numpy().view(f"u{narrow.itemsize}")
 
     interpreter._convert_float = convert_float
+
+
+def run_kernels_of_ones_own(device):
+    """A kernel that is launched by hand works in the card's memory. The interpreter would copy its
+    arguments to the host and back, and multiply the bits of bf16 as integers.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def init_args_hst(self, args, kwargs):
+        def host(x):
+            return device.on_host(x) if hasattr(x, "data_ptr") else x
+        return [host(x) for x in args], {name: host(x) for name, x in kwargs.items()}
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        def wide(x):
+            if x.dtype.scalar.is_bf16():
+                return (x.data.astype(np.uint32) << 16).view(np.float32)
+            return x.data.astype(np.float32)
+        return interpreter.TensorHandle(wide(a) @ wide(b) + d.data, d.dtype.scalar)
+
+    interpreter.GridExecutor._init_args_hst = init_args_hst
+    interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def patch_once():
+    """At each call of a function within a kernel the interpreter replaces the language's functions
+    again, which takes longer than the function. Once is enough for each module. Nor need each sum
+    of integers be compared with one of 64 bits.
+    """
+    from triton.runtime import interpreter
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False)
+    patched = set()
+
+    def call(self, *args, **kwargs):
+        module = self.fn.__globals__["__name__"]
+        if module not in patched:
+            patched.add(module)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
 
 
 # ---- Command line ----

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Ops that multiply the rows of each expert: torch's, and those of this project where it has none.
-GROUPED = "_grouped_mm", "rows_times_weights", "rows_times_rows", "loop_over_experts"
+GROUPED = (
+    "_grouped_mm", "triton_rows_times_weights", "triton_rows_times_rows", "rows_times_weights",
+    "rows_times_rows", "loop_over_experts")
 
 
 class Launch(NamedTuple):

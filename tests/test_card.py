@@ -27,8 +27,9 @@ from ranks.test_ranks import RANK_DEVICE, over_ranks, overlapped_layer
 from test_moe import (
     CONFIGS, DEVICE, EMULATED, INF, NAN, QUANTILE, RouterLoop, WAYS, about, about_the_cpu, agree,
     close, compiled, counts_of, exact_config, fp32_leaf, fresh_start, grads, graphs_made,
-    layer_loop, loads, on_a_card, on_a_card_without_products, on_device, outcome, random_indices,
-    random_layer, same, saved_bytes, slow_but, small_config, small_layer, with_native_products)
+    layer_loop, loads, on_a_card, on_device, outcome, random_indices,
+    random_layer, same, saved_bytes, slow_but, small_config, small_layer, with_native_products,
+    without_products)
 from tests.test_graphs import check_keeps_little
 
 
@@ -72,7 +73,7 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     offsets = torch.tensor([2, 5, 5, 9], dtype=torch.int32)
     for slow in (True, False):                               # on a CPU
         monkeypatch.setattr(grouped, "_slow_on_cpu", lambda dtype: slow)
-        assert grouped.row_blocks(offsets, 10, rows, weights).native is not slow
+        assert grouped.row_blocks(offsets, 10, rows, weights).by == ("loop" if slow else "torch")
     for operand in (weights, weights.transpose(1, 2), pair[8:].view(4, 16, 24), many[1:]):
         assert native(operand), (operand.shape, operand.stride())
     for operand in (
@@ -95,28 +96,51 @@ def test_experts_native_product_where_it_fits(monkeypatch):
     same(function(torch.zeros(2)), torch.ones(2))
 
 
+@about_the_cpu("it stands in for a card")
+def test_experts_product_of_each_device(monkeypatch):
+    """Where torch's product does not fit, Triton's, if that has code for the card; fp64, other
+    devices, and a folder without grouped_triton.py have the loop."""
+    generation = 8
+    monkeypatch.setattr(grouped, "_cuda_generation", lambda device: generation)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(grouped, "_triton", lambda: grouped)
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+
+    def has(device, dtype):
+        return bool(grouped._has_triton_product(torch.device(device), dtype))
+    for dtype in (half, torch.float16, single, double):
+        assert has("cuda", dtype) is has("xpu", dtype) is (dtype != double)
+    assert not has("mps", half) and not has("cpu", half)
+    generation = 7                                           # there Triton's code spills
+    assert not has("cuda", half)
+    generation = 0
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert has("cuda", half)
+    monkeypatch.setattr(grouped, "_triton", lambda: None)
+    assert not has("cuda", half)
+
+
 @pytest.mark.parametrize("reads, options", [
     (7, dict()), (8, dict(add_bias_linear=True)), (7, dict(latent_size=7))])
 def test_experts_read_the_offsets_on_the_host_once(monkeypatch, reads, options):
-    """On a card without torch's own product: one copy for all products of forward and backward, one
+    """On a card without a grouped product: one copy for all products of forward and backward, one
     of which eager mode makes again. The card is the CPU; its offsets may not be read but in the
     copy."""
     copies = []
     read = []
-    alone = grouped._alone
-    _read_in_batches = grouped._read_in_batches
+    blocks_with_rows = grouped._blocks_with_rows
+    read_on_host = grouped._read_on_host
 
-    def in_batches(*args):
-        offsets, index = _read_in_batches(*args)
-        copies.append(offsets)
-        return offsets, index
+    def on_host(offsets):
+        copies.append(read_on_host(offsets))
+        return copies[-1]
     layer = small_layer(init_std=0.5, **options)
     x = fp32_leaf(20, 8)
     want = outcome(layer, x)
-    on_a_card_without_products(monkeypatch)
-    monkeypatch.setattr(grouped, "_read_in_batches", in_batches)
-    monkeypatch.setattr(grouped, "_alone", lambda offsets, *args: (
-        read.append(offsets.data_ptr()) or alone(offsets, *args)))
+    without_products(monkeypatch)
+    monkeypatch.setattr(grouped, "_read_on_host", on_host)
+    monkeypatch.setattr(grouped, "_blocks_with_rows", lambda offsets: (
+        read.append(offsets.data_ptr()) or blocks_with_rows(offsets)))
     monkeypatch.setattr(F, "grouped_mm", None)
     close(outcome(layer, x), want, 1e-5)
     assert read == [copies[0].data_ptr()] * reads and len(copies) == 1
@@ -135,63 +159,13 @@ def test_experts_without_rows_have_zero_gradients_on_a_card(monkeypatch):
     assert [bool(grad.any()) for grad in want] == [False, True, False, True, False]
 
     def garbage(rows_t, rows, offs):
-        grad = grouped._rows_times_rows(rows_t.t(), rows, offs, None, exact=False)
+        grad = grouped._rows_times_rows(rows_t.t(), rows, offs, exact=False)
         grad[[0, 2, 4]] = torch.tensor([NAN, INF, -7.0])[:, None, None]
         return grad
     monkeypatch.setattr(F, "grouped_mm", garbage)
-    blocks = grouped.RowBlocks(offsets, native=True)
+    blocks = grouped.RowBlocks(offsets, "torch")
     monkeypatch.setattr(grouped, "_cuda_generation", lambda device: 10)
     same(grouped.weight_grad(a, b, blocks), want)
-
-
-def test_experts_batches_hold_each_expert_and_row_once():
-    """Many loads: few slots, few batches, no copy of weights where all experts are of one size."""
-    for T, E, K in [(2048, 256, 8), (300, 64, 8), (64, 256, 8), (50, 13, 2), (5, 7, 1), (0, 2, 1)]:
-        for load, indices in loads(T, E, K).items():
-            counts = torch.bincount(indices.flatten(), minlength=E + 1)[:E]
-            offsets = counts.cumsum(0).int()
-            alone, batches = grouped._plan_batches(tuple(offsets.tolist()))
-            on_host, index = grouped._read_in_batches(offsets, T * K)
-            assert on_host.tolist() == offsets.tolist()
-            ids, row = index[:E].tolist(), index[E:].tolist()
-            assert index.dtype == torch.int32 and len(row) == 2 * T * K
-            with about(T, E, K, load):
-                assert all(12 * counts[e] >= counts.sum() for e in alone)
-                batched = [e for experts, _ in batches for e in experts]
-                assert sorted(alone + batched) == counts.nonzero().flatten().tolist()
-                assert ids[:len(batched)] == batched
-                slot = 0
-                for experts, size in batches:
-                    assert experts == sorted(experts)
-                    for e in experts:
-                        assert size / 2 < counts[e] <= size
-                        own = list(range(int(offsets[e] - counts[e]), int(offsets[e])))
-                        assert row[slot:slot + size] == own + [T * K] * (size - len(own))
-                        slot += size
-                    # A third of the rows and of the experts at most, but for the last expert.
-                    assert (len(experts) - 1) * size < counts.sum() / 3
-                    assert len(experts) - 1 < len(batched) / 3
-                    apart = experts[-1] - experts[0] >= len(experts)
-                    assert not (apart and load == "even" and T * K >= E)
-                assert set(row[slot:]) <= {T * K}
-                assert slot <= 1.5 * counts.sum()
-                if load == "even" and T * K >= E:
-                    assert len(batches) <= 4
-                assert len(alone) + len(batches) <= 13, batches
-
-
-def test_experts_batches_keep_few_bytes(monkeypatch):
-    """Batches keep eight bytes a row, beside input, fc1's output and activation."""
-    on_a_card_without_products(monkeypatch)
-    T, H, F_, E, K = 64, 48, 40, 32, 4
-    plan = plan_permutation(random_indices(T, E, K), E)
-    x, probs = torch.randn(T, H), torch.rand(T, K)
-    fc1, fc2 = fp32_leaf(E, 2, F_, H), torch.randn(E, H, F_)
-    kept = saved_bytes(lambda: expert_mlp(x * 1, probs, plan, fc1, fc2), exclude=[
-        fc1, fc2, probs, plan.order, plan.inverse, plan.offsets])
-    N = T * K
-    rows = (N + 1) * 2 * F_ + N * F_
-    assert kept == 4 * (T * H + rows) + 4 * (E + 2 * N) + 4 * E
 
 
 @pytest.mark.parametrize("way", slow_but([None], [None, "aot_eager"]))
@@ -309,9 +283,8 @@ COARSE = {
 @pytest.mark.parametrize("name", CARD_VARIANTS)
 def test_card_layer_matches_loop(name, dtype, tol):
     """Eager and compiled, one graph for two T, with padding: the fp64 loop, the same bits again,
-    and a sync a step at most."""
+    and no sync."""
     layer = random_layer(card_config(**CARD_VARIANTS[name], params_dtype=dtype)).to(DEVICE)
-    native = is_native(dtype)
     for function in (layer, compiled(layer, "inductor", dynamic=True)):
         for S in (10, 19):
             x = torch.randn(S, 2, 32).to(DEVICE, dtype).requires_grad_()
@@ -330,7 +303,7 @@ def test_card_layer_matches_loop(name, dtype, tol):
                 got = step()
                 check_near(got, want, COARSE.get((name, dtype), tol))
                 same(step(), got)
-                assert syncs_of(step) == (0 if native else 1)
+                assert syncs_of(step) == 0
     assert graphs_made() == 1
 
 
@@ -390,9 +363,9 @@ def test_card_keeps_as_little():
 
 @on_a_card
 @pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (256, 8)])
-def test_card_batches_launch_little(E, K):
+def test_card_triton_launches_little(E, K):
     """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled
-    and eager equal the CPU, and themselves to the bit. One sync a step."""
+    and eager equal the CPU, and themselves to the bit. No sync."""
     T, H, F_ = 128, 16, 8
     weights = torch.randn(E, 2, F_, H), torch.randn(E, H, F_)
     x, probs = torch.randn(T, H), torch.rand(T, K)
@@ -408,24 +381,28 @@ def test_card_batches_launch_little(E, K):
         for device in ("cpu", DEVICE)]
     function = compiled(ours, "inductor")
     for load, indices in loads(T, E, K).items():
+        if EMULATED and E == 256 and load not in ("even", "power law"):
+            continue                                         # an interpreter takes long
         with about(load):
             want = run(ours, on_cpu, indices)
             for way in (ours, function):
-                step = functools.partial(run, way, on_the_card, indices.to(DEVICE))
-                got = step()
-                close([t.cpu() for t in got], want, 1e-4)
-                same(step(), got)
-                assert syncs_of(step) == 1
-            if EMULATED:
-                most = 180 if load == "even" else 280
-                assert launches_of(step) <= most, launches_of(step)
+                there = indices.to(DEVICE)
+                steps = [run(way, on_the_card, there)]
+                close([t.cpu() for t in steps[0]], want, 1e-4)
+
+                def step():
+                    steps.append(run(way, on_the_card, there))
+                assert syncs_of(step) == 0
+                same(*steps)
+            if EMULATED and load == "even":
+                assert launches_of(step) <= 45
 
 
 @on_a_card
 def test_card_peak_of_a_step(monkeypatch):
-    """In bf16, compiled: 96 MiB on an H100, 107 in batches, which gather their rows once more."""
+    """In bf16, compiled: 18 MiB on every card."""
     monkeypatch.setenv("CARD_MEMORY", "1")               # else the interpreter keeps dead buffers
-    T, H, F_, E, K = 2048, 512, 256, 64, 8
+    T, H, F_, E, K = 1024, 256, 128, 32, 8
     new = functools.partial(torch.zeros, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     x, fc1, fc2 = new(T, H), new(E, 2, F_, H), new(E, H, F_)
     probs = torch.rand(T, K, device=DEVICE, requires_grad=True)
@@ -440,8 +417,7 @@ def test_card_peak_of_a_step(monkeypatch):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         experts(x, probs, indices, fc1, fc2).sum().backward()
-    most = 99 if is_native(torch.bfloat16) else 110
-    assert torch.cuda.max_memory_allocated() - before <= most * 2 ** 20
+    assert torch.cuda.max_memory_allocated() - before <= 19 * 2 ** 20
 
 
 @on_a_card

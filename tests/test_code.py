@@ -222,14 +222,16 @@ def test_code_of_other_cards_reads_rows_whole(case, capability):
 
 
 def check_machine_code(*args):
-    """For an H100 no kernel spills; for a B200 one of small.py keeps a number so. Kernels that move
-    rows load and store 128 bits at a time, and no barrier stands in front of a load."""
+    """Kernels spill nothing but one number or two, in small.py's sum of the experts' gradients with
+    a shared expert and a loss, or for a B200. Kernels that move rows load and store 128 bits at a
+    time, and no barrier stands in front of a load."""
     found = machine(*args)
     launches, _ = tables(*args, "--machine")
     kernels = {launch[0]: launch for listed in launches.values() for launch in listed
                if launch[1] == "kernel"}
     assert found.keys() == kernels.keys()
-    assert sum(spills for _, spills, *_ in found.values()) <= (2 if args[-1] == "10,0" else 0)
+    most = 2 if args[-1] == "10,0" else 4 if args[-1] == "--set=aux_loss_coeff=0.01" else 0
+    assert sum(spills for _, spills, *_ in found.values()) <= most * (args[0] == "small")
     moving = [number for number, (_, _, read, written, _) in kernels.items() if read + written > 16]
     assert len(moving) >= 6
     for number in moving:

@@ -49,7 +49,8 @@ from test_moe import (
     ACTIVATIONS, CONFIGS, DEVICE, EAGER_WAYS, LAYER, LOSSES, WAYS, Watch, about, about_the_cpu,
     agree, checkpointed, close, compiled, exact_config, exact_layer, fp32_leaf, fresh_start, grads,
     graphs_made, leaf, of_module, on_device, ops_of, outcome, random_indices, random_layer, run_as,
-    same, saved_bytes, slow, slow_but, small_config, small_layer, twin, with_native_products)
+    same, saved_bytes, slow, slow_but, small_config, small_layer, twin, with_native_products,
+    with_triton)
 from tests.test_settings import imported_as
 
 SOURCES = *LAYER, maps, prune, sharding, parallel
@@ -827,10 +828,8 @@ def test_compile_ops_pass_opcheck(monkeypatch):
     offsets = plan.offsets
     x, w, b = torch.randn(9, 8), torch.randn(4, 6, 8), torch.randn(4, 6)
     rows, h = torch.randn(18, 8), torch.randn(18, 6)
-    many = torch.arange(1, 17, dtype=torch.int32)            # offsets of sixteen experts
-    of_many = torch.randn(16, 8, 6)
     of_all = offsets.new_tensor([2, 2, 9])                   # leaves no row unrouted
-    _, index = grouped._read_in_batches(many, 18)
+    with_triton(monkeypatch)
     fp32, bf16 = torch.float32, torch.bfloat16
     stream = types.SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(shared_experts, "_current_stream", lambda device: stream)
@@ -841,14 +840,15 @@ def test_compile_ops_pass_opcheck(monkeypatch):
         (compat.copy_after, x, x),
         (kernels._sinkhorn, x, 1e-4, None),
         (kernels._sinkhorn, x, 1e-4, x[:, 0] > 0),
-        (grouped._rows_times_weights, rows, w.transpose(1, 2), b, offsets, None),
-        (grouped._rows_times_weights, h, w, None, offsets, None),
-        (grouped._rows_times_rows, rows, h, offsets, None, False),
-        (grouped._rows_times_rows, rows, h, offsets, None, True),
-        (grouped._read_in_batches, offsets, 18),
-        (grouped._read_in_batches, many, 18),
-        (grouped._rows_times_weights, rows, of_many, None, many, index),
-        (grouped._rows_times_rows, rows, h, many, index, False),
+        (grouped._rows_times_weights, rows, w.transpose(1, 2), b, offsets),
+        (grouped._rows_times_weights, h, w, None, offsets),
+        (grouped._rows_times_rows, rows, h, offsets, False),
+        (grouped._rows_times_rows, rows, h, offsets, True),
+        (grouped._triton_rows_times_weights, rows, w.transpose(1, 2), offsets),
+        (grouped._triton_rows_times_weights, h, w, offsets),
+        (grouped._triton_rows_times_rows, rows, h, offsets, False),
+        (grouped._triton_rows_times_rows, rows, h, offsets, True),
+        (grouped._read_on_host, offsets),
         (kernels._product_in, torch.randn(4, 9), x, torch.float64, fp32),
         (kernels._product_in, torch.randn(4, 9), x, fp32, fp32),
         (kernels._product_in, torch.randn(4, 9), x, fp32, bf16, torch.randn(8)),
@@ -870,9 +870,9 @@ def test_compile_ops_pass_opcheck(monkeypatch):
     written = [args[0] for op, *args in calls if op._opoverload._schema.is_mutable]
     for layout in (torch.Tensor.contiguous, transposed, expanded):
         for op, *args in calls:
-            # The index of batches belongs to its offsets, rows beyond all offsets are not
-            # initialised, and no op can write to an expanded tensor.
-            fixed = [many, index, of_all, *written] if layout is expanded else []
+            # Rows beyond all offsets are not initialised, and no op can write to an expanded
+            # tensor.
+            fixed = [of_all, *written] if layout is expanded else []
             given = tree_map_only(
                 Tensor, lambda x: x if any(x is y for y in fixed) else layout(x), tuple(args))
             with about(f"{layout.__name__} {op._name}"):
@@ -884,7 +884,7 @@ def test_compile_ops_that_decide_on_the_host_stay_out_of_cuda_graphs():
         return sorted(op._name for op in ops_of(*modules)
                       if torch.Tag.cudagraph_unsafe in op._opoverload.tags)
     assert left_out(*SOURCES) == [
-        "read_in_batches", "rows_times_rows", "rows_times_weights"]
+        "read_on_host", "rows_times_rows", "rows_times_weights"]
     assert left_out(small) == ["loop_over_experts"]
 
 

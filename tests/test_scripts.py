@@ -168,7 +168,7 @@ def test_sources_installed_as_a_package(tmp_path):
     assert done.returncode == 0, done.stderr
     installed = target / "minimal_moe"
     names = [file.stem for file in (*installed.glob("*.py"), *installed.glob("*/*.py"))]
-    others = ["__init__", "maps", "prune", "small", "check", "plan"]
+    others = ["__init__", "maps", "prune", "small", "check", "plan", "grouped_triton"]
     assert sorted(names) == sorted(LAYER + RANKS + MODELS + others)
     tops = [path.name for path in target.iterdir() if path.suffix != ".dist-info"]
     assert tops == ["minimal_moe"]
