@@ -896,6 +896,54 @@ def card_rows(report: Report, case: Case) -> None:
         report.figure(case, f"{row['candidate']}, GB/s", value=size / row["ms"] / 1e6)
 
 
+# (ROWS, COLUMNS, INNER, num_warps, num_stages) of grouped_triton.py's kernels.
+TILES = [
+    (32, 128, 32, 4, 4), (64, 64, 32, 4, 3), (64, 128, 32, 4, 4), (64, 128, 64, 4, 4),
+    (128, 64, 32, 4, 4), (128, 128, 32, 8, 4), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)]
+
+
+@torch.no_grad()
+def card_products(report: Report, case: Case) -> None:
+    """fc1's product and its weight's gradient, alone: in the tiles that grouped_triton.tiles
+    chooses and in others, beside torch's own, where that reads the offsets on the card, and a loop
+    over experts. What does not fit into the card's shared memory is left out."""
+    layer, x, _ = layer_and_input(case.config(), case.T)
+    x_TH = x.detach().flatten(0, 1)
+    _, indices_TK = layer.router.route(x_TH)
+    plan = kernels.plan_permutation(indices_TK, case.E)
+    rows = kernels.gather_rows(x_TH, plan)
+    weights = layer.experts.fc1.detach().flatten(1, 2).mT
+    grad = torch.randn(len(rows), weights.shape[2], dtype=case.dtype, device=DEVICE)
+    blocks = grouped.RowBlocks(plan.offsets.cpu())
+    triton = grouped._triton() if DEVICE == "cuda" else None
+    for what, other, by_triton, by_torch, loop in (
+            ("rows x weights", weights, triton and triton.rows_times_weights,
+             lambda rows, weights: F.grouped_mm(rows, weights, offs=plan.offsets),
+             lambda rows, weights: grouped.product(rows, weights, blocks)),
+            ("rows x rows", grad, triton and partial(triton.rows_times_rows, exact=False),
+             lambda rows, grad: F.grouped_mm(rows.t(), grad, offs=plan.offsets),
+             lambda rows, grad: grouped.weight_grad(rows, grad, blocks))):
+        candidates = {}
+        if triton:
+            chosen = partial(by_triton, offsets=plan.offsets)
+            candidates["chosen"] = Candidate(chosen, [rows, other])
+            for sizes in TILES:
+                names = "ROWS", "COLUMNS", "INNER", "num_warps", "num_stages"
+                settings = dict(zip(names, sizes))
+                candidate = Candidate(partial(chosen, **settings), [rows, other])
+                try:
+                    candidate.step()
+                except triton.triton.runtime.errors.OutOfResources:
+                    continue
+                candidates[", ".join(map(str, sizes))] = candidate
+        if grouped._native(rows, weights):
+            candidates["F.grouped_mm"] = Candidate(by_torch, [rows, other])
+        candidates["a loop"] = Candidate(loop, [rows, other])
+        right = loop(rows.to(FP64_DEVICE).double(), other.to(FP64_DEVICE).double())
+        check(candidates, [right], case.dtype)
+        report.compare(case, what, candidates, ["a loop"])
+
+
 class Exchanged:
     """One rank's dispatch, which copies as many rows as the all-to-alls out and back would."""
 
@@ -947,7 +995,7 @@ def card_syncs(report: Report, case: Case) -> None:
 
 
 def bench_card(report: Report) -> None:
-    """At most 8 minutes on one GPU."""
+    """At most 10 minutes on one GPU."""
     if DEVICE != "cuda":
         print("card: no CUDA device. Without one only --quick runs, at small sizes, without syncs.")
         if not report.quick:
@@ -957,6 +1005,7 @@ def bench_card(report: Report) -> None:
     print("card: the library's own kernels are left out: their package has the name of kernels.py.")
     report.seconds = min(report.seconds, 2.0)
     for case in report.progress(report.cases(CARD)):
+        card_products(report, case)
         card_layer(report, case)
         card_rows(report, case)
         card_overlap(report, case)

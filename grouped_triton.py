@@ -108,8 +108,7 @@ def rows_times_weights(rows: Tensor, weights: Tensor, offsets: Tensor, **setting
     out = rows.new_empty(N, F)
     settings = {**tiles(N, E, rows.dtype), **settings}
     columns = triton.cdiv(F, settings["COLUMNS"])
-    # Each expert, and the unrouted rows, may fill their last tile in part.
-    most = triton.cdiv(N, settings["ROWS"]) + min(N, E + 1)
+    most = triton.cdiv(N, settings["ROWS"]) + min(N, E)      # each may fill its last tile in part
     if most * columns:
         with torch.accelerator.device_index(rows.get_device()):
             _rows_times_weights_kernel[(most * columns,)](

@@ -123,7 +123,8 @@ def rows_of_each(offsets):
 
 # F.grouped_mm, torch's own product, takes bf16 and reads the offsets on their device. Where it does
 # not run, the product is a loop, and the host has to read the offsets. So on such a card they are
-# copied to the host, once for all products.
+# copied to the host, once for all products, and a product has up to E launches. moe.py's layer has
+# one launch there, a kernel in Triton.
 @torch.compiler.assume_constant_result
 def native_product(device) -> str:
     """Which hardware runs F.grouped_mm here: "H100" (or H200), "B200" (or B300), "bf16 CPU" (with
@@ -513,9 +514,10 @@ class MoE(nn.Module):
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and the sum
     over a token's experts are in fp32 at least; the shared expert's gate, and the sum with its
-    output, are in the dtype of x. On a card a forward syncs once, but not on H100 and B200 in bf16
-    with H and W in multiples of 8 and E below 1024. x must be finite, even where padding_mask is
-    True.
+    output, are in the dtype of x. On H100 and B200 in bf16, with H and W in multiples of 8 and E
+    below 1024, nothing waits for the card. On other cards a forward syncs once, and a step has up
+    to 6·E launches of products; the layer of moe.py has six and no sync. x must be finite, even
+    where padding_mask is True.
 
     Compiled with fullgraph=True it is one graph for a fixed shape. For x [T, H] there are at most
     four over all T from 1 on, without gradients five. With more axes each counts by itself, and the

@@ -6,6 +6,7 @@
     python card/code.py layer --machine          what the kernels become in machine code
     python card/code.py my_model.py:block        what a function of your own returns
     python card/code.py small --device cpu       the C++ that Inductor writes for this CPU
+    python card/code.py products                 the machine code of grouped_triton.py
 
 CASE is small (small.py), layer (moe.py), step2, step3 (examples/steps.py), hf (the Qwen3 block of
 the library transformers, with grouped products) or FILE:FUNCTION. That function takes no arguments
@@ -181,6 +182,23 @@ def show_machine_code(launches, capability):
     print()
 
 
+def show_products(capability):
+    """A row for each kernel of grouped_triton.py and each setting that `tiles` may choose."""
+    from card.machine import PRODUCTS, disassembled, nvidia, product, settings_of
+    print(f"{'':18}rows  {'dtype':15}registers   spills  shared   multiply     "
+          f"{'copies by their bits':23}stores")
+    for name, fixed in PRODUCTS.items():
+        for dtype, precision, settings in settings_of():
+            code = disassembled(product(
+                name, dtype, nvidia(capability), PRECISION=precision, **fixed, **settings))
+            [(multiply, times)] = code.multiplies.items()
+            copies, stores = [", ".join(f"{bits}: {n}" for bits, n in found.items()) or "-"
+                              for found in (code.copies, code.stores)]
+            print(f"{name.strip('_').removesuffix('_kernel'):18}{settings['ROWS']:4}  "
+                  f"{dtype + ' ' + precision:15}{code.registers:9}{code.spills:9}{code.shared:8}"
+                  f"   {multiply + ': ' + str(times):13}{copies:23}{stores}")
+
+
 def show_sums(launches, least):
     both = [launch for listed in launches.values() for launch in listed]
     titles = "kernels", "ops", "grouped", "MB grouped", "MB of others"
@@ -235,8 +253,9 @@ def main():
 def run(options):
     case, tokens = options.case, options.tokens
     file, _, function = case.rpartition(":")
-    if case not in CASES and not Path(file).is_file():
-        raise Refusal(f"{case} is unknown; known are {', '.join(CASES)} and FILE:FUNCTION")
+    if case not in (*CASES, "products") and not Path(file).is_file():
+        raise Refusal(
+            f"{case} is unknown; known are {', '.join(CASES)}, products and FILE:FUNCTION")
     if not re.fullmatch(r"\d+,\d+", options.capability):
         raise Refusal(f"--capability is {options.capability}; needs two numbers, such as 9,0")
     if tokens < 4 or tokens % 4:
@@ -255,6 +274,8 @@ def run(options):
         os.environ.pop("TRITON_INTERPRET")
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled|TensorFloat32 tensor cores")
         emulate.install()
+    if case == "products":
+        return show_products(options.capability)
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

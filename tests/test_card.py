@@ -308,6 +308,63 @@ def test_card_layer_matches_loop(name, dtype, tol):
 
 
 @on_a_card
+@pytest.mark.parametrize("dtype, tol", [
+    (torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 6e-3)])
+def test_card_triton_products(dtype, tol):
+    """Both kernels against fp64: odd sizes, experts without rows, unrouted rows, which hold NaN, no
+    rows at all, more experts than torch's product takes; weights transposed, strided and of one
+    expert for all; the same bits again. They read no rows of another expert."""
+    triton = grouped._triton()
+    sizes = [(70, 24, 40, [3, 20, 0, 0, 40]), (33, 130, 17, [0, 33]), (150, 8, 150, [145]),
+             (5, 3, 5, [0] * 1100 + [5]), (9, 8, 8, [0, 0]), (0, 8, 16, [0, 0])]
+    for N, H, F_, counts in sizes:
+        E = len(counts)
+        offsets = torch.tensor(counts).cumsum(0).int()
+        rows, other = torch.randn(N, H).to(dtype), torch.randn(N, F_).to(dtype)
+        weights = torch.randn(E, H, F_).to(dtype)
+        block_of = torch.bucketize(torch.arange(N), offsets, right=True)
+        one_hot = F.one_hot(block_of, E + 1)[:, :E].double()
+        both = torch.einsum("nh,ehf,ne->nf", rows.double(), weights.double(), one_hot)
+        of_blocks = torch.einsum("nh,nf,ne->ehf", rows.double(), other.double(), one_hot)
+        rows[block_of == E] = other[block_of == E] = NAN
+        rows, other, weights, ends = [x.to(DEVICE) for x in (rows, other, weights, offsets)]
+        layouts = weights, weights.mT.contiguous().mT, weights.repeat(1, 1, 2)[..., :F_]
+        with about(N, H, F_, E):
+            for given in layouts if E < 1000 else layouts[:1]:
+                got = triton.rows_times_weights(rows, given, ends)
+                check_near([got], [both], tol)
+                same(triton.rows_times_weights(rows, given, ends), got)
+            for left in (rows, rows.t().contiguous().t())[:1 + (E < 1000)]:
+                got = triton.rows_times_rows(left, other, ends, exact=True)
+                check_near([got], [of_blocks], tol)
+                same(triton.rows_times_rows(left, other, ends, exact=True), got)
+            for count, block in zip(counts, got):
+                assert count or not block.any()
+
+
+@on_a_card
+@pytest.mark.skipif(not EMULATED, reason="the numbers lie in a sparse file")
+def test_card_triton_addresses_have_64_bits(tmp_path):
+    """Rows and experts that lie more than 2^31 numbers behind the first."""
+    far = 2 ** 30 + 8
+    triton = grouped._triton()
+
+    memory = torch.from_file(
+        str(tmp_path / "sparse"), shared=True, size=2 * far + 8, dtype=torch.bfloat16)
+    memory[:8], memory[far:][:8], memory[2 * far:] = 1.0, 2.0, 3.0
+    ends = torch.tensor([1, 2, 3], dtype=torch.int32)
+    rows = memory.as_strided((3, 8), (far, 1))
+    near = torch.ones(3, 8).bfloat16()
+    weights = torch.ones(3, 8, 8).bfloat16()
+    want = torch.tensor([8.0, 16.0, 24.0]).bfloat16()
+    same(triton.rows_times_weights(rows, weights, ends)[:, 0], want)
+    same(triton.rows_times_rows(rows, near, ends, exact=False)[:, 0, 0], want / 8)
+    same(triton.rows_times_rows(near, rows, ends, exact=False)[:, 0, 0], want / 8)
+    weights = memory.as_strided((3, 8, 8), (far, 0, 1))
+    same(triton.rows_times_weights(near, weights, ends)[:, 0], want)
+
+
+@on_a_card
 def test_card_under_autocast():
     """An fp32 layer: the experts in bf16, the router as without autocast."""
     layer = random_layer(card_config(**CARD_VARIANTS["losses"])).to(DEVICE)

@@ -215,10 +215,53 @@ def machine(*args) -> dict[int, tuple]:
     return found
 
 
+@pytest.mark.parametrize("capability", ["8,0", "8,9", "9,0", "10,0", "12,0"])
+def test_code_of_the_triton_products(capability):
+    """Each setting that `tiles` may choose: no spills, shared memory that each card has (99 KB at
+    least), tensor cores but for exact fp32, rows that are copied while others are multiplied, 128
+    bits at a time. (On an H100 or B200 in TF32 a transposed operand passes through registers.)"""
+    lines = code("products", "--capability", capability).stdout.splitlines()[1:]
+    assert len(lines) == 28
+    for line in lines:
+        name, rows, dtype, precision, _, spills, shared, multiply, _, copies, *_ = line.split()
+        exact = (dtype, precision) == ("float32", "ieee")
+        assert int(spills) == 0 and int(shared) <= 65 * 1024, line
+        assert multiply == ("FFMA:" if exact else {
+            ("9,0", True): "HGMMA:", ("10,0", True): "UTCHMMA:"}.get(
+                (capability, int(rows) >= 64), "HMMA:")), line
+        by_hand = (name, precision, rows) == ("rows_times_rows", "tf32", "64") and (
+            capability in ("9,0", "10,0"))
+        assert copies == ("32:" if by_hand else "128:"), line
+
+
+@pytest.mark.parametrize("target", ["gfx90a", "gfx942"])
+def test_code_of_the_triton_products_for_amd(target):
+    """No spills, 64 KB of shared memory at most, and the matrix cores. What is added to a row's, an
+    expert's and a result's address has 64 bits."""
+    from triton.backends.compiler import GPUTarget
+
+    from card.machine import PRODUCTS, product, settings_of
+    for name, fixed in PRODUCTS.items():
+        for dtype, precision, settings in settings_of():
+            if precision == "tf32":
+                continue
+            binary = product(
+                name, dtype, GPUTarget("hip", target, 64), PRECISION=precision, **fixed, **settings)
+            text = binary.asm["amdgcn"]
+            assert re.findall(r"gpr_spill_count: (\d+)", text) == ["0", "0"]
+            assert binary.metadata.shared <= 64 * 1024 and "v_mfma" in text
+            wide = re.findall(r"tt\.addptr .*(?:, i64|xi64>) loc", binary.asm["ttir"])
+            assert len(wide) == 3, (name, wide)
+
+
 @pytest.mark.parametrize("capability", ["8,0", "10,0", "12,0"])
 @pytest.mark.parametrize("case", ["small", "layer"])
 def test_code_of_other_cards_reads_rows_whole(case, capability):
+    """And as little as an H100, but a B200: see docs/compile.md. small.py's product is a loop on
+    some: there its gradients of gate and up are two kernels."""
     check_machine_code(case, "--capability", capability)
+    _, sums = tables(case, "--capability", capability, "--machine")
+    assert sums["both"][-1] <= (1.38 if capability == "10,0" else 1.1 if case == "layer" else 1.23)
 
 
 def check_machine_code(*args):

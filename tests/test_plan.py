@@ -104,7 +104,7 @@ MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 @slow
-@about_the_cpu("a card keeps the rows of batches too")
+@about_the_cpu("its graphs are those of a CPU")
 @over_ranks(2)
 def test_plan_is_what_a_graph_keeps(rank, ranks):
     """What is said, to 1 %."""

@@ -1339,7 +1339,7 @@ def test_docs_bytes_kept():
 
 
 @about_the_cpu("it stands in for a card")
-@pytest.mark.parametrize("who", ["a loop", "native"])
+@pytest.mark.parametrize("who", ["triton", "native"])
 def test_docs_bytes_kept_in_a_graph(monkeypatch, who):
     """By the layer itself: 8·E less than results.md says for eager mode, and T·K more for a mask,
     which a graph of torch 2.15 makes again."""
