@@ -20,9 +20,7 @@ backward. The second T makes another graph, which then serves every T from 2 on.
 2.15 a sort of more than 32,767 rows makes one more.
 """
 import functools
-import inspect
 import math
-import types
 from typing import Callable, NamedTuple
 
 import torch
@@ -910,8 +908,8 @@ def _collect_probs(grad, order, inverse, offsets):
 
 
 # ---- Activations: functions of the parts of fc1's output ----
-# Each takes one part, or the gate and the up part, and computes in their dtype. Parameters with a
-# default are constants.
+# Each takes one part, or the gate and the up part, and computes in their dtype. ACTIVATIONS says
+# which, and names the constants.
 
 def _limited(gate, up, linear_offset, clamp_value):
     if clamp_value is not None:
@@ -973,92 +971,46 @@ def gelu(y: Tensor) -> Tensor:
     return F.gelu(y, approximate="tanh")
 
 
+class Activation(NamedTuple):
+    """What an activation is a function of."""
+    function: "Callable[..., Tensor]"
+    parts: int = 2                       # P of fc1's output: 2, gate and up, or 1
+    takes_expert: bool = False           # a further argument `expert` [.., 1]: each row's expert
+    constants: tuple[str, ...] = ()      # names of further parameters, with defaults
+
+
+_LIMITS = "linear_offset", "clamp_value"
 ACTIVATIONS = {
-    "swiglu": swiglu, "geglu": geglu, "quick_geglu": quick_geglu, "situ": situ, "relu2": relu2,
-    "relu": relu, "gelu": gelu}
+    "swiglu": Activation(swiglu, constants=_LIMITS),
+    "geglu": Activation(geglu, constants=_LIMITS),
+    "quick_geglu": Activation(quick_geglu, constants=(*_LIMITS, "alpha")),
+    "situ": Activation(situ, constants=("beta", "linear_beta")),
+    "relu2": Activation(relu2, parts=1),
+    "relu": Activation(relu, parts=1),
+    "gelu": Activation(gelu, parts=1),
+}
 
 
-class _Signature(NamedTuple):
-    """How an activation is called."""
-    parts: int                     # its positional parameters without a default
-    constants: tuple[str, ...]     # the names of those with one
-    takes_expert: bool             # whether one is named `expert`
-
-
-@torch.compiler.assume_constant_result           # Dynamo cannot trace inspect.signature
-def _signature_of(function, bound, named):
-    """The _Signature of a function whose first `bound` parameters, and those in `named`, are bound.
+def activation_of(kind, **constants) -> Activation:
+    """The Activation of this name in ACTIVATIONS, or the given one, or that of a function of gate
+    and up, with these constants bound. ValueError: an unknown name or constant.
     """
-    try:
-        parameters = [*inspect.signature(function).parameters.values()][bound:]
-    except ValueError:
-        raise ValueError(f"{function} does not say which parameters it has; needs a function "
-                         f"written in Python around it") from None
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        raise ValueError(f"{function} takes any number of arguments; needs a function of one part, "
-                         f"or of gate and up")
-    names = [p.name for p in parameters if p.name != "expert"]
-    parts = [p.name for p in parameters
-             if p.default is p.empty and p.name in names and p.name not in named]
-    for p in parameters:
-        if p.name in parts and p.kind == p.KEYWORD_ONLY:
-            raise ValueError(f"{function} has no value for {p.name}; bind one by functools.partial")
-    for name in named:
-        if parts and name in names[:names.index(parts[-1])]:
-            raise ValueError(f"{name} comes before {parts[-1]} in {function}; bind it by position")
-    constants = tuple(name for name in names if name not in parts)
-    takes_expert = any(p.name == "expert" for p in parameters) and "expert" not in named
-    return _Signature(len(parts), constants, takes_expert)
-
-
-def signature_of(function) -> _Signature:
-    """How an activation is called. ValueError: its parameters cannot be seen."""
-    bound = 0
-    named = ()
-    while isinstance(function, functools.partial):
-        bound += len(function.args)
-        named = (*named, *function.keywords)
-        function = function.func
-    # Dynamo takes no method or module as a constant, so both become a function of self.
-    if isinstance(function, types.MethodType):
-        bound += 1
-        function = function.__func__
-    elif isinstance(function, torch.nn.Module):
-        bound += 1
-        function = type(function).forward
-    return _signature_of(function, bound, named)
-
-
-def parts_of(function) -> int:
-    """P, how many parts of fc1's output an activation takes: its positional parameters without a
-    default, without `expert`. ValueError: they cannot be seen.
-    """
-    return signature_of(function).parts
-
-
-def constants_of(function) -> tuple[str, ...]:
-    """The names of an activation's constants: its parameters with a default."""
-    return signature_of(function).constants
-
-
-def activation_of(kind, **constants):
-    """The function of this name in ACTIVATIONS, or the given one, with these constants. ValueError:
-    an unknown name or constant.
-    """
-    function = kind
-    if not callable(kind):
+    made = kind
+    if isinstance(kind, str):
         check_known("kind", kind, ACTIVATIONS)
-        function = ACTIVATIONS[kind]
-    known = constants_of(function) if constants else ()
+        made = ACTIVATIONS[kind]
+    elif not isinstance(kind, Activation):
+        made = Activation(kind)
     for name, value in constants.items():
-        if name not in known:
+        if name not in made.constants:
             raise ValueError(f"{name} is {value}; {kind} has no such constant, it has "
-                             f"{', '.join(known) or 'none'}")
+                             f"{', '.join(made.constants) or 'none'}")
         # It is checked here and not in situ, since in torch 2.11 an error inside a checkpoint
         # leaves the checkpoint's hooks on.
-        if function is situ and value is not None and value <= 0:
+        if made.function is situ and value is not None and value <= 0:
             raise ValueError(f"{name} is {value}; needs a positive number")
-    return _with_numbers(functools.partial(function, **constants) if constants else function)
+    bound = functools.partial(made.function, **constants) if constants else made.function
+    return Activation(_with_numbers(bound), made.parts, made.takes_expert, made.constants)
 
 
 def again(function, *tensors: Tensor) -> Tensor:
@@ -1081,11 +1033,12 @@ def again_in_a_graph(function, *tensors: Tensor) -> Tensor:
     return again(function, *tensors) if torch.compiler.is_compiling() else function(*tensors)
 
 
-def is_named(function) -> bool:
-    """Whether the function, without its constants, is in ACTIVATIONS. If not, it is your own."""
+def is_named(made: Activation) -> bool:
+    """Whether its function, without constants, is one of ACTIVATIONS. If not, it is your own."""
+    function = made.function
     while isinstance(function, functools.partial):
         function = function.func
-    return any(function is named for named in ACTIVATIONS.values())
+    return any(function is named.function for named in ACTIVATIONS.values())
 
 
 def _with_numbers(function):
@@ -1108,9 +1061,9 @@ def parts_of_rows(y, parts, axis=-2):
     return y.reshape(*y.shape[:-1], *sizes).unbind(axis)
 
 
-def activated(split, weights, function, expert=None, blank=None):
-    """function(*split) · weights [.., 1] -> [.., F] in the parts' dtype. expert [.., 1] is for a
-    function that takes it, else None. The function sees ones, without a gradient, in rows where
+def activated(split, weights, made, expert=None, blank=None):
+    """made.function(*split) · weights [.., 1] -> [.., F] in the parts' dtype. expert [.., 1] is for
+    a function that takes it, else None. The function sees ones, without a gradient, in rows where
     blank [.., 1] is True.
     """
     shape, dtype = split[0].shape, split[0].dtype
@@ -1119,19 +1072,19 @@ def activated(split, weights, function, expert=None, blank=None):
         # are joined: see grouped.unrouted.
         split = [part.masked_fill(blank, 1.0) for part in split]
     beside = {} if expert is None else {"expert": expert}
-    out = function(*map(upcast, split), **beside)
-    check_result(function, out, shape)
+    out = made.function(*map(upcast, split), **beside)
+    check_result(made.function, out, shape)
     return cast(out if weights is None else out * upcast(weights), dtype)
 
 
-def activated_rows(y, weights, function, parts):
+def activated_rows(y, weights, made):
     """activated(the parts of y [.., P·F], ..). A function of your own gets copies of the parts, so
     that it may write over them.
     """
-    split = parts_of_rows(y, parts)
-    if not is_named(function):
+    split = parts_of_rows(y, made.parts)
+    if not is_named(made):
         split = [part.clone() for part in split]
-    return activated(split, weights, function)
+    return activated(split, weights, made)
 
 
 def check_result(function, out, shape) -> None:
@@ -1175,23 +1128,25 @@ def check_activation(y, weights, parts, g=None):
             raise ValueError(f"{name} has shape {list(x.shape)}; needs {[*rows, columns]}")
 
 
-def check_stored(fp8_input_store, function):
-    if fp8_input_store and not is_named(function):
-        raise ValueError(f"fp8_input_store is True, and {function} is not in ACTIVATIONS; leave it "
-                         f"out: the function would be computed twice, on y and on the stored y")
+def check_stored(fp8_input_store, made):
+    if fp8_input_store and not is_named(made):
+        raise ValueError(f"fp8_input_store is True, and {made.function} is not in ACTIVATIONS; "
+                         f"leave it out: the function would be computed twice, on y and on the "
+                         f"stored y")
 
 
 def activation(
-    y: Tensor, kind: "str | Callable[..., Tensor]" = "swiglu", weights: Tensor | None = None,
-    fp8_input_store: bool = False, **constants: float | None,
+    y: Tensor, kind: "str | Activation | Callable[..., Tensor]" = "swiglu",
+    weights: Tensor | None = None, fp8_input_store: bool = False, **constants: float | None,
 ) -> Tensor:
     """The activation `kind` of y [.., P·F] (P = 2: gate, then up; 1 for "relu2", "relu" and
     "gelu"), times weights [.., 1] of any dtype -> [.., F] in y.dtype, computed in fp32 at least and
     rounded once.
 
-    kind: a name in ACTIVATIONS, or an elementwise function of your own, of one or two parts, which
-      may write over its parts: they are no views of y.
-    constants: its parameters with a default. y and weights are kept for the backward, which
+    kind: a name in ACTIVATIONS, or an elementwise function of your own, of gate and up, or an
+      Activation, which says what else it takes. It may write over its parts: they are no views of
+      y.
+    constants: of those that the Activation names. y and weights are kept for the backward, which
     computes the activation again. In eager mode a function of your own is computed only once, and
     autograd keeps what it needs.
     fp8_input_store: y is kept as fp8 e4m3, clamped to ±448, while the forward uses the unrounded y.
@@ -1203,17 +1158,16 @@ def activation(
     >>> activation(torch.tensor([1.0, 2.0]), kind=lambda gate, up: gate * up)
     tensor([2.])
     """
-    function = activation_of(kind, **constants)
-    if signature_of(function).takes_expert:
-        raise ValueError(f"{function} takes the row's expert, which only expert_mlp knows")
-    parts = parts_of(function)
-    check_activation(y, weights, parts)
-    check_stored(fp8_input_store, function)
+    made = activation_of(kind, **constants)
+    if made.takes_expert:
+        raise ValueError(f"{made.function} takes the row's expert, which only expert_mlp knows")
+    check_activation(y, weights, made.parts)
+    check_stored(fp8_input_store, made)
 
     def value(y, weights):
-        return activated_rows(y, weights, function, parts)
+        return activated_rows(y, weights, made)
 
-    if not is_named(function):
+    if not is_named(made):
         return again_in_a_graph(value, y, weights)
     if not fp8_input_store:
         return again(value, y, weights)
@@ -1296,7 +1250,7 @@ def _are_few(probs, fc1):
     return holds_in_this_graph(probs.numel() <= most)
 
 
-def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, split, function):
+def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, split, made):
     """expert_mlp for few tokens. Each assignment reads its expert's weights in place: the compiler
     makes no tensor of fc1's rows.
     """
@@ -1306,10 +1260,9 @@ def _mlp_in_place(tokens, probs, indices, fc1, fc2, fc1_bias, fc2_bias, split, f
     hidden = (weights * upcast(tokens)[:, None, None]).sum(-1)                    # [T, K, P·F]
     if fc1_bias is not None:
         hidden = hidden + take_rows(fc1_bias, expert_TK)
-    takes_expert = signature_of(function).takes_expert
     act_TKF = activated(
-        split(hidden), probs[..., None], function,
-        expert=expert_TK[..., None] if takes_expert else None)
+        split(hidden), probs[..., None], made,
+        expert=expert_TK[..., None] if made.takes_expert else None)
     out_TKH = (upcast(take_rows(fc2, expert_TK)) * act_TKF[:, :, None]).sum(-1)
     if fc2_bias is not None:
         out_TKH = out_TKH + upcast(probs)[..., None] * take_rows(fc2_bias, expert_TK)
@@ -1349,13 +1302,13 @@ def _rows_of_stored(to_experts, split, value, from_experts, tokens, fc1, probs):
 
 
 def _mlp_of_rows(
-    tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, split, function, fp8_input_store,
+    tokens, probs, plan, fc1, fc2, fc1_bias, fc2_bias, split, made, fp8_input_store,
 ):
     """expert_mlp for any number of tokens: rows in expert order, and two grouped products."""
     N = plan.order.shape[0]
     blocks = grouped.row_blocks(plan.offsets, N, fc1, fc2)
     expert_N1 = None
-    if signature_of(function).takes_expert:
+    if made.takes_expert:
         expert_N1 = grouped.expert_of_rows(N, plan.offsets)[:, None]
 
     # In a graph such a product and a bias would be two kernels. The activation's kernel takes the
@@ -1363,7 +1316,7 @@ def _mlp_of_rows(
     fused_bias = None
     if grouped.leaves_raw(blocks) and not fp8_input_store:
         fc1_bias, fused_bias = None, fc1_bias
-    named = is_named(function)
+    named = is_named(made)
 
     def to_experts(tokens, fc1):
         return grouped.linear(gather_rows(tokens, plan), fc1, blocks, fc1_bias)
@@ -1381,7 +1334,7 @@ def _mlp_of_rows(
         if not named or grouped.leaves_raw(blocks):
             blank = grouped.unrouted(split[0], plan.offsets)
         act = activated(
-            split, gather_probs(probs, plan), function, expert=expert_N1, blank=blank)
+            split, gather_probs(probs, plan), made, expert=expert_N1, blank=blank)
         return grouped.zero_raw(act, blocks)
 
     def from_experts(act):
@@ -1404,7 +1357,7 @@ def _mlp_of_rows(
 def expert_mlp(
     tokens: Tensor, probs: Tensor, plan: Plan, fc1: Tensor, fc2: Tensor,
     fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
-    kind: "str | Callable[..., Tensor]" = "swiglu", fp8_input_store: bool = False,
+    kind: "str | Activation | Callable[..., Tensor]" = "swiglu", fp8_input_store: bool = False,
     indices: Tensor | None = None, **constants: float | None,
 ) -> Tensor:
     """y_t = Σ_k p_tk · expert_{i_tk}(x_t), where
@@ -1428,22 +1381,21 @@ def expert_mlp(
     >>> expert_mlp(x, torch.tensor([[0.5]]), plan, fc1, fc2, kind="relu2")
     tensor([[45.]])
     """
-    function = activation_of(kind, **constants)
-    signature = signature_of(function)
+    made = activation_of(kind, **constants)
     check_shapes(
-        {"E": len(plan.counts), "P": signature.parts}, inverse=(plan.inverse, "T K"),
+        {"E": len(plan.counts), "P": made.parts}, inverse=(plan.inverse, "T K"),
         indices=(indices, "T K"), tokens=(tokens, "T H"), probs=(probs, "T K"),
         fc1=(fc1, "E P F H"), fc2=(fc2, "E H F"),
         fc1_bias=(fc1_bias, "E P F"), fc2_bias=(fc2_bias, "E H"))
     check_one_dtype(tokens=tokens, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
-    check_stored(fp8_input_store, function)
+    check_stored(fp8_input_store, made)
 
     fc1, fc1_bias, axis = _flat_weights(fc1, fc1_bias)
     weights = fc1, fc2, fc1_bias, fc2_bias
 
-    split = functools.partial(parts_of_rows, parts=signature.parts, axis=axis)
+    split = functools.partial(parts_of_rows, parts=made.parts, axis=axis)
     if _are_few(probs, fc1):
         if indices is None:
             indices = grouped.expert_of(plan.inverse, plan.offsets)
-        return _mlp_in_place(tokens, probs, indices, *weights, split, function)
-    return _mlp_of_rows(tokens, probs, plan, *weights, split, function, fp8_input_store)
+        return _mlp_in_place(tokens, probs, indices, *weights, split, made)
+    return _mlp_of_rows(tokens, probs, plan, *weights, split, made, fp8_input_store)

@@ -284,8 +284,8 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 class _ActivationBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, g, y, weights, function):
-        return _gradients(g, y, weights, function)
+    def forward(ctx, g, y, weights, made):
+        return _gradients(g, y, weights, made)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -293,13 +293,12 @@ class _ActivationBack(torch.autograd.Function):
                            "derivatives. Detach its results")
 
 
-def _gradients(g, y, weights, function):
+def _gradients(g, y, weights, made):
     """(grad_y, grad_weights or None)"""
     inputs = [y.detach()] if weights is None else [y.detach(), weights.detach()]
-    parts = kernels.parts_of(function)
 
     def value(y, weights=None):
-        return kernels.activated_rows(y, weights, function, parts)
+        return kernels.activated_rows(y, weights, made)
 
     if torch.compiler.is_compiling():          # the compiler cannot trace torch.autograd.grad
         grads = torch.func.vjp(value, *inputs)[1](g.detach())
@@ -311,19 +310,19 @@ def _gradients(g, y, weights, function):
 
 
 def activation_back(
-    g: Tensor, y: Tensor, kind: "str | Callable[..., Tensor]" = "swiglu",
+    g: Tensor, y: Tensor, kind: "str | kernels.Activation | Callable[..., Tensor]" = "swiglu",
     weights: Tensor | None = None, **constants: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The gradient of kernels.activation, given g [.., F]: grad_y in y.dtype; with weights (grad_y,
     grad_weights [.., 1] in weights.dtype, summed over F in fp32 at least). The results have no
     derivative: in eager mode asking for one is a RuntimeError, in compiled code they are constants.
     """
-    function = kernels.activation_of(kind, **constants)
-    kernels.check_activation(y, weights, kernels.parts_of(function), g=g)
+    made = kernels.activation_of(kind, **constants)
+    kernels.check_activation(y, weights, made.parts, g=g)
     # The compiler cannot trace a backward that is an error.
     with_error = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     with torch.set_grad_enabled(with_error):
-        grad_y, grad_weights = _ActivationBack.apply(g, y, weights, function)
+        grad_y, grad_weights = _ActivationBack.apply(g, y, weights, made)
     return grad_y if weights is None else (grad_y, grad_weights)
 
 

@@ -100,7 +100,8 @@ class MoEConfig:
     ffn_hidden_size: int
     num_experts: int
     topk: int
-    activation: "str | Callable" = "swiglu"        # a name in kernels.ACTIVATIONS, or a function
+    # A name in kernels.ACTIVATIONS, a function of gate and up, or a kernels.Activation.
+    activation: "str | Callable | kernels.Activation" = "swiglu"
     glu_alpha: float = 1.702                       # for quick_geglu
     glu_linear_offset: float = 0.0                 # for swiglu, geglu and quick_geglu
     activation_clamp_value: float | None = None    # for swiglu, geglu and quick_geglu
@@ -170,19 +171,17 @@ class MoEConfig:
         return {**options, "use_pre_softmax": self.pre_softmax}
 
     @functools.cached_property
-    def activation_function(self) -> "Callable[..., Tensor]":
-        """The activation with its constants: a function of P parts."""
-        if callable(self.activation):
-            return self.activation
-        known = kernels.constants_of(kernels.ACTIVATIONS[self.activation])
-        return kernels.activation_of(self.activation, **{
+    def bound_activation(self) -> kernels.Activation:
+        """The activation, its constants bound."""
+        made = kernels.activation_of(self.activation)
+        return kernels.activation_of(made, **{
             constant: getattr(self, name) for name, constant in _CONSTANTS.items()
-            if constant in known})
+            if constant in made.constants})
 
     @functools.cached_property
     def parts(self) -> int:
         """Parts P of fc1's output: 2 (gate and up), or 1."""
-        return kernels.parts_of(self.activation_function)
+        return self.bound_activation.parts
 
     @functools.cached_property
     def always_one(self) -> bool:
@@ -344,9 +343,11 @@ class Experts(MoEModule):
     """All experts of this rank, in one tensor per projection: see kernels.expert_mlp."""
     per_expert = "fc1", "fc2", "fc1_bias", "fc2_bias"    # prune.select_experts takes rows of these
     sharded = dict.fromkeys(per_expert, Sharding("ep", axis=0, summed_over="expt_dp"))
-    # In place of the config's activation a subclass may define activate(self, gate, up), or
-    # activate(self, y), with parameters of its own. With a further parameter `expert` it gets the
-    # number of each row's expert among this rank's, [.., 1]. See docs/change.md.
+    # In place of the config's activation a subclass may define `activate`, of the same parts: of
+    # (self, gate, up) or (self, y), with parameters of its own. If takes_expert is True, it gets
+    # `expert` too: the number of each row's expert among this rank's, [.., 1]. See docs/change.md.
+    activate: "Callable[..., Tensor]"
+    takes_expert = False
 
     def __init__(self, config: MoEConfig, pg_collection: OneProcess | None = None):
         super().__init__(config, pg_collection)
@@ -382,23 +383,23 @@ class Experts(MoEModule):
             tokens, *weights = _as_autocast(tokens, *weights)
         out = kernels.expert_mlp(
             tokens, probs, plan, *weights,
-            kind=getattr(self, "activate", self.config.activation_function),
+            kind=self._made_activation(),
             fp8_input_store=self.config.activation_fp8_input_store, indices=indices)
         return out.to(dtype)
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def check_own(self) -> None:
-        """ValueError: `activate` takes other parts than the config's activation. Or ep > 1, and a
-        parameter of a subclass may have a row for each expert, and is not in `sharded`: the ranks
-        would sum its gradients, although their experts are different.
+        """ValueError: ep > 1, and a parameter of a subclass may have a row for each expert, and is
+        not in `sharded`: the ranks would sum its gradients, although their experts are different.
         """
         if self.pg_collection.size("ep") > 1:
             self.refuse_undeclared(self.sharded)
-        activate = getattr(self, "activate", None)
-        parts = self.config.parts if activate is None else kernels.parts_of(activate)
-        if parts != self.config.parts:
-            raise ValueError(f"activate takes {parts} parts; needs {self.config.parts}, as the "
-                             f"config's activation, {self.config.activation!r}")
+
+    def _made_activation(self) -> kernels.Activation:
+        made = self.config.bound_activation
+        if not hasattr(self, "activate"):
+            return made
+        return kernels.Activation(self.activate, made.parts, self.takes_expert)
 
     def refuse_undeclared(self, declared) -> None:
         """ValueError if a parameter or buffer may have a row for each expert, and its name is not
@@ -520,7 +521,8 @@ def _refused_values(c):
                 yield name, f"needs {need}, or None" if optional else f"needs {need}"
     for name, known in _CHOICES.items():
         value = getattr(c, name)
-        own = name == "activation" and callable(value)
+        own = name == "activation" and (
+            callable(value) or isinstance(value, kernels.Activation))
         if not own and value not in [*known]:
             yield name, f"needs one of {', '.join(known)}"
     for needed, names in _NEEDED_BY.items():
@@ -530,20 +532,19 @@ def _refused_values(c):
 
 
 def _refused_experts(c):
-    own = callable(c.activation)
-    known = () if own else kernels.constants_of(kernels.ACTIVATIONS[c.activation])
+    own = not isinstance(c.activation, str)
+    made = kernels.activation_of(c.activation)
     for name, constant in _CONSTANTS.items():
-        if _changed(c, name) and constant not in known:
+        if _changed(c, name) and (own or constant not in made.constants):
             yield (f"activation {name}", "a function's constants are bound by functools.partial"
                    if own else f"{c.activation} has no such constant; leave {name} out")
     if own:
-        if isinstance(c.activation, nn.Module) and [*c.activation.parameters()]:
+        if isinstance(made.function, nn.Module) and [*made.function.parameters()]:
             yield "activation", ("its parameters would be in no layer; give Experts a method "
                                  "activate that has them")
-        parts, _, takes_expert = kernels.signature_of(c.activation)
-        if parts not in (1, 2):
-            yield "activation", "needs one positional parameter without a default, or gate and up"
-        if takes_expert:
+        if made.parts not in (1, 2):
+            yield "activation", "needs parts 1, or 2 for gate and up"
+        if made.takes_expert:
             yield "activation", "only a method Experts.activate gets each row's expert"
     if c.activation_fp8_input_store and c.activation != "swiglu":
         yield ("activation_fp8_input_store activation",

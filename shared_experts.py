@@ -291,7 +291,7 @@ class SharedExpertMLP(MoEModule):
     def _fc1_and_act(self, x, fc1):
         hidden = F.linear(x, fc1.flatten(0, 1))
         return kernels.activation(
-            hidden, self.config.activation_function,
+            hidden, self.config.bound_activation,
             fp8_input_store=self.config.activation_fp8_input_store)
 
     def _fc2(self, x, fc2):

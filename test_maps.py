@@ -352,14 +352,14 @@ def test_permute_index_times_width_is_int64():
 def test_activation_back_is_the_gradient(fields, weighted):
     """Of kernels.activation, to the bit; by the name with constants, and by a function."""
     c = MoEConfig(4, 4, 4, topk=2, **fields)
-    kind = c.activation_function
+    kind = c.bound_activation
     y = leaf(5, 3, 8)
     w = leaf(5, 3, 1) if weighted else None
     out = activation(y, kind, w)
     g = torch.randn_like(out)
     want = grads(out, [y, w] if weighted else [y], g)
     with torch.no_grad():
-        for options in (dict(kind=kind), dict(kind=c.activation, **getattr(kind, "keywords", {}))):
+        for options in (dict(kind=kind), dict(kind=c.activation, **getattr(kind.function, "keywords", {}))):
             back = activation_back(g, y, weights=w, **options)
             same(list(back) if weighted else [back], want)
 
@@ -401,7 +401,7 @@ def test_activation_rounds_once(dtype):
 def test_activation_back_compiles_where_its_input_requires_grad(kind):
     """torch's backward functions have no derivative of their own."""
     g, y = torch.randn(3, 4), fp32_leaf(3, 8)
-    if kernels.parts_of(kernels.ACTIVATIONS[kind]) == 1:
+    if kernels.ACTIVATIONS[kind].parts == 1:
         y = fp32_leaf(3, 4)
     w = torch.rand(3, 1, requires_grad=True)
     for weights in (None, w):
@@ -414,10 +414,11 @@ def test_activation_back_compiles_where_its_input_requires_grad(kind):
 
 @pytest.mark.parametrize("made", [
     kernels.activation_of("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
-    kernels.activation_of("situ", beta=1.5, linear_beta=2.0), kernels.relu2])
+    kernels.activation_of("situ", beta=1.5, linear_beta=2.0),
+    kernels.ACTIVATIONS["relu2"]])
 def test_activation_back_of_one_that_is_made(made):
     """With dynamic=True the compiler turns its constants into symbolic numbers."""
-    g, y = torch.randn(3, 4), torch.randn(3, 4 * kernels.parts_of(made))
+    g, y = torch.randn(3, 4), torch.randn(3, 4 * made.parts)
     want = activation_back(g, y, made)
     close(compiled(lambda g, y: activation_back(g, y, made), dynamic=True)(g, y), want, 1e-6)
 
@@ -429,4 +430,5 @@ def test_activation_errors():
         activation_back(half, x, "relu2") => g has shape [6, 4]; needs [6, 8]
         activation_back(half, x, made, alpha=1.702) => it has linear_offset, clamp_value
         activation_back(half, x, "situ", linear_beta=-1.0) => linear_beta is -1.0
-        """, x=torch.randn(6, 8), half=torch.randn(6, 4), made=kernels.swiglu)
+        """, x=torch.randn(6, 8), half=torch.randn(6, 4),
+        made=kernels.ACTIVATIONS["swiglu"])

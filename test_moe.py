@@ -38,8 +38,8 @@ if __package__:                                      # copied into a package
     from . import router as router_file
     from .grouped import grouped_mm
     from .kernels import (
-        activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
-        get_capacity, get_updated_expert_bias, plan_permutation, quantile_expert_bias,
+        Activation, activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp,
+        gather_rows, get_capacity, get_updated_expert_bias, plan_permutation, quantile_expert_bias,
         required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, topk_routing,
         z_loss_func)
     from .moe import (
@@ -56,8 +56,8 @@ else:
     import shared_experts
     from grouped import grouped_mm
     from kernels import (
-        activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp, gather_rows,
-        get_capacity, get_updated_expert_bias, plan_permutation, quantile_expert_bias,
+        Activation, activation, combine_rows, compute_routing_scores_for_aux_loss, expert_mlp,
+        gather_rows, get_capacity, get_updated_expert_bias, plan_permutation, quantile_expert_bias,
         required_bias_histogram, sinkhorn, switch_load_balancing_loss_func, topk_routing,
         z_loss_func)
     from moe import (
@@ -1251,7 +1251,7 @@ def test_permute_index_times_width_is_int64():
 def test_activation_matches_autograd(fields, weighted):
     """Values and gradients, against autograd through the plain formula in fp64."""
     c = MoEConfig(4, 4, 4, topk=2, **fields)
-    kind = c.activation_function
+    kind = c.bound_activation
     y = leaf(5, 3, 8)
     w = leaf(5, 3, 1) if weighted else None
     inputs = [y, w] if weighted else [y]
@@ -1260,7 +1260,7 @@ def test_activation_matches_autograd(fields, weighted):
         want = want * w
     g = torch.randn_like(want)
     got = activation(y, kind, w)
-    constants = getattr(kind, "keywords", {})
+    constants = getattr(kind.function, "keywords", {})
     same(activation(y, c.activation, w, **constants), got)
     assert len(fields) > 1 or activation(y, c.activation, w).equal(got)      # the same defaults
     got_grads = grads(got, inputs, g)
@@ -1292,18 +1292,18 @@ class TwoExperts(torch.nn.Module):
         y = x
         for _ in range(2):
             y = expert_mlp(y, probs, self.plan, fc1, fc2, kind=self.made)
-        return y + activation(x.repeat(1, kernels.parts_of(self.made)), self.made)
+        return y + activation(x.repeat(1, self.made.parts), self.made)
 
 
 @slow
 @pytest.mark.parametrize("made", [
     kernels.activation_of("quick_geglu", alpha=1.3, linear_offset=1.0, clamp_value=0.7),
     kernels.activation_of("situ", beta=1.5, linear_beta=2.0),
-    kernels.relu2])
+    kernels.ACTIVATIONS["relu2"]])
 def test_activation_made_before_it_is_compiled(made):
     """With dynamic=True the compiler turns its constants into symbolic numbers."""
     two = TwoExperts(made)
-    shapes = (7, 4), (7, 2), (3, kernels.parts_of(made), 5, 4), (3, 4, 5)
+    shapes = (7, 4), (7, 2), (3, made.parts, 5, 4), (3, 4, 5)
     agree(compiled(two, dynamic=True), two, tuple(leaf(*shape) for shape in shapes))
 
 
@@ -1345,15 +1345,16 @@ def test_activation_errors():
     check_error_table("""
         activation(x, "silu") => kind is 'silu'
         activation(x[:, :7]) => y has shape [6, 7]; needs an even last axis
-        activation(x, torch.add) => does not say which parameters it has; needs a function written
         activation(x, weights=torch.ones(6)) => weights has shape [6]
         activation(x, "relu2", clamp_value=None) => relu2 has no such constant, it has none
         activation(x, made, alpha=1.702) => it has linear_offset, clamp_value
+        activation(x, kernels.swiglu, clamp_value=1.0) => has no such constant, it has none
         activation(x, alpha=1.702); activation(x, beta=2.0) => it has linear_offset, clamp_value
         activation(x, "situ", clamp_value=1.0) => situ has no such constant, it has beta, linear_
         activation(x, "situ", beta=0.0) => beta is 0.0
         activation(x, "situ", linear_beta=-1.0) => linear_beta is -1.0
-        """, x=torch.randn(6, 8), made=kernels.swiglu)
+        """, x=torch.randn(6, 8), made=kernels.ACTIVATIONS["swiglu"],
+        kernels=kernels)
 
 
 # ---- Grouped product and experts ----
@@ -1461,7 +1462,7 @@ def test_experts_errors():
         mlp(kind="relu2"); mlp(kind=relu2) => needs [E = 4, P = 1
         mlp(kind=relu2, alpha=1.0) => has no such constant, it has none
         """, mlp=mlp, x=x, plan=plan, ends=plan.offsets, zeros=torch.zeros,
-        relu2=kernels.relu2)
+        relu2=kernels.ACTIVATIONS["relu2"])
 
 
 def test_experts_without_rows_are_not_multiplied(monkeypatch):
@@ -1660,8 +1661,8 @@ def test_config_errors_for_every_field():
 
 @pytest.mark.parametrize("backend", slow_but([None], [None, "aot_eager"]))
 def test_config_takes_an_activation(backend):
-    """A function of one part or two, one of one's own too, its constants bound by a partial. What
-    cannot work is refused when the config is made."""
+    """A function of gate and up, or an Activation, with constants bound by a partial. What cannot
+    work is refused when the config is made."""
     named = dict(activation="quick_geglu", glu_alpha=1.3, glu_linear_offset=1.0)
     made = functools.partial(kernels.quick_geglu, alpha=1.3, linear_offset=1.0)
     layer = exact_layer(activation=made)
@@ -1675,26 +1676,19 @@ def test_config_takes_an_activation(backend):
     def bilinear(gate, up, scale=0.5):
         return gate * up * scale
 
-    def cubed(y):
-        return y ** 3
-
     shared = dict(shared_expert_overlap=True, shared_expert_gate=True)
     layer = exact_layer(activation=bilinear, **shared)
     want = twin(layer, activation="quick_geglu", glu_alpha=0.0)          # its sigmoid is 1/2
     agree(layer, want, x)
     agree(compiled(layer, backend), want, x)
-    layer = exact_layer(activation=cubed, **shared)
+    layer = exact_layer(activation=Activation(cubed, parts=1), **shared)
     assert layer.config.parts == 1 and layer.experts.fc1.shape[1] == 1
     torch.autograd.gradcheck(layer, x)
     agree(compiled(layer, backend), layer, x)
     check_error_table("""
         small_config(activation=torch.nn.functional.silu(torch.ones(1))) => needs one of swiglu, ge
-        small_config(activation=lambda: 1); small_config(activation=lambda a, b, c: a) => needs one
-        small_config(activation=torch.add) => does not say which parameters it has; needs a function
-        small_config(activation=lambda *parts: 1) => takes any number of arguments; needs a function
-        small_config(activation=lambda y, *, by: y) => has no value for by; bind one by functools.p
-        small_config(activation=functools.partial(leaky, slope=0.1)) => slope comes before y in <fun
-        small_config(activation=lambda y, expert: y) => only a method Experts.activate gets each row
+        small_config(activation=Activation(cubed, parts=3)) => needs parts 1, or 2 for gate and up
+        small_config(activation=Activation(cubed, 1, True)) => only a method Experts.activate gets
         small_config(activation=torch.nn.PReLU()) => its parameters would be in no layer; give Exper
         small_config(score_function=bilinear) => needs one of softmax, sigmoid
         small_config(activation=made, glu_alpha=1.5) => a function's constants are bound by functoo
@@ -1730,25 +1724,38 @@ def test_config_takes_an_activation_with_parameters(way):
     close(layer(x), without(x))
 
 
+def cubed(y):
+    return y ** 3
+
+
 def leaky(slope, y, gain=1.0):
     return F.leaky_relu(y, slope) * gain
 
 
+def leaky_by(y, slope=0.1):
+    return F.leaky_relu(y, slope)
+
+
 def test_config_takes_an_activation_with_bound_positions():
-    """What functools.partial binds by position is no part, and a module is asked for its
-    forward."""
+    """What functools.partial binds is no part; a module is called. A wrong number of parts is
+    Python's own error, at the first forward."""
     for made, function in (
             (functools.partial(leaky, 0.1), lambda y: F.leaky_relu(y, 0.1)),
             (functools.partial(functools.partial(leaky, 0.1), gain=2.0),
              lambda y: F.leaky_relu(y, 0.1) * 2.0),
             (torch.nn.SiLU(), F.silu)):
-        layer = exact_layer(activation=made)
+        layer = exact_layer(activation=Activation(made, parts=1))
         assert layer.config.parts == 1
         x = leaf(7, 1, 6)
-        want = twin(layer, activation=lambda y, function=function: function(y))
+        want = twin(layer, activation=Activation(lambda y, function=function: function(y), 1))
         agree(layer, want, x)
         agree(compiled(layer), want, x)
-    assert kernels.constants_of(functools.partial(leaky, 0.1)) == ("gain",)
+    layer = exact_layer(activation=torch.nn.SiLU())
+    for function in (layer, compiled(layer)):
+        with pytest.raises(Exception, match="2 positional arguments but 3|Argument mismatch"):
+            function(x)
+    made = Activation(leaky_by, parts=1, constants=("slope",))
+    close(activation(x, made, slope=0.5), F.leaky_relu(x, 0.5))
 
 
 class Noisy(torch.nn.Module):
@@ -1820,14 +1827,16 @@ def test_activation_of_your_own_in_place():
                 want = (y[:, :4].double() * y[:, 4:].double()).to(dtype)
                 same(how(lambda y: activation(y, function))(y), want)
                 same(y, before)
-    layer = exact_layer(activation=lambda y: F.rrelu(y, training=False))
-    agree(layer, twin(layer, activation=lambda y: F.leaky_relu(y, (1 / 8 + 1 / 3) / 2)), x)
+    layer = exact_layer(activation=Activation(lambda y: F.rrelu(y, training=False), 1))
+    mean = Activation(lambda y: F.leaky_relu(y, (1 / 8 + 1 / 3) / 2), 1)
+    agree(layer, twin(layer, activation=mean), x)
 
 
 def test_activation_of_your_own_returns_a_part():
-    """Its result is checked in each forward; what it is called with, when the config is made."""
+    """Its result is checked in each forward."""
     def layer_of(function):
-        return small_layer(activation=function, shared_expert_intermediate_size=None)
+        return small_layer(
+            activation=Activation(function, 1), shared_expert_intermediate_size=None)
 
     x = fp32_leaf(3, 8)
     check_error_table("""
@@ -1836,9 +1845,9 @@ def test_activation_of_your_own_returns_a_part():
         layer_of(lambda y: y.sum(-1, keepdim=True))(x) => returns torch.float32 [6, 1]; needs a flo
         layer_of(lambda y: y.sum())(x) => returns torch.float32 []; needs a floating dtype
         layer_of(lambda y: y.long())(x) => returns torch.int64 [6, 4]; needs a floating dtype
-        activation(torch.ones(2, 3), lambda y, expert: y) => takes the row's expert, which only expe
-        activation(torch.ones(2, 3), lambda y: y.sum()) => returns torch.float32 []; needs a f
-        activation(torch.ones(2, 3), lambda y: y, fp8_input_store=True) => the function would be com
+        activation(torch.ones(2, 3), Activation(cubed, 1, True)) => takes the row's expert, which on
+        activation(torch.ones(2, 4), lambda *y: y[0].sum()) => returns torch.float32 []; needs a f
+        activation(torch.ones(2, 4), lambda *y: y[0], fp8_input_store=True) => the function would be
         """, **globals(), **locals())
 
 
@@ -1854,7 +1863,7 @@ class WithActivate(moe.Experts):
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("how, wanted", [
-    (lambda self, gate, up: gate * up, "activate takes 2 parts; needs 1"),
+    (lambda self, gate, up: gate * up, "missing 1 required positional|Argument mismatch"),
     (lambda self, y: y[..., 0], r"needs a floating dtype and the shape of a part, \[6, 5\]")])
 def test_experts_refuse_an_activate_of_another_form(how, wanted, compile):
     """In each forward of the layer, and when a graph of it is made."""
@@ -1881,17 +1890,9 @@ def test_experts_activate_counts_its_calls():
     assert layer.experts.calls == 2 and layer.experts.slope.grad != 0
 
 
-def test_experts_parts_are_checked_in_a_graph():
-    """A second part would become the constant of an activate of one part."""
-    layer = exact_layer()
-    layer.experts = WithActivate(layer.config, lambda self, y, scale=2.0: y * scale)
-    for function in (layer, compiled(layer)):
-        with pytest.raises(Exception, match="activate takes 1 parts; needs 2"):
-            function(leaf(3, 1, 6))
-
-
 class SlopePerExpert(moe.Experts):
     """leaky_relu with a slope for every expert."""
+    takes_expert = True
     per_expert = *moe.Experts.per_expert, "slope"
     sharded = {**moe.Experts.sharded, "slope": ("ep", 0, "expt_dp")}
 
@@ -1987,12 +1988,12 @@ def test_experts_take_any_activate():
     layer = exact_layer(activation="relu2", shared_expert_intermediate_size=None)
     layer.experts.activate = torch.nn.SiLU()
     x = leaf(5, 1, 6)
-    agree(layer, twin(layer, activation=lambda y: F.silu(y)), x)
+    agree(layer, twin(layer, activation=Activation(F.silu, parts=1)), x)
     agree(compiled(layer), layer, x)
     again = copy.deepcopy(layer)
     del again.experts.activate
     again.experts.activate = lambda y: y + 1.0
-    agree(again, twin(layer, activation=lambda y: y + 1.0), x)
+    agree(again, twin(layer, activation=Activation(lambda y: y + 1.0, parts=1)), x)
     with torch.inference_mode():
         made = exact_layer(activation="relu2")
         made.experts = XIELU(made.config)
@@ -2088,7 +2089,7 @@ def test_config_makes_what_forwards_ask_for():
         assert made["balancing"] == {"global_aux_loss": 0.2, "aux_loss": 0.1}
         assert made["losses"] == made["balancing"]
         assert made["routing_options"]["topk"] == copied.topk
-        assert made["activation_function"].keywords == dict(beta=1.5, linear_beta=0.5)
+        assert made["bound_activation"].function.keywords == dict(beta=1.5, linear_beta=0.5)
     lists = dataclasses.replace(
         config, load_balancing_type=["global_aux_loss", "aux_loss"], aux_loss_coeff=[0.2, 0.1])
     assert lists == config and hash(lists) == hash(config)

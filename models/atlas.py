@@ -85,8 +85,7 @@ def _facts(reading: configs.Reading) -> dict:
     size, gate = facts["shared_expert_intermediate_size"], facts["shared_expert_gate"]
     constants = [f"{constant} = {fields[field]}" for field, constant in moe._CONSTANTS.items()
                  if fields.get(field) is not None and facts["activation"] in moe.kernels.ACTIVATIONS
-                 and constant in moe.kernels.constants_of(
-                     moe.kernels.ACTIVATIONS[facts["activation"]])]
+                 and constant in moe.kernels.ACTIVATIONS[facts["activation"]].constants]
     product, scores, probs = [word.replace("model", "the model's dtype")
                               for word in reading.row.dtypes()]
     return facts | {

@@ -180,7 +180,7 @@ def options_of(experts):
         if act not in ACT_FNS:
             refuse(f"act_fn {act}")
         kind = ACT_FNS[act]
-    if moe.kernels.parts_of(moe.kernels.ACTIVATIONS[kind]) != 1 + flags["has_gate"]:
+    if moe.kernels.ACTIVATIONS[kind].parts != 1 + flags["has_gate"]:
         refuse(f"has_gate = {flags['has_gate']} with {kind}")
 
     options = {"kind": kind}

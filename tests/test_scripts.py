@@ -1242,7 +1242,7 @@ def test_docs_activation():
     x = leaf(3, 64).float()
     agree(compiled(layer), layer, x.detach().requires_grad_(), tol=1e-5)
     gate, up = leaf(3, 5), leaf(3, 5)
-    close(layer.config.activation_function(gate, up), 2 * gate * up)
+    close(layer.config.bound_activation.function(gate, up), 2 * gate * up)
 
     exec(example("xielu"), names)
     layer = names["layer"].double()
