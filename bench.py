@@ -44,7 +44,7 @@ import kernels
 import maps
 import moe
 import small
-from examples import steps
+from examples import measure_steps, steps
 from models.configs import read_config
 from models.experts import register_experts
 from models.live import replace_blocks
@@ -144,7 +144,7 @@ class Candidate(NamedTuple):
         return [*outputs, *torch.autograd.grad(outputs, leaves, self.grads)]
 
     def bytes_kept(self) -> int:
-        return steps.bytes_kept(self.forward, self.parameters())
+        return measure_steps.bytes_kept(self.forward, self.parameters())
 
     def compiled(self, dynamic: bool | None = None) -> "Candidate":
         function = torch.compile(self.function, fullgraph=True, dynamic=dynamic)

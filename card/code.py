@@ -8,10 +8,10 @@
     python card/code.py small --device cpu       the C++ that Inductor writes for this CPU
     python card/code.py products                 the machine code of grouped_triton.py
 
-CASE is small (small.py), layer (moe.py), step2, step3 (examples/steps.py), hf (the Qwen3 block of
-the library transformers, with grouped products) or FILE:FUNCTION. That function takes no arguments
-and returns (module, input) or (module, (input, ..)). It is called with the device and bf16 as
-defaults, and its tensors get no memory. An input has a gradient if it was made with
+CASE is small (small.py), layer (moe.py), step2, step3, step4 (examples/steps.py), hf (the Qwen3
+block of the library transformers, with grouped products) or FILE:FUNCTION. That function takes no
+arguments and returns (module, input) or (module, (input, ..)). It is called with the device and
+bf16 as defaults, and its tensors get no memory. An input has a gradient if it was made with
 requires_grad=True.
 
 A launch is a kernel that Inductor wrote, or an op of torch or of this project, which may be several
@@ -94,7 +94,7 @@ def hf(*, ffn_hidden_size, topk, **sizes):
 
 CASES = {
     "small": small, "layer": layer, "step2": functools.partial(step, 2),
-    "step3": functools.partial(step, 3), "hf": hf}
+    "step3": functools.partial(step, 3), "step4": functools.partial(step, 4), "hf": hf}
 
 
 def make(case, sizes, tokens):

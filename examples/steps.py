@@ -1,33 +1,22 @@
-"""From a loop to the layer in four steps. Each is a class that computes the same, with one change.
+"""From a loop to the layer in five steps. Each is a class that computes the same, with one change.
+measure_steps.py prints what each keeps for the backward and how long it takes. Why each change
+helps: docs/compile.md.
 
-    python examples/steps.py [--shape T H F E K] [--dtype bf16] [--device cpu] [--loop]
-
-prints what each step keeps for the backward and how long it takes. Why each change helps:
-docs/compile.md. --loop adds the first step compiled, which takes minutes. T tokens, H hidden size,
-E experts, K experts per token, N = T·K rows, M rows of one expert, F FFN size of an expert (W where
-F is torch.nn.functional). Capitals at the end of a name are the tensor's axes.
+T tokens, H hidden size, E experts, K experts per token, N = T·K rows, M rows of one expert, F FFN
+size of an expert (W where F is torch.nn.functional). Capitals at the end of a name are the tensor's
+axes.
 """
-import argparse
-import re
-import statistics
 import sys
-import time
 from pathlib import Path
-from unittest import mock
 
 import torch
-import torch._inductor.metrics
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
-from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import small                                                                  # noqa: E402
 
-
-# ---- The steps ----
 
 class Loop(nn.Module):
     """1. A loop over the experts, each with its tokens.
@@ -122,154 +111,72 @@ class Checkpoints(Sorted):
         return F.grouped_mm(act_NF, self.fc2.mT, offs=offsets_E)
 
 
-# 4. small.py: its `experts` has the same checkpoints. Autograd's gradient of x[token] adds rows to
-# tokens with atomics, in another order in each run. But which rows a token has is known, so small's
-# with_gradient makes it a gather too. Its GroupedLinear gives a weight's gradient the weight's
-# layout.
+class Gather(torch.autograd.Function):
+    """there(x, *places), whose gradient is back(gradient, *places)."""
+
+    @staticmethod
+    def forward(ctx, x, there, back, *places):
+        ctx.back = back
+        ctx.save_for_backward(*places)
+        return there(x, *places)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.back(grad, *ctx.saved_tensors), None, None, None, None
+
+
+class Linear(torch.autograd.Function):
+    """rows · weight[e]ᵀ for the rows of expert e."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, offsets_E):
+        ctx.save_for_backward(rows, weight, offsets_E)
+        return F.grouped_mm(rows, weight.mT, offs=offsets_E)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight, offsets_E = ctx.saved_tensors
+        grad_rows = F.grouped_mm(grad, weight, offs=offsets_E)
+        return grad_rows, F.grouped_mm(grad.t(), rows, offs=offsets_E), None
+
+
+def spread(x_TH, order_N, inverse_TK):
+    """Each token, once for each of its assignments: [N, H]."""
+    return x_TH[order_N // inverse_TK.shape[1]]
+
+
+def collect(rows_NH, order_N, inverse_TK):
+    """The rows of each token, added in their order."""
+    return sum(rows_NH[row_T].float() for row_T in inverse_TK.unbind(1)).to(rows_NH.dtype)
+
+
+class Gathers(Checkpoints):
+    """4. Autograd's gradient of x[token] adds rows to tokens with atomics, in another order in each
+    run. But which rows a token has is known, so it is a gather too, and the other way round.
+
+    A weight's gradient by autograd would be transposed, as the weight in F.grouped_mm, and copied.
+    """
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        chosen_TK, indices_TK = again(self.logits, x_TH).topk(self.topk)
+        order_N, offsets_E = self.sort(indices_TK)
+        inverse_TK = order_N.argsort().view_as(indices_TK)           # assignment -> row
+        places = order_N, inverse_TK
+        hidden = again(self.up, x_TH, offsets_E, *places)                      # [N, 2F]
+        prob_N1 = chosen_TK.softmax(-1).flatten()[order_N, None]
+        rows_NH = again(self.down, hidden, prob_N1, offsets_E)
+        return Gather.apply(rows_NH, collect, spread, *places)
+
+    def up(self, x_TH, offsets_E, *places):
+        rows_NH = Gather.apply(x_TH, spread, collect, *places)
+        return Linear.apply(rows_NH, self.fc1.flatten(1, 2), offsets_E)
+
+    def down(self, hidden, prob_N1, offsets_E):
+        return Linear.apply(self.swiglu(hidden, prob_N1), self.fc2, offsets_E)
+
+
+# 5. small.py: the same experts, and what is needed to run them anywhere. Its with_gradient is
+# Gather, its GroupedLinear is Linear. Its router's product copies nothing to fp32, and its masks
+# of unrouted rows let the compiler make the gradients of gate and up in one kernel.
 STEPS = {"1 loop, eager": Loop, "2 sorted rows": Sorted, "3 two checkpoints": Checkpoints,
-         "4 small.py": small.MoE}
-EAGER = "1 loop, eager"
-LOOP_COMPILED = "1 loop, compiled"
-
-
-# ---- The table ----
-
-def bytes_kept(forward, parameters) -> int:
-    """Bytes of the storages that forward() keeps for the backward, but for the parameters'."""
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _alive = forward()
-    for parameter in parameters:
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(kept.values())
-
-
-# What a graph runs: kernels that the compiler wrote, and ops, in Inductor's Python code.
-CALLS = re.compile(r"\b(?:cpp_fused\w*|triton_\w+\.run|(?:extern_kernels|torch\.ops)[\w.]+)\(")
-
-
-class Measured:
-    """A step on one input."""
-
-    def __init__(self, layer: nn.Module, x: Tensor, compiled: bool):
-        self.layer = layer
-        self.x = x
-        self.parameters = list(layer.parameters())
-        self.compiled = compiled
-        self.function = torch.compile(layer, fullgraph=True) if compiled else layer
-        self.ms = []
-        torch._inductor.metrics.reset()
-        codes = []
-        with mock.patch.object(GraphLowering, "save_output_code", codes.append):
-            start = time.perf_counter()
-            first = self.step()
-            self.synchronize()
-            self.first_call = time.perf_counter() - start        # seconds
-        counts = [len(CALLS.findall(code)) for code in dict.fromkeys(codes)]
-        self.kernels = " + ".join(map(str, counts))              # forward, backward
-        self.loops = torch._inductor.metrics.generated_kernel_count
-        self.kept = bytes_kept(self.forward, self.parameters)
-        self.repeats = all(torch.equal(*pair) for _ in range(5) for pair in zip(first, self.step()))
-
-    def graphs(self) -> int:
-        """After four numbers of tokens: that of x is the first."""
-        before = counters["stats"]["unique_graphs"]
-        for part in (2, 3, 4):
-            self.step(len(self.x) // part)
-        return 1 + counters["stats"]["unique_graphs"] - before
-
-    def forward(self) -> Tensor:
-        return self.function(self.x.clone().requires_grad_())
-
-    def step(self, tokens: int | None = None) -> list[Tensor]:
-        """The output, and the gradients of x and of the parameters."""
-        x = self.x[:tokens].clone().requires_grad_()
-        y = self.function(x)
-        return [y, *torch.autograd.grad(y, [x, *self.parameters], torch.ones_like(y))]
-
-    def synchronize(self) -> None:
-        torch.get_device_module(self.x.device).synchronize()
-
-    def time(self) -> None:
-        self.synchronize()
-        start = time.perf_counter()
-        self.step()
-        self.synchronize()
-        self.ms.append(1e3 * (time.perf_counter() - start))
-
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=int, nargs=5, default=[2048, 512, 256, 64, 8],
-                        metavar=("T", "H", "F", "E", "K"))
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--loop", action="store_true",
-                        help="also the loop, compiled: minutes for 64 experts")
-    args = parser.parse_args()
-    torch._inductor.config.force_disable_caches = True       # a cache counts other kernels
-    T, *sizes = args.shape
-    try:
-        layers = {name: step(*sizes) for name, step in STEPS.items()}
-        if args.loop:
-            layers[LOOP_COMPILED] = Loop(*sizes)                 # last, since it takes longest
-    except ValueError as error:
-        parser.error(f"--shape is {args.shape}: {error}")
-    print(f"T, H, F, E, K = {args.shape}, {args.dtype}, {args.device}, torch {torch.__version__}, "
-          f"{torch.get_num_threads()} threads")
-    torch.manual_seed(0)
-    weights = Loop(*sizes).state_dict()
-    x = torch.randn(T, sizes[0]).to(args.device, DTYPES[args.dtype])
-    # What a process loads at its first compile belongs to no row.
-    torch.compile(nn.Linear(1, 1).to(x))(x[:, :1]).sum().backward()
-    # Each row is printed as soon as it is measured, so that an interrupt loses none.
-    steps = {}
-    show("step", f"{'kB kept a token':>16}   the same bits   kernels   loops   first call, s")
-    for name, layer in layers.items():
-        print(f"{name} ..", file=sys.stderr)
-        layer.load_state_dict(weights)
-        try:
-            step = steps[name] = Measured(layer.to(x), x, compiled=name != EAGER)
-        except RuntimeError as error:                        # F.grouped_mm refuses this dtype
-            while error.__context__ is not None:             # the compiler's error hides that one
-                error = error.__context__
-            show(name, f"refused: {error}")
-            continue
-        compiled = "-"
-        if step.compiled:
-            compiled = f"{step.kernels:10}{step.loops:<8}{step.first_call:.1f}"
-        bits = "yes" if step.repeats else "no"
-        show(name, f"{step.kept / T / 1e3:16.2f}   {bits:16}{compiled}")
-
-    for _ in range(20):                                      # in turn
-        for step in steps.values():
-            if sum(step.ms) < 5e3:
-                step.time()
-    medians = {name: statistics.median(step.ms) for name, step in steps.items()}
-    show("step", f"{'ms':>9}{'/ step 4':>10}")
-    for name, ms in medians.items():
-        show(name, f"{ms:9.1f}{ms / medians['4 small.py']:10.2f}")
-
-    # After the times: a graph for every T would take part in them.
-    show("step", "graphs for 4 T")
-    for name, step in steps.items():
-        if step.compiled:
-            show(name, step.graphs())
-
-
-def show(name, columns) -> None:
-    print(f"{name:21}{columns}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+         "4 gathers both ways": Gathers, "5 small.py": small.MoE}

@@ -119,10 +119,11 @@ def test_docs_compile_shows_the_code():
     rows = [row for row in rows if importlib.util.find_spec("transformers") or row[0] != "hf"]
     assert len(rows) >= 4
     ratios = {case: ratio for case, *_, ratio in rows}
-    assert ("{step2} for step 2, {step3} for step 3, {small} for step 4".format(**ratios)) in page
+    assert ("{step2} for step 2, {step3} for step 3, {step4} for step 4, {small} for step 5".format(
+        **ratios)) in page
     steps = (HERE / "README.md").read_text().split("| bytes / least |\n")[1].split("\n\n")[0]
     said = re.findall(r"^\| \d .* ([\d.]+) \|$", steps, re.M)
-    assert said == [ratios[case] for case in ("step2", "step3", "small")]
+    assert said == [ratios[case] for case in ("step2", "step3", "step4", "small")]
     for case, *said in rows:
         _, sums = tables(case)
         found = [f"{sums[way][4]:,.0f}" for way in ("forward", "backward")]
@@ -319,7 +320,7 @@ def test_code_prints_a_source():
 
 
 @pytest.mark.parametrize("args, message", [
-    (["smal"], "smal is unknown; known are small, layer, step2, step3, hf and FILE:FUNCTION"),
+    (["smal"], "smal is unknown; known are small, layer, step2, step3, step4, hf, p FILE:FUNCTION"),
     (["small.py:nothing"], "small.py has no function nothing"),
     (["layer", "--set", "topk"], "--set is topk; needs NAME=VALUE"),
     (["layer", "--set", "top=3"], "unexpected keyword argument 'top'"),
