@@ -222,6 +222,7 @@ def imported_modules(file: str) -> set[str]:
                         "models.configs", "models.experts"}),
     ("examples/steps.py", {"small"}),
     ("examples/measure_steps.py", {"examples"}),
+    ("examples/port.py", {"examples", "grouped"}),
 ])
 def test_sources_import_torch_and_einops_alone(file, local):
     known = {"torch", "einops"} if file == "models/weights.py" else {"torch"}
