@@ -359,7 +359,8 @@ def test_activation_back_is_the_gradient(fields, weighted):
     g = torch.randn_like(out)
     want = grads(out, [y, w] if weighted else [y], g)
     with torch.no_grad():
-        for options in (dict(kind=kind), dict(kind=c.activation, **getattr(kind.function, "keywords", {}))):
+        constants = getattr(kind.function, "keywords", {})
+        for options in (dict(kind=kind), dict(kind=c.activation, **constants)):
             back = activation_back(g, y, weights=w, **options)
             same(list(back) if weighted else [back], want)
 
