@@ -706,12 +706,6 @@ class MoE(nn.Module):
             self._move_bias(rate, group)
         self._empty()
 
-    def update_bias(self, rate: float = 1e-3, group=None) -> None:
-        """finish_step of a layer that has a bias."""
-        if self.expert_bias is None:
-            raise RuntimeError("update_bias needs expert_bias=True; finish_step does without")
-        self.finish_step(rate, group)
-
     def _move_bias(self, rate, group):
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if group is None and ranks > 1:

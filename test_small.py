@@ -282,7 +282,7 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
     layer(x).sum().backward()
     counts = layer.counts.double()
     assert counts.sum() == 50 * K
-    layer.update_bias()
+    layer.finish_step()
     close(layer.expert_bias, before + 1e-3 * (counts.mean() - counts).sign(), 1e-7)
     assert layer.expert_bias.dtype == torch.float32 and not before.equal(layer.expert_bias)
     assert not layer.counts.any()
@@ -303,7 +303,7 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
     assert made.counts.dtype == made.leaf.dtype == torch.float32
     made.load_state_dict({name: value.bfloat16() for name, value in state.items()}, assign=True)
     made.counts[0] = 9
-    made.update_bias()
+    made.finish_step()
     assert made.expert_bias.dtype == torch.float32
 
 
@@ -334,7 +334,7 @@ def test_small_from_meta(way):
     same(step(made, x), step(layer, x))
     before = layer.expert_bias.clone()
     for one in (made, layer):
-        one.update_bias()
+        one.finish_step()
     same(made.expert_bias, layer.expert_bias)
     assert not before.equal(layer.expert_bias)
 
@@ -574,11 +574,11 @@ def test_small_says_if_nothing_was_counted():
     layer(x).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        layer.update_bias()
+        layer.finish_step()
         assert not layer.expert_bias.equal(bias)
         layer(x).sum().backward()
-        copy.deepcopy(layer).update_bias()
-        layer.update_bias()
+        copy.deepcopy(layer).finish_step()
+        layer.finish_step()
 
 
 def test_small_bias_of_counts_beyond_fp32():
@@ -586,7 +586,7 @@ def test_small_bias_of_counts_beyond_fp32():
     layer = MoE(H, F_, 4, 2, expert_bias=True)
     layer.counts.fill_(2**24)
     layer.counts[0] -= 1
-    layer.update_bias(rate=1.0)
+    layer.finish_step(rate=1.0)
     assert layer.expert_bias.tolist() == [1.0, -1.0, -1.0, -1.0]
 
 
@@ -722,8 +722,6 @@ def test_small_errors():
         autocast(x, double) => x is torch.float32; needs torch.float64
         autocast(x.long()) => x is torch.int64; needs torch.float32
         layer(x, x > 0); layer(x, x[:, 0]); layer.route(x, x > 0) => padding_mask is
-        MoE(12, 10, 6, 3).update_bias() => RuntimeError: update_bias needs expert_bias=True
-        """
     for row in table.strip().splitlines():
         calls, phrase = row.strip().split(" => ")
         kind = "" if "Error: " in phrase else "ValueError: "
@@ -854,19 +852,19 @@ def over_two_ranks(rank: int, port: int) -> None:
             torch.optim.SGD(one.parameters(), lr=1.0).step()
             one.zero_grad()
         before = layer.state_dict(), layer.counts.clone()
-        assert "group is None and 2 ranks run" in error(layer.update_bias)
+        assert "group is None and 2 ranks run" in error(layer.finish_step)
         same((layer.state_dict(), layer.counts), before)
-        layer.update_bias(group=everyone)
-        whole.update_bias(group=torch.distributed.new_group([rank], use_local_synchronization=True))
+        layer.finish_step(group=everyone)
+        whole.finish_step(group=torch.distributed.new_group([rank], use_local_synchronization=True))
         same(layer.expert_bias, whole.expert_bias)
         close([*layer.parameters()], [*whole.parameters()], 1e-5)
     assert layer.expert_bias.any()
 
     layer(torch.randn(5 + rank, H, requires_grad=True)).sum().backward()
     again = copy.deepcopy(layer)
-    layer.update_bias(group=everyone)
+    layer.finish_step(group=everyone)
     torch.distributed.all_reduce(again.counts)           # counts summed twice change no sign
-    again.update_bias(group=everyone)
+    again.finish_step(group=everyone)
     same(layer.expert_bias, again.expert_bias)
 
     if rank == 0:
@@ -874,7 +872,7 @@ def over_two_ranks(rank: int, port: int) -> None:
     for warns in (rank == 1, True):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            layer.update_bias(group=everyone)
+            layer.finish_step(group=everyone)
         assert any("no backward has counted" in str(one.message) for one in caught) == warns
 
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
