@@ -722,6 +722,7 @@ def test_small_errors():
         autocast(x, double) => x is torch.float32; needs torch.float64
         autocast(x.long()) => x is torch.int64; needs torch.float32
         layer(x, x > 0); layer(x, x[:, 0]); layer.route(x, x > 0) => padding_mask is
+        """
     for row in table.strip().splitlines():
         calls, phrase = row.strip().split(" => ")
         kind = "" if "Error: " in phrase else "ValueError: "
