@@ -286,7 +286,7 @@ def as_no_view(x: Tensor, shape) -> Tensor:
     return torch.ops.aten._unsafe_view(x, shape)
 
 
-def writes_to_module(method):
+def unchecked_side_effects(method):
     """Decorator of a method that writes to its module, which Dynamo refuses in a checkpointed
     region of a graph. It is safe: a recomputation writes the same, or a later step drops it.
     """

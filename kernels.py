@@ -1061,16 +1061,16 @@ def parts_of_rows(y, parts, axis=-2):
     return y.reshape(*y.shape[:-1], *sizes).unbind(axis)
 
 
-def activated(split, weights, made, expert=None, blank=None):
+def activated(split, weights, made, expert=None, unrouted=None):
     """made.function(*split) · weights [.., 1] -> [.., F] in the parts' dtype. expert [.., 1] is for
     a function that takes it, else None. The function sees ones, without a gradient, in rows where
-    blank [.., 1] is True.
+    unrouted [.., 1] is True.
     """
     shape, dtype = split[0].shape, split[0].dtype
-    if blank is not None:
+    if unrouted is not None:
         # Not y as a whole, so that in the backward the mask comes last, before the parts' gradients
         # are joined: see grouped.unrouted.
-        split = [part.masked_fill(blank, 1.0) for part in split]
+        split = [part.masked_fill(unrouted, 1.0) for part in split]
     beside = {} if expert is None else {"expert": expert}
     out = made.function(*map(upcast, split), **beside)
     check_result(made.function, out, shape)
@@ -1330,11 +1330,11 @@ def _mlp_of_rows(
         # The parameters of a function of your own get sums over all rows. Zeros in unrouted ones
         # would make them NaN, if the slope at 0 is infinite. So the function sees ones. In a graph
         # named functions do too: the backward of a long one would else read `hidden` once more.
-        blank = None
+        unrouted = None
         if not named or grouped.leaves_raw(blocks):
-            blank = grouped.unrouted(split[0], plan.offsets)
+            unrouted = grouped.unrouted(split[0], plan.offsets)
         act = activated(
-            split, gather_probs(probs, plan), made, expert=expert_N1, blank=blank)
+            split, gather_probs(probs, plan), made, expert=expert_N1, unrouted=unrouted)
         return grouped.zero_raw(act, blocks)
 
     def from_experts(act):

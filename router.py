@@ -447,7 +447,7 @@ class TopKRouter(Router):
         same_TK = indices_TK == wanted_TK
         return same_TK if padding_T is None else same_TK | padding_T[:, None]
 
-    @compat.writes_to_module
+    @compat.unchecked_side_effects
     def _record(self, indices_TK, given_TK, padding_T, probs_TK):
         if given_TK is not None:                     # with its repeats
             indices_TK = indices_TK.where(~self._obeys(indices_TK, given_TK, padding_T), given_TK)
@@ -841,7 +841,7 @@ class RouterCounts:
                 others.append(write)
         self.set_waiting([*others, (buffer, value, add)])
 
-    @compat.writes_to_module
+    @compat.unchecked_side_effects
     def set_waiting(self, writes):
         self.waiting = writes
 

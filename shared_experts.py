@@ -50,7 +50,7 @@ def overlap_state_check(required_state: SharedExpertState, next_state: SharedExp
     step before is missing. An exception inside the step drops all caches.
     """
     def decorate(step):
-        @compat.writes_to_module
+        @compat.unchecked_side_effects
         @functools.wraps(step)
         def checked(self, *args, **kwargs):
             _check_step(self, step.__name__, required_state)
@@ -388,7 +388,7 @@ class SharedExpertMLP(MoEModule):
         if self.stream is not None:
             self.stream.wait_stream(_current_stream(self.fc1.device))
 
-    @compat.writes_to_module
+    @compat.unchecked_side_effects
     def reset_overlap(self) -> None:
         """Back to IDLE, without caches. Call it after an exception outside of the steps."""
         self._overlap_state = SharedExpertState.IDLE

@@ -336,7 +336,7 @@ class Count(torch.autograd.Function):
         return grad, noted.float(), None
 
 
-def few_experts(x, probs, indices, fc1, fc2):
+def mlp_in_place(x, probs, indices, fc1, fc2):
     """`experts` for few tokens, in a graph without gradients. Each assignment reads its expert's
     weights in place: the compiler makes no tensor of fc1's rows.
     """
@@ -602,7 +602,7 @@ class MoE(nn.Module):
         most = 2 * E if x.is_cpu else E // 2
         decoding = torch.compiler.is_compiling() and not torch.is_grad_enabled()
         if decoding and holds_in_this_graph(indices.numel() <= most):
-            y = few_experts(x_TH, probs, indices, fc1, fc2)
+            y = mlp_in_place(x_TH, probs, indices, fc1, fc2)
         else:
             y = experts(x_TH, probs, fc1, fc2, places, native)
         y = as_no_view(y.to(x.dtype), x.shape)

@@ -955,7 +955,7 @@ def test_compile_private_names_of_torch(monkeypatch):
     assert ran == [("first", True), ("second", True)] and not compat.in_backward()
 
     class Keeper(torch.nn.Module):
-        @compat.writes_to_module
+        @compat.unchecked_side_effects
         def keep(self, x):
             self.kept = x
 
