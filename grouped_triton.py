@@ -46,7 +46,8 @@ def _find_tile(tile, offsets_ptr, N, E, EXPERTS: tl.constexpr, ROWS: tl.constexp
     return expert, first, end
 
 
-@triton.jit
+# Else Triton would compile once more when N is no multiple of 16.
+@triton.jit(do_not_specialize=["N"])
 def _rows_times_weights_kernel(
     rows_ptr, weights_ptr, offsets_ptr, out_ptr, N, H, F, E, columns,
     row_step, row_inner, weight_step, weight_inner, weight_column,

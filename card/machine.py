@@ -88,7 +88,7 @@ def product(name: str, dtype: str, target: GPUTarget, **settings):
     constants = {(place(name),): value for name, value in settings.items()}
     multiples = {
         (place(name),): [["tt.divisibility", 16]] for name in kernel.arg_names
-        if name not in (*settings, "E", "rows", "columns")}
+        if name not in (*settings, "N", "E", "rows", "columns")}
     return triton.compile(ASTSource(kernel, signature, constants, multiples), target, options)
 
 
