@@ -113,7 +113,7 @@ def rows_times_weights(rows: Tensor, weights: Tensor, offsets: Tensor, **setting
     if most * columns:
         with torch.accelerator.device_index(rows.get_device()):
             _rows_times_weights_kernel[(most * columns,)](
-                rows, weights, offsets, out, N, H, F, E, columns, *rows.stride(),
+                rows, weights, offsets.contiguous(), out, N, H, F, E, columns, *rows.stride(),
                 *weights.stride(), EXPERTS=triton.next_power_of_2(E + 1),
                 PRECISION=precision(rows.dtype), **settings)
     return out
@@ -131,6 +131,6 @@ def rows_times_rows(a: Tensor, b: Tensor, offsets: Tensor, exact: bool, **settin
     if out.numel():
         with torch.accelerator.device_index(a.get_device()):
             _rows_times_rows_kernel[(E * rows * columns,)](
-                a, b, offsets, out, H, F, rows, columns, *a.stride(), *b.stride(),
+                a, b, offsets.contiguous(), out, H, F, rows, columns, *a.stride(), *b.stride(),
                 PRECISION=precision(a.dtype, exact), **settings)
     return out

@@ -1752,7 +1752,7 @@ def test_config_takes_an_activation_with_bound_positions():
         agree(compiled(layer), want, x)
     layer = exact_layer(activation=torch.nn.SiLU())
     for function in (layer, compiled(layer)):
-        with pytest.raises(Exception, match="2 positional arguments but 3|Argument mismatch"):
+        with pytest.raises(Exception, match="positional arguments but|Argument mismatch|Observed"):
             function(x)
     made = Activation(leaky_by, parts=1, constants=("slope",))
     close(activation(x, made, slope=0.5), F.leaky_relu(x, 0.5))
@@ -1863,7 +1863,7 @@ class WithActivate(moe.Experts):
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("how, wanted", [
-    (lambda self, gate, up: gate * up, "missing 1 required positional|Argument mismatch"),
+    (lambda self, gate, up: gate * up, "missing 1 required|Argument mismatch|Observed exception"),
     (lambda self, y: y[..., 0], r"needs a floating dtype and the shape of a part, \[6, 5\]")])
 def test_experts_refuse_an_activate_of_another_form(how, wanted, compile):
     """In each forward of the layer, and when a graph of it is made."""
