@@ -320,7 +320,8 @@ def test_code_prints_a_source():
 
 
 @pytest.mark.parametrize("args, message", [
-    (["smal"], "smal is unknown; known are small, layer, step2, step3, step4, hf, products and FILE:FUNCTION"),
+    (["smal"], "smal is unknown; known are small, layer, step2, step3, step4, hf, products and "
+               "FILE:FUNCTION"),
     (["small.py:nothing"], "small.py has no function nothing"),
     (["layer", "--set", "topk"], "--set is topk; needs NAME=VALUE"),
     (["layer", "--set", "top=3"], "unexpected keyword argument 'top'"),
