@@ -896,17 +896,31 @@ def card_rows(report: Report, case: Case) -> None:
         report.figure(case, f"{row['candidate']}, GB/s", value=size / row["ms"] / 1e6)
 
 
-# (ROWS, COLUMNS, INNER, num_warps, num_stages) of grouped_triton.py's kernels.
+TILE = "ROWS", "COLUMNS", "INNER", "num_warps", "num_stages"        # of grouped_triton's kernels
 TILES = [
     (32, 128, 32, 4, 4), (64, 64, 32, 4, 3), (64, 128, 32, 4, 4), (64, 128, 64, 4, 4),
     (128, 64, 32, 4, 4), (128, 128, 32, 8, 4), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)]
 
 
+def in_tiles(product: Callable, inputs: list[Tensor]) -> dict[str, Candidate]:
+    """A product of grouped_triton.py in the tile that it chooses, and in those of TILES that fit
+    into the card's shared memory."""
+    from triton.runtime.errors import OutOfResources
+    candidates = {"chosen": Candidate(product, inputs)}
+    for sizes in TILES:
+        candidate = Candidate(partial(product, **dict(zip(TILE, sizes))), inputs)
+        try:
+            candidate.step()
+        except OutOfResources:
+            continue
+        candidates[", ".join(map(str, sizes))] = candidate
+    return candidates
+
+
 @torch.no_grad()
 def card_products(report: Report, case: Case) -> None:
-    """fc1's product and its weight's gradient, alone: in the tiles that grouped_triton.tiles
-    chooses and in others, beside torch's own, where that reads the offsets on the card, and a loop
-    over experts. What does not fit into the card's shared memory is left out."""
+    """fc1's product and its weight's gradient, alone: by grouped_triton.py in several tiles, by
+    torch, where that reads the offsets on the card, and by a loop over experts."""
     layer, x, _ = layer_and_input(case.config(), case.T)
     x_TH = x.detach().flatten(0, 1)
     _, indices_TK = layer.router.route(x_TH)
@@ -914,34 +928,25 @@ def card_products(report: Report, case: Case) -> None:
     rows = kernels.gather_rows(x_TH, plan)
     weights = layer.experts.fc1.detach().flatten(1, 2).mT
     grad = torch.randn(len(rows), weights.shape[2], dtype=case.dtype, device=DEVICE)
-    blocks = grouped.RowBlocks(plan.offsets.cpu())
     triton = grouped._triton() if DEVICE == "cuda" else None
-    for what, other, by_triton, by_torch, loop in (
-            ("rows x weights", weights, triton and triton.rows_times_weights,
-             lambda rows, weights: F.grouped_mm(rows, weights, offs=plan.offsets),
-             lambda rows, weights: grouped.product(rows, weights, blocks)),
-            ("rows x rows", grad, triton and partial(triton.rows_times_rows, exact=False),
-             lambda rows, grad: F.grouped_mm(rows.t(), grad, offs=plan.offsets),
-             lambda rows, grad: grouped.weight_grad(rows, grad, blocks))):
-        candidates = {}
-        if triton:
-            chosen = partial(by_triton, offsets=plan.offsets)
-            candidates["chosen"] = Candidate(chosen, [rows, other])
-            for sizes in TILES:
-                names = "ROWS", "COLUMNS", "INNER", "num_warps", "num_stages"
-                settings = dict(zip(names, sizes))
-                candidate = Candidate(partial(chosen, **settings), [rows, other])
-                try:
-                    candidate.step()
-                except triton.triton.runtime.errors.OutOfResources:
-                    continue
-                candidates[", ".join(map(str, sizes))] = candidate
-        if grouped._native(rows, weights):
-            candidates["F.grouped_mm"] = Candidate(by_torch, [rows, other])
-        candidates["a loop"] = Candidate(loop, [rows, other])
-        right = loop(rows.to(FP64_DEVICE).double(), other.to(FP64_DEVICE).double())
+    by_torch = grouped.RowBlocks(plan.offsets, "torch") if grouped._native(rows, weights) else None
+    by_loop = grouped.RowBlocks(plan.offsets.cpu())
+
+    def compare(what, other, tiled, product):
+        inputs = [rows, other]
+        candidates = in_tiles(tiled, inputs) if triton else {}
+        if by_torch:
+            candidates["F.grouped_mm"] = Candidate(partial(product, blocks=by_torch), inputs)
+        candidates["a loop"] = Candidate(partial(product, blocks=by_loop), inputs)
+        right = product(*[x.to(FP64_DEVICE).double() for x in inputs], by_loop)
         check(candidates, [right], case.dtype)
         report.compare(case, what, candidates, ["a loop"])
+
+    offsets = dict(offsets=plan.offsets)
+    compare("rows x weights", weights, triton and partial(triton.rows_times_weights, **offsets),
+            grouped.product)
+    compare("rows x rows", grad,
+            triton and partial(triton.rows_times_rows, exact=False, **offsets), grouped.weight_grad)
 
 
 class Exchanged:

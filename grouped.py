@@ -95,7 +95,7 @@ def linear(rows: Tensor, weight: Tensor, blocks: "RowBlocks", bias: Tensor | Non
     return _Linear.apply(rows, weight, bias, *blocks)
 
 
-# ---- Which way: each product is native, or an op ----
+# ---- Which way: torch's product, Triton's, or a loop ----
 
 class RowBlocks(NamedTuple):
     """The ends of the row blocks, where the products read them: on the host for "loop", a product
@@ -149,8 +149,8 @@ def product(rows, weights, blocks, bias=None):
         out = F.grouped_mm(rows, weights, offs=offsets)
     if bias is not None:
         out = out + take_rows(bias, expert_of_rows(len(rows), offsets))
-    # F.grouped_mm leaves unrouted rows uninitialised, and here they have got a bias. In a graph
-    # they stay so: see zero_raw.
+    # Unrouted rows are uninitialised by F.grouped_mm, and zeros by Triton until a bias is added.
+    # In a graph they stay what they are: see zero_raw.
     if torch.compiler.is_compiling() or blocks.by == "triton" and bias is None:
         return out
     return out.masked_fill(unrouted(out, offsets), 0.0)
@@ -271,9 +271,12 @@ def _triton():
 
 @torch.compiler.assume_constant_result
 def _has_triton_product(device, dtype):
+    """Whether Triton's product runs there. For NVIDIA's cards before 8.0 its code would spill
+    thousands of numbers.
+    """
     if device.type not in ("cuda", "xpu") or dtype == torch.float64 or _triton() is None:
         return False
-    return device.type == "xpu" or torch.version.hip or _cuda_generation(device) >= 8
+    return bool(device.type == "xpu" or torch.version.hip or _cuda_generation(device) >= 8)
 
 
 @op(_fake_product, flops=_flops_of_product)

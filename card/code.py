@@ -154,6 +154,10 @@ def short(name, most=64):
     return f"{start[:most - 6]}.._{number}"
 
 
+def as_text(counts):
+    return ", ".join(f"{what}: {times}" for what, times in counts.items()) or "-"
+
+
 def show_launches(launches):
     number = 0
     for direction, listed in launches.items():
@@ -175,10 +179,8 @@ def show_machine_code(launches, capability):
     for number, launch in enumerate(itertools.chain(*launches.values()), 1):
         if launch.source:
             code = machine_code(launch.source, capability)
-            loads, stores = [", ".join(f"{bits}: {n}" for bits, n in found.items()) or "-"
-                             for found in (code.loads, code.stores)]
             print(f"{number:3}{code.registers:16}{code.spills:9}{code.shared:8}"
-                  f"{code.barriers:10}   {loads:30}   {stores}")
+                  f"{code.barriers:10}   {as_text(code.loads):30}   {as_text(code.stores)}")
     print()
 
 
@@ -191,12 +193,10 @@ def show_products(capability):
         for dtype, precision, settings in settings_of():
             code = disassembled(product(
                 name, dtype, nvidia(capability), PRECISION=precision, **fixed, **settings))
-            [(multiply, times)] = code.multiplies.items()
-            copies, stores = [", ".join(f"{bits}: {n}" for bits, n in found.items()) or "-"
-                              for found in (code.copies, code.stores)]
             print(f"{name.strip('_').removesuffix('_kernel'):18}{settings['ROWS']:4}  "
                   f"{dtype + ' ' + precision:15}{code.registers:9}{code.spills:9}{code.shared:8}"
-                  f"   {multiply + ': ' + str(times):13}{copies:23}{stores}")
+                  f"   {as_text(code.multiplies):13}{as_text(code.copies):23}"
+                  f"{as_text(code.stores)}")
 
 
 def show_sums(launches, least):

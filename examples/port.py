@@ -103,7 +103,7 @@ def masked(x_TH, padding_T):
 # ---- 4: counts ----
 
 def of_indices(T):
-    return tokens(T, E).topk(K).indices,
+    return tokens(T, E).topk(K).indices,                 # [T, K]
 
 
 def bincount(indices_TK):
@@ -118,7 +118,8 @@ def ends(indices_TK):
 
 def places(T):
     """order [N]: row -> assignment t·K + k, and its inverse [T, K]."""
-    order_N = tokens(T, E).topk(K).indices.flatten().argsort(stable=True)
+    indices_TK, = of_indices(T)
+    order_N = indices_TK.flatten().argsort(stable=True)
     return order_N, order_N.argsort().view(T, K)
 
 
@@ -152,7 +153,7 @@ def gather_tokens(x_TH, order_N, inverse_TK):
 # ---- 7: the prob behind the second product ----
 
 def with_probs(T):
-    return (tokens(T, 2 * H).requires_grad_(), torch.rand(T, 1).requires_grad_(),
+    return (tokens(T, 2 * H).requires_grad_(), tokens(T, 1).sigmoid().requires_grad_(),
             tokens(H, 4 * H).requires_grad_())
 
 
@@ -182,19 +183,15 @@ def one_hot_mask(x_TH, weight, expert_T):
 
 # ---- 9: the inverse of a sort ----
 
-def order(T):
-    return tokens(T, E).topk(K).indices.flatten(),
-
-
-def inverse_by_scatter(expert_N):
-    order_N = expert_N.argsort(stable=True)
+def inverse_by_scatter(indices_TK):
+    order_N = indices_TK.flatten().argsort(stable=True)
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(len(order_N))
     return inverse_N
 
 
-def inverse_by_sort(expert_N):
-    return expert_N.argsort(stable=True).argsort()
+def inverse_by_sort(indices_TK):
+    return indices_TK.flatten().argsort(stable=True).argsort()
 
 
 # ---- 10: the router's product in fp32 ----
@@ -213,14 +210,18 @@ def logits_again(x_TH, router):
 
 # ---- 11: a length in a condition ----
 
-def short_differs(x_TH, padding_T):
+def of_tokens(T):
+    return tokens(T).requires_grad_(),
+
+
+def short_differs(x_TH):
     if len(x_TH) < 40:
         return x_TH.sin()
     return x_TH.cos()
 
 
-def both_ways(x_TH, padding_T):
-    is_short_T = torch.arange(len(x_TH)).new_full((len(x_TH),), len(x_TH)) < 40
+def both_ways(x_TH):
+    is_short_T = torch.full((len(x_TH),), len(x_TH)) < 40
     return torch.where(is_short_T[:, None], x_TH.sin(), x_TH.cos())
 
 
@@ -233,9 +234,9 @@ PAIRS = {
     "6 x[token]": Pair(index_tokens, gather_tokens, with_tokens),
     "7 the prob behind fc2": Pair(prob_behind, prob_before, with_probs),
     "8 a one-hot mask": Pair(one_hot_mask, sorted_rows, one_expert),
-    "9 the inverse by a scatter": Pair(inverse_by_scatter, inverse_by_sort, order),
+    "9 the inverse by a scatter": Pair(inverse_by_scatter, inverse_by_sort, of_indices),
     "10 x.float()": Pair(logits_of_a_copy, logits_again, narrow),
-    "11 if T < n": Pair(short_differs, both_ways, with_padding),
+    "11 if T < n": Pair(short_differs, both_ways, of_tokens),
 }
 
 

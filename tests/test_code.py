@@ -260,22 +260,21 @@ def test_code_of_the_triton_products_for_amd(target):
 def test_code_of_other_cards_reads_rows_whole(case, capability):
     """And as little as an H100, but a B200: see docs/compile.md. small.py's product is a loop on
     some: there its gradients of gate and up are two kernels."""
-    check_machine_code(case, "--capability", capability)
+    check_machine_code(
+        case, "--capability", capability, spills=2 * ((case, capability) == ("small", "10,0")))
     _, sums = tables(case, "--capability", capability, "--machine")
     assert sums["both"][-1] <= (1.38 if capability == "10,0" else 1.1 if case == "layer" else 1.23)
 
 
-def check_machine_code(*args):
-    """Kernels spill nothing but one number or two, in small.py's sum of the experts' gradients with
-    a shared expert and a loss, or for a B200. Kernels that move rows load and store 128 bits at a
-    time, and no barrier stands in front of a load."""
+def check_machine_code(*args, spills=0):
+    """All kernels together spill at most so many loads and stores. Kernels that move rows load and
+    store 128 bits at a time, and no barrier stands in front of a load."""
     found = machine(*args)
     launches, _ = tables(*args, "--machine")
     kernels = {launch[0]: launch for listed in launches.values() for launch in listed
                if launch[1] == "kernel"}
     assert found.keys() == kernels.keys()
-    most = 2 if args[-1] == "10,0" else 4 if args[-1] == "--set=aux_loss_coeff=0.01" else 0
-    assert sum(spills for _, spills, *_ in found.values()) <= most * (args[0] == "small")
+    assert sum(spilled for _, spilled, *_ in found.values()) <= spills
     moving = [number for number, (_, _, read, written, _) in kernels.items() if read + written > 16]
     assert len(moving) >= 6
     for number in moving:
@@ -359,6 +358,7 @@ FIGURES = {
 }
 MOST = {
     "small": 1.08, "layer": 1.08, "layer latent": 1.18, "layer gpt_oss": 1.11, "layer fp8": 1.18}
+SPILLS = {"small all": 4}                  # in the sum of the experts' gradients: a number or two
 OPTIONS = {
     "small all": dict(shared_ffn_hidden_size=512, aux_loss_coeff=0.01),
     "layer loss": LOSS,
@@ -387,4 +387,4 @@ def test_code_moves_no_more(name):
     kernels, mb = FIGURES[name][::2], FIGURES[name][1::2]
     assert tuple(found[::2]) == kernels and found[1::2] == pytest.approx(mb, rel=0.02), line
     assert sums["both"][-1] <= MOST.get(name, 1.10)
-    check_machine_code(name.split()[0], *given)
+    check_machine_code(name.split()[0], *given, spills=SPILLS.get(name, 0))
