@@ -100,7 +100,7 @@ def test_small_equals_the_layer(monkeypatch, case, dtype, has_bf16, topk):
             if layer.expert_bias is None:
                 layer.counts.zero_()
                 continue
-            layer.update_bias(), update_expert_bias(whole)
+            layer.finish_step(), update_expert_bias(whole)
             same(layer.expert_bias, whole.router.expert_bias)
     layer.eval()
     y = layer(x[0])
