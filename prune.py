@@ -72,6 +72,8 @@ def select_experts(
         setattr(new.get_submodule(path), own_name, tensor)
     new.router.counts = RouterCounts(config, layer.pg_collection.size("tp_cp"))
     new.router.counts.follow(chosen.device)
+    if layer.router.counts.has_scale:
+        new.router.counts.set_scale(layer.router.counts.loss_scale)
 
     if optimizer is not None:
         names: dict = {old: name for name, old in layer.named_parameters()}

@@ -120,7 +120,6 @@ class Router(MoEModule, ABC):
     def reset_counts(self) -> None:
         """Empties counts and sums."""
         self.counts.reset()
-        _loss_scale(self.weight.device)              # made before the first compiled forward
 
     def _given_indices(self, topk_indices, axes):
         """The indices [T, K] int64 that replace the choice: replay_routing's, else the argument."""
@@ -203,7 +202,6 @@ class Router(MoEModule, ABC):
         if bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)
         self.counts.move(fn)
-        _loss_scale(self.weight.device)
         return self
 
     def begin_counting(self):
@@ -621,16 +619,26 @@ class TopKRouter(Router):
         if self.config.calculate_per_token_loss:
             aux_loss = aux_loss * self._tokens_of(activation, valid_token_count)
         if compat.is_any_autocast():
-            _warn_without_scale(activation.device.type)
-        scale = _loss_scale(activation.device)
-        if not (torch.compiler.is_compiling() or compat.has_values(activation)):
-            scale = torch.ones((), device=activation.device)     # FakeTensorMode refuses a real one
-        return MoEAuxLossAutoScaler.apply(activation, aux_loss, scale)
+            self._warn_without_scale(activation.device.type)
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss, self.counts.loss_scale)
 
     def _tokens_of(self, activation, valid_token_count):
         if valid_token_count is None:
             return activation.shape[0] * self.pg_collection.size("tp_cp")
         return valid_token_count
+
+    @torch.compiler.assume_constant_result           # so that a graph runs it while it is traced
+    def _warn_without_scale(self, device_type):
+        """fp16 needs a loss scale, which GradScaler multiplies into the main loss alone."""
+        if self.counts.has_scale or not compat.has_autocast(device_type):
+            return
+        fp16 = torch.get_autocast_dtype(device_type) == torch.float16
+        if fp16 and torch.is_autocast_enabled(device_type):
+            warnings.warn(
+                "balance losses under autocast to fp16, and set_aux_loss_scale was never called: "
+                "with a GradScaler their gradients are too small by its scale. Needs "
+                "set_aux_loss_scale(model, scaler.get_scale()) before each backward, or (model, "
+                "1.0) without a scaler", stacklevel=2)
 
     # -- Megatron's names, which nothing here calls --
 
@@ -653,58 +661,9 @@ class TopKRouter(Router):
             probs, scores_for_aux_loss, routing_map, sequence_T=sequence_T, num_sequences=bsz)
 
 
-# ---- You have read the router. What it keeps: the loss scale ----
-
-_CPU = torch.device("cpu")
-with torch.inference_mode(False):            # the import may be inside an inference_mode
-    _LOSS_SCALE = {_CPU: torch.ones((), dtype=torch.float32, device=_CPU)}
-
-
-def _loss_scale(device):
-    if device not in _LOSS_SCALE:
-        _add_loss_scale(device)
-    return _LOSS_SCALE[device]
-
-
-def _add_loss_scale(device):
-    with torch.inference_mode(False):
-        _LOSS_SCALE[device] = _LOSS_SCALE[_CPU].to(device)
-
-
-_is_scale_set = False
-
-
-@torch.compiler.assume_constant_result           # so that a graph runs it while it is traced
-def _warn_without_scale(device_type: str) -> None:
-    """fp16 needs a loss scale, which GradScaler multiplies into the main loss alone."""
-    if _is_scale_set or not compat.has_autocast(device_type):
-        return
-    fp16 = torch.get_autocast_dtype(device_type) == torch.float16
-    if fp16 and torch.is_autocast_enabled(device_type):
-        warnings.warn(
-            "balance losses under autocast to fp16, and set_aux_loss_scale was never called: with "
-            "a GradScaler their gradients are too small by its scale. Needs "
-            "set_aux_loss_scale(scaler.get_scale()) before each backward, or (1.0) without a "
-            "scaler", stacklevel=2)
-
-
-def set_aux_loss_scale(scale: float | Tensor) -> None:
-    """Sets the factor on the gradients of all balance losses and z-losses in this process: the
-    factor by which you multiply the main loss (a loss scaler's, 1 / microbatches), a float or a 0-d
-    tensor. It holds for every backward from now on, without a recompile.
-    """
-    global _is_scale_set
-    if isinstance(scale, Tensor) and scale.ndim:
-        raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
-    with torch.no_grad():
-        for tensor in _LOSS_SCALE.values():
-            tensor.fill_(scale)
-    _is_scale_set = True
-
-
 class MoEAuxLossAutoScaler(torch.autograd.Function):
     """activation -> activation. In the backward `loss` gets the gradient `scale` (0-d), as if
-    scale·loss were in the main loss. Megatron's set_loss_scale is set_aux_loss_scale.
+    scale·loss were in the main loss. For Megatron's set_loss_scale see set_aux_loss_scale.
     """
 
     @staticmethod
@@ -721,7 +680,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         return grad, compat.copy_after(ctx.scale, grad).to(ctx.dtype), None
 
 
-# ---- What it keeps: counts, written in the backward ----
+# ---- You have read the router. What it keeps: counts, written in the backward ----
 # A checkpoint runs a forward twice, but its backward once.
 
 @compat.op(lambda buffer, value, grad, add: None, mutates_args=("buffer",))
@@ -774,6 +733,7 @@ class RouterCounts:
     ga_steps []                      forwards in that sum
     last_tokens_per_expert [E]       of the latest training forward, for load_balancing_metrics
     each name in LOGGED []           a loss of that forward, or its assignments over capacity
+    loss_scale []                    no count: what set_aux_loss_scale has set; 1 without it
     """
 
     def __init__(self, config, tp_cp_size):
@@ -791,6 +751,8 @@ class RouterCounts:
         self.last_tokens_per_expert = counter(E)
         for name in LOGGED:
             setattr(self, name, counter())
+        self.loss_scale = counter().fill_(1.0)
+        self.has_scale = False                       # whether set_aux_loss_scale has set it
         # Name -> how many ranks share the value. None means all ranks, the data-parallel ones too.
         self.sharers = {**dict.fromkeys(METRICS, tp_cp_size), "global_load_balancing_loss": None,
                         "dropped": None}
@@ -865,8 +827,14 @@ class RouterCounts:
             if name in names:
                 tensor.zero_()
 
+    def set_scale(self, scale):
+        with torch.no_grad():
+            self.loss_scale.fill_(scale)
+        self.has_scale = True
+
     def reset(self):
-        self.zero(*self.tensors())
+        """Empties what is counted. The loss scale stays."""
+        self.zero(*self.tensors().keys() - {"loss_scale"})
         for name in LOGGED:
             getattr(self, name).fill_(math.nan)
         self.has_grown()
@@ -883,6 +851,7 @@ class RouterCounts:
             setattr(self, name, compat.with_fixed_address(moved))
         self.seen = None
         if was_meta:
+            self.loss_scale.fill_(1.0)
             self.reset()
 
     def follow(self, device):
@@ -898,11 +867,31 @@ def _routers(model):
 
 
 def _named_routers(model):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; needs a Module that contains a Router")
     routers = {
         name: module for name, module in model.named_modules() if isinstance(module, Router)}
     if not routers:
         raise ValueError(f"model ({type(model).__name__}) has no Router")
     return routers
+
+
+def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Sets the factor on the gradients of the balance losses and z-losses of this model's routers:
+    the factor by which you multiply its main loss (a loss scaler's, 1 / microbatches), a float or a
+    0-d tensor. It holds for every backward from now on, without a recompile. Each router keeps it,
+    and a copy of the model copies it; no state dict has it. ValueError: another shape, or a router
+    is on the meta device, where a scale would be lost.
+    """
+    if isinstance(scale, Tensor) and scale.ndim:
+        raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
+    routers = _named_routers(model)
+    for name, router in routers.items():
+        if router.counts.loss_scale.is_meta:
+            raise ValueError(f"router {name!r} is on the meta device; needs a device: call "
+                             f"set_aux_loss_scale after to_empty")
+    for router in routers.values():
+        router.counts.set_scale(scale)
 
 
 def finish_step(model: nn.Module, check_replicas: bool = False) -> None:

@@ -1,6 +1,6 @@
 """A Mixture-of-Experts layer for one device, in one file. Copy it: it needs torch 2.11 or later.
 
-    layer = MoE(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2, expert_bias=True)
+    layer = MoE(hidden_size=64, ffn_hidden_size=32, num_experts=8, topk=2, enable_expert_bias=True)
     optimizer = torch.optim.AdamW(layer.parameters())
     compiled = torch.compile(layer, fullgraph=True)
     for x, target in data:                               # x [.., 64]
@@ -468,18 +468,23 @@ class Pick(torch.autograd.Function):
         return grad_scores, None, None if factors is None else factors.expand(ctx.shape), None
 
 
-def check_groups(groups, num_experts, topk):
-    if not isinstance(groups, (tuple, list)) or [type(n) for n in groups] != [int] * 3:
-        raise ValueError(f"groups is {groups}; needs three integers")
-    number, best, members = groups
-    if number < 1 or num_experts % number:
-        raise ValueError(f"groups is {groups}; needs a divisor of {num_experts} experts first")
-    size = num_experts // number
-    if not topk <= best * size <= num_experts:
-        raise ValueError(f"groups is {groups}: the best {best} of {number} groups of {size} have "
-                         f"{best * size} experts; needs topk, {topk}, to {num_experts}")
-    if not 1 <= members <= size:
-        raise ValueError(f"groups is {groups}; needs 1 to {size} last, the size of a group")
+def checked_groups(num_groups, group_topk, group_score_topk, num_experts, topk):
+    """The three numbers, the last one topk // group_topk by default."""
+    if num_groups is None or group_topk is None:
+        raise ValueError(f"num_groups is {num_groups} and group_topk is {group_topk}; needs both")
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups is {num_groups}; needs a divisor of {num_experts} experts")
+    size = num_experts // num_groups
+    if not topk <= group_topk * size <= num_experts:
+        raise ValueError(
+            f"group_topk is {group_topk}: the best {group_topk} of {num_groups} groups of {size} "
+            f"have {group_topk * size} experts; needs topk, {topk}, to {num_experts}")
+    if group_score_topk is None:
+        group_score_topk = topk // group_topk
+    if not 1 <= group_score_topk <= size:
+        raise ValueError(f"group_score_topk is {group_score_topk}; needs 1 to {size}, the size of "
+                         f"a group")
+    return num_groups, group_topk, group_score_topk
 
 
 def only_best_groups(scores, groups, best, members):
@@ -497,20 +502,25 @@ def only_best_groups(scores, groups, best, members):
 class MoE(nn.Module):
     """x [.., H] -> the same shape and dtype: y_t = Σ_k p_tk · expert(x_t), plus shared(x_t).
 
+    The arguments are fields of moe.MoEConfig, with the same meaning.
+
     score_function: "softmax" or "sigmoid" (arXiv 2412.19437) of the logits.
-    normalize: the K probs of a token sum to 1: a softmax over the chosen logits, or their sigmoids
-      divided by the sum if K > 1. False: the probs are the chosen scores, softmax over all E.
-    scaling_factor: of the probs.
-    groups: (G, B, m). The experts are in G equal groups, one after the other, and a token has
-      experts of its B best groups, by the sum of a group's m best scores. DeepSeek-V3: (8, 4, 2).
-    expert_bias: a bias in fp32 that changes the choice but not the probs, see finish_step.
+    enable_expert_bias: a bias in fp32 that changes the choice but not the probs, see finish_step.
     aux_loss_coeff: of the balance loss, coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e], where n_e
       is how many tokens have e among the top K of their logits (arXiv 2101.03961). In training the
       backward adds its gradient, so do not add the loss yourself. If you multiply the main
       loss by a factor, such as 1 / microbatches or a GradScaler's scale, multiply the coefficient
       by it too.
-    shared_ffn_hidden_size: the FFN size of a shared expert, which computes every token.
-    shared_gate: the shared expert's output times sigmoid(shared_gate · x).
+    shared_expert_intermediate_size: W of a shared expert, which computes every token.
+    shared_expert_gate: the shared expert's output times sigmoid(shared_gate · x).
+    norm_topk_prob: True: the probs are the chosen scores divided by their sum. False: the chosen
+      scores, softmax over all E. None: a softmax over the chosen logits, which is what True gives
+      but keeps less for the backward; sigmoids divided by their sum if K > 1.
+    scaling_factor: of the probs.
+    num_groups, group_topk, group_score_topk: the experts are in equal groups, one after the other,
+      and a token has experts of its best groups, by the sum of a group's best scores: how many
+      groups, how many of them are best, how many scores are summed (K // group_topk by default).
+      DeepSeek-V3: 8, 4, 2.
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and the sum
     over a token's experts are in fp32 at least; the shared expert's gate, and the sum with its
@@ -527,39 +537,48 @@ class MoE(nn.Module):
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_experts: int, topk: int,
-        score_function: str = "softmax", expert_bias: bool = False, aux_loss_coeff: float = 0.0,
-        shared_ffn_hidden_size: int | None = None, *, normalize: bool = True,
-        scaling_factor: float = 1.0, groups: tuple[int, int, int] | None = None,
-        shared_gate: bool = False,
+        score_function: str = "softmax", enable_expert_bias: bool = False,
+        aux_loss_coeff: float = 0.0, shared_expert_intermediate_size: int | None = None, *,
+        shared_expert_gate: bool = False, norm_topk_prob: bool | None = None,
+        scaling_factor: float = 1.0, num_groups: int | None = None, group_topk: int | None = None,
+        group_score_topk: int | None = None,
     ):
         super().__init__()
         if score_function not in ("softmax", "sigmoid"):
             raise ValueError(f'score_function is {score_function!r}; needs "softmax" or "sigmoid"')
-        if not (type(topk) is int and 1 <= topk <= num_experts):
+        numbers = dict(
+            topk=topk, num_groups=num_groups, group_topk=group_topk,
+            group_score_topk=group_score_topk)
+        for name, number in numbers.items():
+            if type(number) is not int and (number is not None or name == "topk"):
+                raise ValueError(f"{name} is {number!r}; needs an integer")
+        if not 1 <= topk <= num_experts:
+            raise ValueError(f"topk is {topk}; needs 1 to {num_experts}, the number of experts")
+        if topk == 1 and (norm_topk_prob or norm_topk_prob is None and score_function == "softmax"):
             raise ValueError(
-                f"topk is {topk}; needs an integer from 1 to {num_experts}, the number of experts")
-        if topk == 1 and normalize and score_function == "softmax":
-            raise ValueError("topk is 1, and a softmax over one logit is 1 whatever it is, so the "
-                             'router would not learn; needs normalize=False or "sigmoid"')
+                f"topk is 1 and norm_topk_prob is {norm_topk_prob}: the one prob is always 1, so "
+                "the router would not learn; needs norm_topk_prob=False, or None with \"sigmoid\"")
         factors = dict(scaling_factor=scaling_factor, aux_loss_coeff=aux_loss_coeff)
         for name, factor in factors.items():
             if not math.isfinite(factor):
                 raise ValueError(f"{name} is {factor}; needs a finite number")
-        if groups is not None:
-            check_groups(groups, num_experts, topk)
-        if shared_gate and not shared_ffn_hidden_size:
-            raise ValueError("shared_gate is True; needs shared_ffn_hidden_size, a shared expert")
+        self.groups = None
+        if (num_groups, group_topk, group_score_topk) != (None, None, None):
+            self.groups = checked_groups(
+                num_groups, group_topk, group_score_topk, num_experts=num_experts, topk=topk)
+        if shared_expert_gate and not shared_expert_intermediate_size:
+            raise ValueError("shared_expert_gate is True; needs shared_expert_intermediate_size")
         self.topk, self.score_function, self.aux_loss_coeff = topk, score_function, aux_loss_coeff
-        self.normalize, self.scaling_factor, self.groups = normalize, scaling_factor, groups
-        E, H, W, Fs = num_experts, hidden_size, ffn_hidden_size, shared_ffn_hidden_size
+        self.norm_topk_prob, self.scaling_factor = norm_topk_prob, scaling_factor
+        E, H, W, Ws = num_experts, hidden_size, ffn_hidden_size, shared_expert_intermediate_size
         new = lambda *shape: nn.Parameter(torch.empty(shape))
         self.router = new(E, H)
         self.fc1 = new(E, 2, W, H)                                             # gate and up
         self.fc2 = new(E, H, W)
-        self.shared_fc1 = new(2, Fs, H) if Fs else None
-        self.shared_fc2 = new(H, Fs) if Fs else None
-        self.shared_gate = new(1, H) if shared_gate else None
-        bias = torch.empty(E, dtype=torch.float32) if expert_bias else None
+        self.shared_fc1 = new(2, Ws, H) if Ws else None
+        self.shared_fc2 = new(H, Ws) if Ws else None
+        self.shared_gate = new(1, H) if shared_expert_gate else None
+        bias = torch.empty(E, dtype=torch.float32) if enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
         # Counts [E] and T · balance loss are the gradient of a leaf. It is no parameter, since an
         # optimizer would change it, and no buffer, since DistributedDataParallel would overwrite it
@@ -660,11 +679,12 @@ class MoE(nn.Module):
             T = (n_E.sum() / K).clamp(min=1)
             factors = n_E / T / T * (self.aux_loss_coeff * E / K)
             balance = (n_E * sum_tokens(all_scores.detach())).sum() / T * (E / K)
-        over_chosen = self.normalize and not sigmoid
+        norm = self.norm_topk_prob
+        over_chosen = norm is None and not sigmoid
         probs = Pick.apply(logits if over_chosen else score(logits), indices, all_scores, factors)
         if over_chosen:
             probs = probs.softmax(-1)
-        elif self.normalize and K > 1:
+        elif norm or norm is None and K > 1:
             probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
         if self.scaling_factor != 1.0:
             probs = probs * self.scaling_factor
@@ -731,13 +751,14 @@ class MoE(nn.Module):
         E, H, W = self.fc2.shape
         sizes = f"hidden_size={H}, ffn_hidden_size={W}, num_experts={E}, topk={self.topk}"
         options = dict(
-            score_function="softmax", normalize=True, scaling_factor=1.0, groups=None,
-            aux_loss_coeff=0.0)
+            score_function="softmax", aux_loss_coeff=0.0, norm_topk_prob=None, scaling_factor=1.0)
         chosen = {name: getattr(self, name) for name in options}
         if self.shared_fc1 is not None:
-            chosen["shared_ffn_hidden_size"] = self.shared_fc1.shape[1]
-        for name in ("expert_bias", "shared_gate"):
-            chosen[name] = True if getattr(self, name) is not None else None
+            chosen["shared_expert_intermediate_size"] = self.shared_fc1.shape[1]
+        if self.groups is not None:
+            chosen |= zip(("num_groups", "group_topk", "group_score_topk"), self.groups)
+        chosen["enable_expert_bias"] = None if self.expert_bias is None else True
+        chosen["shared_expert_gate"] = None if self.shared_gate is None else True
         return ", ".join([sizes, *[
             f"{name}={value!r}" for name, value in chosen.items() if value != options.get(name)]])
 

@@ -123,12 +123,11 @@ def on_device(request):
 
 @pytest.fixture(autouse=True)
 def fresh_start():
-    """Every test draws from one seed, and leaves no compiled code, dtype or loss scale behind."""
+    """Every test draws from one seed, and leaves no compiled code or dtype behind."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
     yield
-    set_aux_loss_scale(1.0)
 
 
 def slow_but(quick, cases) -> list:
@@ -2186,12 +2185,12 @@ def check_against_loop(seed: int, whole: bool, backend: str | None = None) -> No
             close(got, want)
             inputs = [x, *module.parameters()]
             upstream = torch.randn_like(got)
-            set_aux_loss_scale(scale)                # between forward and backward
+            set_aux_loss_scale(module, scale)        # between forward and backward
             total = (want * upstream).sum() + scale * loss
             want_grads = torch.autograd.grad(
                 total, inputs, allow_unused=True, materialize_grads=True)
             close(grads(got, inputs, upstream), want_grads, 1e-8)
-            set_aux_loss_scale(1.0)
+            set_aux_loss_scale(module, 1.0)
             if config.capacity_factor is not None:           # in the latest forward
                 assert load_balancing_metrics(router)["dropped"] == oracle.dropped
         if config.enable_expert_bias:
@@ -2308,7 +2307,7 @@ def test_layer_aux_loss_reaches_the_router(backend):
     want = grads(loss, weights)[0]
     for scale in (1.0, 0.5, torch.tensor(4.0)):
         y = function(x)
-        set_aux_loss_scale(scale)
+        set_aux_loss_scale(layer, scale)
         close(grads(y, weights, torch.zeros_like(y)), [want * scale])
     assert graphs_made() == (backend is not None)
     layer.eval()

@@ -95,16 +95,18 @@ def set_precision(how: str) -> None:
 
 
 H, F_, E, K = 12, 10, 6, 3
+GROUPS = "num_groups", "group_topk", "group_score_topk"
 CASES = {
     "plain": {},
     "sigmoid": dict(score_function="sigmoid"),
-    "bias": dict(score_function="sigmoid", expert_bias=True),
-    "softmax and bias": dict(expert_bias=True),
+    "bias": dict(score_function="sigmoid", enable_expert_bias=True),
+    "softmax and bias": dict(enable_expert_bias=True),
     "loss": dict(aux_loss_coeff=0.1),
     "sigmoid and loss": dict(score_function="sigmoid", aux_loss_coeff=0.1),
-    "shared": dict(shared_ffn_hidden_size=14),
+    "shared": dict(shared_expert_intermediate_size=14),
     "all": dict(
-        score_function="sigmoid", expert_bias=True, aux_loss_coeff=0.1, shared_ffn_hidden_size=14),
+        score_function="sigmoid", enable_expert_bias=True, aux_loss_coeff=0.1,
+        shared_expert_intermediate_size=14),
 }
 
 
@@ -147,7 +149,7 @@ def test_small_equals_its_loop():
 def test_small_reads_the_weights_of_few_tokens_in_place(monkeypatch, dtype, backend):
     """Few assignments without gradients: like the plan's in eager mode, without a sort. With a
     dynamic T there are two graphs, of few and of more."""
-    layer = MoE(H, F_, 4, 2, expert_bias=True).to(dtype).eval()
+    layer = MoE(H, F_, 4, 2, enable_expert_bias=True).to(dtype).eval()
     products = []
     multiply = small.multiply
     monkeypatch.setattr(small, "multiply", lambda *args: products.append(1) or multiply(*args))
@@ -293,7 +295,7 @@ def test_small_bias_stays_in_fp32_and_moves_by_the_sign():
 
     torch.set_default_dtype(torch.bfloat16)
     try:
-        made = MoE(H, F_, E, K, expert_bias=True)
+        made = MoE(H, F_, E, K, enable_expert_bias=True)
         made.counts[1] = 7
         made.finish_step()
     finally:
@@ -347,8 +349,9 @@ def test_small_flops_are_counted(device, dtype):
     T, H, F_, E, K, Fs = 10, 16, 8, 4, 2, 24
     with torch.device(device):
         layer = MoE(
-            H, F_, E, K, expert_bias=True, aux_loss_coeff=0.1, groups=(2, 1, 2),
-            shared_ffn_hidden_size=Fs, shared_gate=True).to(dtype)
+            H, F_, E, K, enable_expert_bias=True, aux_loss_coeff=0.1, num_groups=2, group_topk=1,
+            group_score_topk=2, shared_expert_intermediate_size=Fs, shared_expert_gate=True,
+        ).to(dtype)
         x = torch.randn(T, H, dtype=dtype, requires_grad=True)
     with FlopCounterMode(display=False) as forward:
         y = layer(x)
@@ -583,7 +586,7 @@ def test_small_says_if_nothing_was_counted():
 
 def test_small_bias_of_counts_beyond_fp32():
     """Their sum is made of integers: in fp32 it would be rounded, and this step be 0 for all."""
-    layer = MoE(H, F_, 4, 2, expert_bias=True)
+    layer = MoE(H, F_, 4, 2, enable_expert_bias=True)
     layer.counts.fill_(2**24)
     layer.counts[0] -= 1
     layer.finish_step(rate=1.0)
@@ -682,7 +685,7 @@ def test_small_output_is_no_view():
     """FSDP2 frees what a view would be of: then y += 1 fails. The gate keeps the dtype."""
     for case, training in itertools.product(("plain", "shared"), (True, False)):
         assert not layer_of(case).train(training)(torch.randn(2, 3, H))._is_view()
-    layer = MoE(H, F_, E, K, shared_ffn_hidden_size=4, shared_gate=True).half()
+    layer = MoE(H, F_, E, K, shared_expert_intermediate_size=4, shared_expert_gate=True).half()
     with torch.autocast(DEVICE, torch.bfloat16):
         assert layer(torch.randn(3, H, dtype=torch.float16)).dtype == torch.float16
 
@@ -698,24 +701,28 @@ def test_small_errors():
     layer = layer_of("shared")
     x = torch.randn(4, H, requires_grad=True)
     names = dict(
-        MoE=MoE, layer=layer, x=x, double=copy.deepcopy(layer).double(),
+        MoE=MoE, grouped=lambda *groups: MoE(12, 10, 6, 3, **dict(zip(GROUPS, groups))),
+        layer=layer, x=x, double=copy.deepcopy(layer).double(),
         autocast=lambda x, layer=layer: torch.autocast(DEVICE, torch.bfloat16)(layer)(x))
     table = """
         MoE(12, 10, 6, 3, score_function="relu") => score_function is 'relu'; needs "softmax" or
-        MoE(12, 10, 6, 7); MoE(12, 10, 6, 0); MoE(12, 10, 6, 2.0) => needs an integer from 1 to 6
-        MoE(12, 10, 6, True) => topk is True; needs an integer from 1 to 6
-        MoE(12, 10, 6, 1) => topk is 1, and a softmax over one logit is 1 whatever it is
-        MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; needs an integer from 1
+        MoE(12, 10, 6, 7); MoE(12, 10, 6, 0) => needs 1 to 6, the number of experts
+        MoE(12, 10, 6, 2.0); MoE(12, 10, 6, None); MoE(12, 10, 6, True) => ; needs an integer
+        MoE(12, 10, 6, 1); MoE(12, 10, 6, 1, norm_topk_prob=True) => the one prob is always 1
+        MoE(12, 10, 6, 1, "sigmoid", norm_topk_prob=True) => the one prob is always 1
+        MoE(12, 10, 6, 0, score_function="sigmoid") => topk is 0; needs 1 to 6
         MoE(12, 10, 6, 3, scaling_factor=float("nan")) => scaling_factor is nan; needs a finite numb
         MoE(12, 10, 6, 3, aux_loss_coeff=float("inf")) => aux_loss_coeff is inf; needs a finite numb
-        MoE(12, 10, 6, 3, groups=(3, 2)); MoE(12, 10, 6, 3, groups=3) => needs three integers
-        MoE(12, 10, 6, 3, groups=(3, 2, 1.0)) => groups is (3, 2, 1.0); needs three integers
-        MoE(12, 10, 6, 3, shared_gate=True) => needs shared_ffn_hidden_size
-        MoE(12, 10, 6, 3, groups=(4, 2, 1)) => groups is (4, 2, 1); needs a divisor of 6 experts
-        MoE(12, 10, 6, 3, groups=(0, 2, 1)) => groups is (0, 2, 1); needs a divisor of 6 experts
-        MoE(12, 10, 6, 3, groups=(3, 1, 1)) => best 1 of 3 groups of 2 have 2 experts; needs topk, 3
-        MoE(12, 10, 6, 3, groups=(3, 4, 1)) => best 4 of 3 groups of 2 have 8 experts; needs topk, 3
-        MoE(12, 10, 6, 3, groups=(3, 2, 3)); MoE(12, 10, 6, 3, groups=(3, 2, 0)) => needs 1 to 2 las
+        MoE(12, 10, 6, 3, shared_expert_gate=True) => needs shared_expert_intermediate_size
+        grouped(3, None); grouped(None, 2); grouped(None, None, 1) => and group_topk is
+        grouped(3, 2, 1.0) => group_score_topk is 1.0; needs an integer
+        grouped(3.0, 2) => num_groups is 3.0; needs an integer
+        grouped(4, 2, 1) => num_groups is 4; needs a divisor of 6 experts
+        grouped(0, 2, 1) => num_groups is 0; needs a divisor of 6 experts
+        grouped(3, 1, 1) => the best 1 of 3 groups of 2 have 2 experts; needs topk, 3, to 6
+        grouped(3, 4, 1) => the best 4 of 3 groups of 2 have 8 experts; needs topk, 3, to 6
+        grouped(3, 2, 3); grouped(3, 2, 0) => group_score_topk is
+        grouped(6, 4) => group_score_topk is 0; needs 1 to 1, the size of a group
         layer(x[:, :5]); layer.route(x[:, :5]) => x has shape [4, 5]; needs [.., T, 12]
         layer(x[0]); layer.route(x[0]) => x has shape [12]; needs [.., T, 12]
         layer(x.double()); autocast(x.double()) => x is torch.float64; needs torch.float32
@@ -736,9 +743,9 @@ def test_small_errors():
 def test_small_prints_what_it_is():
     assert repr(MoE(12, 10, 6, 3)) == (
         "MoE(hidden_size=12, ffn_hidden_size=10, num_experts=6, topk=3)")
-    layer = MoE(12, 10, 6, 3, "sigmoid", True, 0.1, 14, normalize=False, scaling_factor=2.5,
-                groups=(3, 2, 1), shared_gate=True)
-    assert repr(eval(repr(layer))) == repr(layer) and len(layer.extra_repr().split("=")) == 13
+    layer = MoE(12, 10, 6, 3, "sigmoid", True, 0.1, 14, norm_topk_prob=False, scaling_factor=2.5,
+                num_groups=3, group_topk=2, group_score_topk=1, shared_expert_gate=True)
+    assert repr(eval(repr(layer))) == repr(layer) and len(layer.extra_repr().split("=")) == 15
 
 
 def test_small_logs_the_loss_and_the_load():
@@ -803,8 +810,8 @@ def test_small_takes_the_weights_of_transformers(family):
         torch.nn.init.normal_(weight)
     layer = MoE(H, F_, E, K)
     if family == "DeepseekV3":
-        layer = MoE(H, F_, E, K, "sigmoid", True, shared_ffn_hidden_size=F_, scaling_factor=2.5,
-                    groups=(3, 2, 2))
+        layer = MoE(H, F_, E, K, "sigmoid", True, shared_expert_intermediate_size=F_,
+                    scaling_factor=2.5, num_groups=3, group_topk=2, group_score_topk=2)
     else:
         text = re.sub(r"    shared = .*}\n", "", text, flags=re.S)
     exec("\n".join(line[4:] for line in text.splitlines()), locals() | {"torch": torch})
@@ -841,7 +848,7 @@ def over_two_ranks(rank: int, port: int) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
         timeout=timedelta(seconds=60))
     torch.manual_seed(0)
-    layer = MoE(H, F_, E, K, expert_bias=True)
+    layer = MoE(H, F_, E, K, enable_expert_bias=True)
     whole = copy.deepcopy(layer)
     wrapped = torch.nn.parallel.DistributedDataParallel(layer)
     everyone = torch.distributed.group.WORLD

@@ -20,7 +20,6 @@ import json
 import re
 import sys
 import textwrap
-from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,9 +28,11 @@ if not __package__:                          # a script: the layer's files are a
 if __package__ and __package__ != "models":  # the layer is a package
     from .. import moe
     from . import configs, published, reader, table
+    from .weights import small_fields
 else:
     import moe
     from models import configs, published, reader, table
+    from models.weights import small_fields
 
 
 # Three columns: a condition, the column in the table of docs/routers.md, the formula. A condition
@@ -367,83 +368,45 @@ def readings_of(hf_config) -> list[tuple[str, configs.Reading]]:
     return readings
 
 
-def _calls(reading):
-    """[the call of small.MoE or what small.py lacks, the MoEConfig], or why there is no config."""
+def _call(reading):
+    """The MoEConfig, with a comment on the fields that small.MoE takes; or why there is none."""
     problems = list(dict.fromkeys(reading.of_the_block))
     missing = any(isinstance(value, reader.Missing) for value in reading.fields.values())
-    calls = []
+    comment = ""
     if not problems and not missing:
         try:
-            calls.append(small_call(moe.MoEConfig(**reading.fields)))
+            config = moe.MoEConfig(**reading.fields)
         except ValueError as refused:
             problems = [str(refused)]
+        else:
+            comment = _about_small(config, reading.fields)
     if problems:
-        return [f"no MoEConfig: {'; '.join(problems)}"]
-    given = [f"{name}={value!r}" for name, value in reading.fields.items()
-             if value != getattr(moe.MoEConfig, name, None)]             # the default
-    return [*calls, f"MoEConfig({', '.join(given)})"]
+        return f"no MoEConfig: {'; '.join(problems)}"
+    given = [f"{name}={value!r}" for name, value in _given(reading.fields).items()]
+    return f"MoEConfig({', '.join(given)}){comment}"
 
 
-# Fields of MoEConfig that small.py has an option for, or that change no output.
-_IN_SMALL = {
-    "hidden_size", "ffn_hidden_size", "num_experts", "topk", "score_function", "pre_softmax",
-    "norm_topk_prob", "scaling_factor", "num_groups", "group_topk", "group_score_topk",
-    "enable_expert_bias", "bias_update_rate", "load_balancing_type", "aux_loss_coeff",
-    "shared_expert_intermediate_size", "shared_expert_gate", "params_dtype", "batch_first",
-    "init_std", "output_init_std"}
-_ROUNDINGS = {"router_dtype", "probs_dtype"}
+def _given(options):
+    """The fields with another value than the default."""
+    return {name: value for name, value in options.items()
+            if value != getattr(moe.MoEConfig, name, None)}
 
 
-def small_call(config: moe.MoEConfig) -> str:
-    """The call of small.MoE whose layer computes what this config's does, or what small.py lacks
-    for it. The weights' dtype is that of `.to(dtype)`. small.py computes logits and probs in fp32:
-    a comment says where the model rounds them.
-    """
-    others = {field.name: f"{field.name}={getattr(config, field.name)}" for field in fields(config)
-              if field.name not in _IN_SMALL and getattr(config, field.name) != field.default}
-    roundings = [text for name, text in others.items() if name in _ROUNDINGS]
-    lacks = [text for name, text in others.items() if name not in _ROUNDINGS]
-    softmax = config.score_function == "softmax"
-    normalize = config.norm_topk_prob
-    if normalize is None:
-        normalize = not config.pre_softmax
-    if config.score_function not in ("softmax", "sigmoid"):
-        lacks.append(f"score_function={config.score_function!r}")
-    if set(config.balancing) - {"none", "aux_loss"}:
-        lacks.append(f"load_balancing_type={config.load_balancing_type!r}")
-    if config.topk == 1 and (softmax and normalize or not softmax and config.norm_topk_prob):
-        lacks.append("a prob that is always 1")
-    if lacks:
-        return f"small.py lacks {', '.join(lacks)}"
-    options = dict(
-        hidden_size=config.hidden_size, ffn_hidden_size=config.ffn_hidden_size,
-        num_experts=config.num_experts, topk=config.topk)
-    if not softmax:
-        options["score_function"] = config.score_function
-    if config.enable_expert_bias:
-        options["expert_bias"] = True
-    if "aux_loss" in config.balancing:
-        options["aux_loss_coeff"] = config.balancing["aux_loss"]
-    if config.shared_expert_intermediate_size:
-        options["shared_ffn_hidden_size"] = config.shared_expert_intermediate_size
-    if not normalize:
-        options["normalize"] = False
-    if config.scaling_factor not in (None, 1):
-        options["scaling_factor"] = config.scaling_factor
-    if config.num_groups:
-        members = config.group_score_topk or config.topk // config.group_topk
-        options["groups"] = (config.num_groups, config.group_topk, members)
-    if config.shared_expert_gate:
-        options["shared_gate"] = True
-    call = f"small.MoE({', '.join(f'{name}={value!r}' for name, value in options.items())})"
-    return f"{call}    # without {', '.join(roundings)}" if roundings else call
+def _about_small(config, options):
+    try:
+        taken = small_fields(config)
+    except ValueError as refused:
+        return f"    # {refused}"
+    left = [name for name in _given(options) if name not in taken]
+    return f"    # small.MoE: the same without {', '.join(left)}"
 
 
 # ---- What is printed ----
 
 def router(model_type: str, hf_config=None) -> str:
     """One router in formulas. The last line is the MoEConfig that computes it, or why none does. If
-    there are numbers for it, the line before is the call of small.MoE, or what small.py lacks.
+    there are numbers for it, a comment says which of these fields small.MoE takes, or what small.py
+    lacks.
 
     hf_config: config.json as a dict, or the library's object; None: of the named model. The experts
       may be quantised.
@@ -474,7 +437,7 @@ def router(model_type: str, hf_config=None) -> str:
     for layers, reading in readings:
         text += [f"in {layers}:"] * bool(layers)
         text += [line for line in _with_origins(reading) if line not in usual_lines]
-        text += _calls(reading)
+        text.append(_call(reading))
     return "\n".join(text)
 
 
@@ -564,7 +527,7 @@ def table_of_routers() -> str:
                  for column in COLUMNS]
         for layers, reading in readings:
             if reading.of_the_block:
-                cells[-1].append(f"{layers} {_calls(reading)[-1]}".strip())
+                cells[-1].append(f"{layers} {_call(reading).split('    #')[0]}".strip())
         cells = [*map("; ".join, cells), ", ".join(usual.row.dtypes())]
         same = first.setdefault(tuple(cells), name)
         if same != name:

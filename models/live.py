@@ -606,12 +606,12 @@ class MoECallback:
     def __new__(cls):
         return object.__new__(_callback_class(cls))
 
-    def on_step_begin(self, args, state, control, optimizer=None, **others):
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **others):
         scale = 1.0 / args.gradient_accumulation_steps
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
             scale = scale * scaler.get_scale()
-        moe.set_aux_loss_scale(scale)
+        moe.set_aux_loss_scale(model, scale)
 
     def on_optimizer_step(self, args, state, control, model=None, **others):
         moe.finish_step(model)
@@ -627,5 +627,5 @@ class MoECallback:
         logs.update(means)
         state.log_history[-1].update(means)
 
-    def on_train_end(self, args, state, control, **others):
-        moe.set_aux_loss_scale(1.0)
+    def on_train_end(self, args, state, control, model=None, **others):
+        moe.set_aux_loss_scale(model, 1.0)

@@ -47,9 +47,9 @@ def trained_by_callback(callback, pieces: int, model, x: Tensor, upstream: Tenso
         evaluation = {"eval_loss": 1.0}
         callback.on_log(args, state, None, model=model, logs=evaluation)
         assert evaluation == {"eval_loss": 1.0}
-    assert router_file._LOSS_SCALE[router_file._CPU] == 1 / pieces
-    callback.on_train_end(args, state, None)
-    assert router_file._LOSS_SCALE[router_file._CPU] == 1
+    assert [layer.router.counts.loss_scale for layer in model] == [1 / pieces] * 2
+    callback.on_train_end(args, state, None, model=model)
+    assert [layer.router.counts.loss_scale for layer in model] == [1, 1]
     return logs
 
 
@@ -98,9 +98,9 @@ def test_live_callback_makes_microbatches_one_batch(monkeypatch):
             close(other[name].double(), tensor.double(), 1e-6)
     scaler = types.SimpleNamespace(get_scale=lambda: 512.0)
     args = types.SimpleNamespace(gradient_accumulation_steps=4)
-    callback.on_step_begin(args, None, None, optimizer=types.SimpleNamespace(scaler=scaler))
-    assert router_file._LOSS_SCALE[router_file._CPU] == 128
-    callback.on_train_end(args, None, None)
+    scaled = types.SimpleNamespace(scaler=scaler)
+    callback.on_step_begin(args, None, None, model=model, optimizer=scaled)
+    assert model[0].router.counts.loss_scale == 128
     _callback_class.cache_clear()
 
 
@@ -384,6 +384,7 @@ def trainer_steps(pieces: int, folder, **changes):
     trainer = trainer_of(model, folder, Reporter(), per_device_train_batch_size=8 // pieces,
                          gradient_accumulation_steps=pieces)
     trainer.train()
+    assert {router.counts.loss_scale.item() for router in router_file._routers(model)} == {1.0}
     return model.state_dict(), trainer.state.log_history, seen
 
 
@@ -418,7 +419,6 @@ def test_live_trainer_of_the_library(tmp_path):
     (one, log, seen), (four, *_) = [trainer_steps(n, tmp_path, **changes) for n in (1, 4)]
     for name, tensor in one.items():
         close(four[name].double(), tensor.double(), 1e-4)
-    assert router_file._LOSS_SCALE[router_file._CPU] == 1
     for entry, logged in zip(log[:3], seen):
         assert {"loss", "seq_load_balancing_loss", "z_loss", "max_violation"} <= set(entry)
         assert entry == {**logged, "step": entry["step"]}

@@ -360,7 +360,7 @@ MOST = {
     "small": 1.08, "layer": 1.08, "layer latent": 1.18, "layer gpt_oss": 1.11, "layer fp8": 1.18}
 SPILLS = {"small all": 4}                  # in the sum of the experts' gradients: a number or two
 OPTIONS = {
-    "small all": dict(shared_ffn_hidden_size=512, aux_loss_coeff=0.01),
+    "small all": dict(shared_expert_intermediate_size=512, aux_loss_coeff=0.01),
     "layer loss": LOSS,
     "layer shared": SHARED,
     "layer gate": dict(**SHARED, shared_expert_gate=True),

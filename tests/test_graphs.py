@@ -8,9 +8,11 @@ The words: graph, compile, experts.
 """
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import re
+import sys
 import textwrap
 import types
 
@@ -51,7 +53,6 @@ from test_moe import (
     graphs_made, leaf, of_module, on_device, ops_of, outcome, random_indices, random_layer, run_as,
     same, saved_bytes, slow, slow_but, small_config, small_layer, twin, with_native_products,
     with_triton)
-from tests.test_settings import imported_as
 
 SOURCES = *LAYER, maps, prune, sharding, parallel
 
@@ -122,7 +123,7 @@ def test_graphs_over_all_T(axes):
 
 
 LAYERS = {
-    "small": lambda: small.MoE(6, 4, 16, 2, expert_bias=True, aux_loss_coeff=0.1),
+    "small": lambda: small.MoE(6, 4, 16, 2, enable_expert_bias=True, aux_loss_coeff=0.1),
     "layer": lambda: MoELayer(MoEConfig(
         6, 4, 16, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.1)),
 }
@@ -1029,7 +1030,10 @@ def test_compile_nothing_is_float64_without_a_float64_input(name):
 
 def test_compile_kernels_under_a_name_with_a_hyphen(monkeypatch):
     """Op names are made of the module's name, whatever it is."""
-    module = imported_as("my-kernels", kernels, monkeypatch)
+    spec = importlib.util.spec_from_file_location("my-kernels", kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my-kernels", module)
+    spec.loader.exec_module(module)
     assert module.sinkhorn(torch.zeros(2, 2)).tolist() == [[0.25, 0.25], [0.25, 0.25]]
     op = torch.ops.moe_my_kernels.sinkhorn.default
     assert op.name() == "moe_my_kernels::sinkhorn"

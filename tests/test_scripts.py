@@ -316,8 +316,9 @@ moe.MoELayer: config pg_collection
 moe.MoELayer.forward: hidden_states padding_mask topk_indices cu_seqlens
 moe.MoELayer.dispatch: x probs indices plan
 prune.select_experts: layer experts optimizer
-small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax expert_bias
-    aux_loss_coeff shared_ffn_hidden_size normalize=True scaling_factor=1.0 groups shared_gate
+small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax
+    enable_expert_bias aux_loss_coeff shared_expert_intermediate_size shared_expert_gate
+    norm_topk_prob scaling_factor=1.0 num_groups group_topk group_score_topk
 small.MoE.forward: x padding_mask
 small.MoE.finish_step: rate=0.001 group
 small.moe_loop: x router fc1 fc2 topk
@@ -1382,7 +1383,6 @@ def test_docs_unequal_microbatches():
         names["model"][1].set_config(
             dataclasses.replace(config, calculate_per_token_loss=per_token))
         names["backward"](texts)
-        set_aux_loss_scale(1.0)
         for text in texts:
             loss = F.cross_entropy(model(text[:-1]), text[1:])
             loss.backward()
@@ -1641,7 +1641,6 @@ def test_docs_loop():
         scope = {}
         torch.manual_seed(7)
         exec(code, scope)
-        set_aux_loss_scale(1.0)
         router = scope["model"][1].router
         assert router.expert_bias.abs().max() > 0, pieces
         assert router.local_tokens_per_expert.sum() == 0, pieces
@@ -1672,11 +1671,10 @@ def plain_steps(model, batches, microbatches: int):
     """What each recipe of a trainer has to equal: a loop, with the sum of the microbatches."""
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(0, len(batches), microbatches):
-        set_aux_loss_scale(1 / microbatches)
+        set_aux_loss_scale(model, 1 / microbatches)
         for x in batches[step:step + microbatches]:
             (loss_of(model, x) / microbatches).backward()
         optimizer.step(), optimizer.zero_grad(), finish_step(model)
-    set_aux_loss_scale(1.0)
     return model
 
 
@@ -1711,7 +1709,7 @@ def test_docs_small_loop(rank, ranks):
         torch=torch, loss_of=loss_of, steps=3, microbatches=2, batches=iter(batches[rank::2]))
     exec(example("small loop"), scope)
     torch.manual_seed(0)
-    layer = small.MoE(64, 32, 8, topk=2, expert_bias=True, aux_loss_coeff=0.1 / 4)
+    layer = small.MoE(64, 32, 8, topk=2, enable_expert_bias=True, aux_loss_coeff=0.1 / 4)
     whole = torch.nn.Sequential(layer, torch.nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(whole.parameters())
     alone = torch.distributed.new_group([rank], use_local_synchronization=True)
@@ -1721,6 +1719,18 @@ def test_docs_small_loop(rank, ranks):
             optimizer.step(), optimizer.zero_grad(), layer.finish_step(group=alone)
     same(scope["layer"].expert_bias, layer.expert_bias)
     close(list(scope["model"].parameters()), list(whole.parameters()), 1e-4)
+
+
+def test_docs_small_weights():
+    """The same layer in one file: its output is the layer's, to the bit."""
+    config = MoEConfig(64, 32, 8, topk=2, score_function="sigmoid", enable_expert_bias=True,
+                       shared_expert_intermediate_size=16, params_dtype=torch.bfloat16)
+    other = MoELayer(config)
+    other.router.expert_bias.copy_(torch.randn(8))
+    scope = dict(other=other)
+    exec(example("small weights"), scope)
+    x = torch.randn(9, 64, dtype=torch.bfloat16)
+    same(scope["layer"](x), other(x))
 
 
 def test_docs_lightning(monkeypatch):
@@ -1770,7 +1780,6 @@ def test_docs_accelerate():
         loader=torch.utils.data.DataLoader(data, batch_size=1),
         loss_of=lambda model, x: loss_of(model, x[0])))
     state.AcceleratorState._reset_state(reset_partial_state=True)
-    set_aux_loss_scale(1.0)
     close(list(model.parameters()), list(want.parameters()), 1e-5)
     same(model[1].router.expert_bias, want[1].router.expert_bias)
     assert model[1].router.expert_bias.any()
@@ -1787,7 +1796,6 @@ def test_docs_scaler():
         torch=torch, model=model, optimizer=optimizer, batches=batches, loss_of=loss_of,
         finish_step=finish_step, set_aux_loss_scale=set_aux_loss_scale,
         autocast=torch.autocast("cpu", enabled=False)))
-    set_aux_loss_scale(1.0)
     close(list(model.parameters()), list(want.parameters()), 1e-4)
 
     model = small_model(**BALANCED)
@@ -1797,7 +1805,6 @@ def test_docs_scaler():
         batches=batches[:1], loss_of=lambda model, x: loss_of(model, x) * torch.inf,
         finish_step=finish_step, set_aux_loss_scale=set_aux_loss_scale,
         autocast=torch.autocast("cpu", enabled=False)))
-    set_aux_loss_scale(1.0)
     moved = [name for name, x in model.state_dict().items() if not x.equal(before[name])]
     assert moved == ["1.router.expert_bias"]
 

@@ -3,13 +3,8 @@ dtype and device. What has to be in fp32 is, whatever they say.
 
     python -m pytest tests/test_settings.py
 """
-import contextlib
 import copy
-import importlib
-import math
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,21 +12,12 @@ import torch
 import compat
 import grouped
 import kernels
-import router as router_file
 from kernels import sinkhorn
 from moe import MoEConfig, MoELayer, set_aux_loss_scale
+from prune import select_experts
 from test_moe import (
     DEVICE, LAYER, WAYS, Watch, close, compiled, error, exact_layer, fp32_leaf, fresh_start, grads,
     leaf, on_device, outcome, random_layer, run_as, same, slow_but, small_config, small_layer, twin)
-
-
-def imported_as(name: str, module, monkeypatch):
-    """The module from its file once more, under another name."""
-    spec = importlib.util.spec_from_file_location(name, module.__file__)
-    again = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, again)
-    spec.loader.exec_module(again)
-    return again
 
 
 def test_experts_backward_ignores_autocast():
@@ -190,40 +176,57 @@ def test_router_token_counts_ignore_the_default_dtype():
     same(*results)
 
 
-def test_router_loss_scale_whatever_is_on_at_import(monkeypatch):
-    """What is on where moe.py is imported does not reach the scale: fp32, on the CPU, outside of
-    inference mode. Nor does the graph of what it is set to."""
-    lse = 1 + math.log(4)                    # the slope of 0.1·lse² is 0.1·2·lse
-    want = torch.full((3,), 2.0 ** 18 * 0.1 * 2 * lse / 3)
-    for dtype, on in [(torch.float16, contextlib.nullcontext()), (torch.float32, torch.no_grad()),
-                      (torch.float32, torch.inference_mode()),
-                      (torch.float32, torch.device("meta"))]:
-        torch.set_default_dtype(dtype)
-        try:
-            with on:
-                name = type(on).__name__
-                for source in LAYER:                         # the later ones import it
-                    file = Path(source.__file__).stem
-                    module = imported_as(f"{file}_{name}", source, monkeypatch)
-                    monkeypatch.setitem(sys.modules, file, module)
-                scale = sys.modules["router"]._loss_scale(torch.device("cpu"))
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert scale.dtype == torch.float32 and scale.device.type == "cpu"
-        module.set_aux_loss_scale(torch.tensor(2.0 ** 17, requires_grad=True) * 2)
-        assert scale == 2 ** 18 and not scale.is_inference() and not scale.requires_grad
-        router = module.TopKRouter(module.MoEConfig(8, 4, 4, 2, z_loss_coeff=0.1))
-        logits = torch.ones(3, 4, requires_grad=True)
-        gradient = grads(router.routing(logits)[0].mul(0).sum(), [logits])[0]
-        close(gradient.sum(1), want, 1e-5)
-    assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, torch.ones(2))
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_loss_scale_of_each_model(backend):
+    """Two models with two scales, set between forward and backward: each one's gradients have its
+    own. The scale stays through casts, copies, resets, a new choice of experts, and whatever is on
+    where it is set; the expert bias's counts and state dicts know nothing of it."""
+    options = dict(load_balancing_type="aux_loss", aux_loss_coeff=0.3, z_loss_coeff=0.1)
+    models = [torch.nn.Sequential(exact_layer(**options)) for _ in range(2)]
+    x = leaf(7, 1, 6)
+
+    def gradient(model, *scale):
+        y = compiled(model, backend)(x)
+        for other, value in zip(models, scale):
+            set_aux_loss_scale(other, value)
+        return grads(y, [model[0].router.weight], torch.zeros_like(y))[0]
+
+    alone = [gradient(model) for model in models]
+    for scales in ((0.25, 3.0), (torch.tensor(2.0, requires_grad=True) * 2, 0.5)):
+        for model, want, scale in zip(models, alone, scales):
+            close(gradient(model, *scales), want * scale)
+    first, second = models
+    for on in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):
+        with on:
+            set_aux_loss_scale(first, 8.0)
+        close(gradient(first), alone[0] * 8)
+    first.to(torch.bfloat16).to(torch.float64)
+    first[0].router.reset_counts()
+    scale = first[0].router.counts.loss_scale
+    assert scale == 8 and scale.dtype == torch.float32 and not scale.requires_grad
+    first[0] = select_experts(copy.deepcopy(first)[0], range(first[0].config.num_experts))
+    assert first[0].router.counts.loss_scale == 8 and second[0].router.counts.loss_scale == 0.5
+    assert not any("scale" in name for name in first.state_dict())
+
+
+def test_loss_scale_refusals():
+    """Nothing changes before all routers are known to take it. From the meta device a layer begins
+    with a scale of 1."""
+    model = torch.nn.Sequential(small_layer(), small_layer().to("meta"))
+    assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, model, torch.ones(2))
+    assert "'1.router' is on the meta device" in error(set_aux_loss_scale, model, 2.0)
+    assert model[0].router.counts.loss_scale == 1
+    assert "has no Router" in error(set_aux_loss_scale, torch.nn.Linear(2, 2), 2.0)
+    assert "model is float; needs a Module" in error(set_aux_loss_scale, 2.0, model)
+    model.to_empty(device=DEVICE)
+    set_aux_loss_scale(model[0], 2.0)
+    assert [layer.router.counts.loss_scale for layer in model] == [2, 1]
 
 
 @pytest.mark.parametrize("way", slow_but(["plain"], ["plain", "compiled"]))
-def test_router_warns_of_fp16_without_a_loss_scale(monkeypatch, way):
+def test_router_warns_of_fp16_without_a_loss_scale(way):
     """A GradScaler cannot be seen, but autocast to fp16 can. No scale is needed without balance
-    losses, in bf16, or where one was set."""
-    monkeypatch.setattr(router_file, "_is_scale_set", False)
+    losses, in bf16, or where this model has one."""
     balanced = small_layer(load_balancing_type="aux_loss", aux_loss_coeff=0.1)
 
     def warnings_of(layer, dtype):
@@ -235,7 +238,9 @@ def test_router_warns_of_fp16_without_a_loss_scale(monkeypatch, way):
     assert warnings_of(balanced, torch.float16) == 1
     assert warnings_of(balanced, torch.bfloat16) == 0
     assert warnings_of(small_layer(), torch.float16) == 0
-    set_aux_loss_scale(2.0)
+    set_aux_loss_scale(small_layer(), 2.0)
+    assert warnings_of(balanced, torch.float16) == 1
+    set_aux_loss_scale(balanced, 2.0)
     assert warnings_of(balanced, torch.float16) == 0
 
 

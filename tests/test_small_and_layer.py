@@ -28,22 +28,13 @@ def pair(case: str, dtype=torch.float32, sizes=(H, F_, E, K)) -> tuple[MoE, MoEL
 
 
 def layer_like(mine: MoE) -> MoELayer:
-    """The MoELayer that computes the same, with the same weights."""
-    coeff, dtype = mine.aux_loss_coeff, mine.fc1.dtype
-    E, H, F_ = mine.fc2.shape
-    softmax = mine.score_function == "softmax"
-    shared = None if mine.shared_fc1 is None else mine.shared_fc1.shape[1]
-    groups = dict(zip(("num_groups", "group_topk", "group_score_topk"), mine.groups or ()))
+    """The MoELayer of the same fields, with the same weights."""
+    fields = eval(f"dict({mine.extra_repr()})")
+    dtype = mine.fc1.dtype
+    if mine.aux_loss_coeff:
+        fields |= dict(load_balancing_type="aux_loss")
     config = MoEConfig(
-        H, F_, E, mine.topk, score_function=mine.score_function, params_dtype=dtype,
-        router_dtype=torch.promote_types(dtype, torch.float32), **groups,
-        pre_softmax=softmax and not mine.normalize,
-        norm_topk_prob=None if softmax or mine.normalize else False,
-        scaling_factor=mine.scaling_factor if mine.scaling_factor != 1 else None,
-        enable_expert_bias=mine.expert_bias is not None,
-        load_balancing_type="aux_loss" if coeff else "none", aux_loss_coeff=coeff,
-        shared_expert_intermediate_size=shared,
-        shared_expert_gate=mine.shared_gate is not None)
+        **fields, params_dtype=dtype, router_dtype=torch.promote_types(dtype, torch.float32))
     whole = MoELayer(config)
     weights = mine.state_dict()
     whole.load_state_dict({
@@ -112,16 +103,20 @@ def test_small_equals_the_layer(monkeypatch, case, dtype, has_bf16, topk):
 
 
 OPTIONS = {
-    "softmax over all": dict(normalize=False, aux_loss_coeff=0.1),
-    "of one expert": dict(normalize=False, topk=1),
-    "sigmoid as it is": dict(score_function="sigmoid", normalize=False, scaling_factor=0.7),
+    "softmax over all": dict(norm_topk_prob=False, aux_loss_coeff=0.1),
+    "Qwen3": dict(norm_topk_prob=True, aux_loss_coeff=0.1),
+    "of one expert": dict(norm_topk_prob=False, topk=1),
+    "sigmoid as it is": dict(score_function="sigmoid", norm_topk_prob=False, scaling_factor=0.7),
     "sigmoid of one": dict(score_function="sigmoid", topk=1, scaling_factor=2.5),
-    "DeepSeek-V2": dict(normalize=False, groups=(4, 2, 1), scaling_factor=16.0),
+    "DeepSeek-V2": dict(norm_topk_prob=False, num_groups=4, group_topk=2, scaling_factor=16.0),
     "DeepSeek-V3": dict(
-        score_function="sigmoid", groups=(4, 2, 2), scaling_factor=2.5, expert_bias=True,
-        aux_loss_coeff=0.1, shared_ffn_hidden_size=14),
-    "groups of chosen logits": dict(groups=(2, 1, 3), expert_bias=True),
-    "Qwen2-MoE": dict(normalize=False, shared_ffn_hidden_size=14, shared_gate=True),
+        score_function="sigmoid", num_groups=4, group_topk=2, group_score_topk=2,
+        scaling_factor=2.5, enable_expert_bias=True, norm_topk_prob=True, aux_loss_coeff=0.1,
+        shared_expert_intermediate_size=14),
+    "groups of chosen logits": dict(
+        num_groups=2, group_topk=1, group_score_topk=3, enable_expert_bias=True),
+    "Qwen2-MoE": dict(
+        norm_topk_prob=False, shared_expert_intermediate_size=14, shared_expert_gate=True),
 }
 
 

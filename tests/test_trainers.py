@@ -539,9 +539,8 @@ def test_trainer_pipeline_of_two_ranks(rank, ranks):
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=F.mse_loss)    # scale_grads=True
     for _ in range(2):
         mine.zero_grad(), whole.zero_grad()
-        set_aux_loss_scale(1.0)                              # the schedule divides all gradients
         schedule.step(*[x][rank:], **(dict(target=target) if rank == ranks - 1 else {}))
-        set_aux_loss_scale(1 / 4)
+        set_aux_loss_scale(whole, 1 / 4)                     # the schedule divides all gradients
         pairs = zip(x.chunk(4), target.chunk(4))
         losses = [F.mse_loss(whole(x_m), target_m) / 4 for x_m, target_m in pairs]
         for loss in losses:                                  # after all forwards, as there
