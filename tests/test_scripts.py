@@ -4,7 +4,7 @@ They are slow tests, all of them: what the functions compute is tested elsewhere
     SLOW=1 python -m pytest tests/test_scripts.py
     SLOW=1 python -m pytest tests/test_scripts.py -k test_train_      one section
 
-The words of the sections: sources, train, bench, steps, docs.
+The words of the sections: sources, train, steps, docs.
 """
 import ast
 import copy
@@ -34,7 +34,6 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-import bench
 import check
 import grouped
 import kernels
@@ -342,7 +341,7 @@ def test_sources_signatures():
 
 @pytest.mark.parametrize(
     "name",
-    ["models.atlas", "ranks.plan", "bench", "check", "examples.measure_steps", "examples.train"])
+    ["models.atlas", "ranks.plan", "check", "examples.measure_steps", "examples.train"])
 def test_sources_help(name, capsys, monkeypatch):
     """--help begins with what the script's docstring says."""
     script = importlib.import_module(name)
@@ -927,73 +926,6 @@ def test_train_with_a_killed_rank(tmp_path):
     close(losses("alone2"), losses("one"), 1e-5)
 
 
-# ---- bench ----
-
-def test_bench_runs_quickly(tmp_path):
-    """This runs the shortest command of bench.py; .ci/run runs the others."""
-    out = tmp_path / "out.json"
-    done = run(HERE / "bench.py", "overlap", "--quick", "--json", out)
-    assert done.returncode == 0, done.stderr
-    figure = json.loads(out.read_text())["figures"][0]
-    assert figure["what"] == "tensors that differ, overlap on / off"
-    assert figure["value"] == 0
-
-
-def test_bench_says_how_long_is_left(monkeypatch, capsys):
-    """Two of three cases took a minute: half a minute is left."""
-    times = iter([0.0, 20.0, 60.0])
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(times))
-    assert list(bench.Report.progress(None, ["a", "b", "c"])) == ["a", "b", "c"]
-    assert capsys.readouterr().out.split("\n\n")[-1] == (
-        "2 of 3 cases in 1.0 min, about 0.5 left\n")
-
-
-def test_bench_reads_a_trace_with_two_streams():
-    """Forward: the shared expert runs for 30 us, 15 of them beside the routed path and 5 beside an
-    exchange. Backward: its 7 us are beside nothing."""
-    def kernel(stream, start, length, launch, name="gemm"):
-        correlation = len(events)
-        events.append(dict(ph="X", cat="cuda_runtime", name="launch", ts=launch, dur=1,
-                           args=dict(correlation=correlation)))
-        events.append(dict(ph="X", cat="kernel", name=name, ts=start, dur=length,
-                           args=dict(stream=stream, correlation=correlation)))
-    events = [dict(ph="X", cat="user_annotation", name="forward", ts=0, dur=50),
-              dict(ph="X", cat="user_annotation", name="backward", ts=50, dur=50),
-              dict(ph="s", cat="ac2g", name="a flow", ts=3)]
-    kernel(7, 100, 45, launch=10)
-    kernel(20, 130, 20, launch=11)
-    kernel(20, 150, 10, launch=12)
-    kernel(24, 155, 30, launch=13, name="ncclDevKernel_SendRecv")
-    kernel(7, 200, 45, launch=60)
-    kernel(20, 250, 7, launch=61)
-    assert bench.beside_in(dict(traceEvents=events)) == {
-        "forward": (30, 15, 5), "backward": (7, 0, 0)}
-    one_stream = [event for event in events if event.get("args", {}).get("stream") != 20]
-    assert bench.beside_in(dict(traceEvents=one_stream))["forward"] == (0, 0, 0)
-
-
-def test_bench_refuses_a_profile_without_a_card(capsys, monkeypatch):
-    for words in (["overlap", "--profile"], ["layer", "--profile"]):
-        monkeypatch.setattr(sys, "argv", ["bench.py", *words])
-        monkeypatch.setattr(bench, "DEVICE", "cpu" if words[0] == "overlap" else "cuda")
-        with pytest.raises(SystemExit):
-            bench.main()
-        assert "--profile goes with overlap, on a CUDA card" in capsys.readouterr().err
-
-
-@needs("matplotlib")
-def test_bench_draws_the_curves_of_a_run(tmp_path):
-    """A run and a baseline without experts."""
-    for folder, loads in ((tmp_path, [[3, 1], [2, 2]]), (tmp_path / "dense", None)):
-        folder.mkdir(exist_ok=True)
-        records = [dict(step=1, loss=8.0, **(dict(tokens_per_expert=loads) if loads else {})),
-                   dict(step=1, held_out=7.9)]
-        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
-    done = run(HERE / "bench.py", "curves", "--run", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "curves.png").stat().st_size > 1000
-
-
 # ---- steps ----
 
 def of_a_step(layer, x: Tensor, function=None) -> list[Tensor]:
@@ -1423,15 +1355,6 @@ def test_docs_rows_sent():
                 r"sends (.*) kB a token.*\nwould be (.*)\.", page).groups()]
             for kilobytes, values in zip(said, (ours, each)):
                 assert kilobytes == [f"{value / 1e3:.1f}" for value in values]
-
-
-def test_docs_pictures():
-    """`python bench.py order` draws what is there; the pictures are small."""
-    drawn = bench.draw_order(HERE / "docs/overlap.md")
-    assert drawn == (HERE / "docs/overlap.svg").read_text()
-    assert drawn.count("<rect") == 21 and drawn.count("marker-end") == 5
-    pictures = [*HERE.glob("docs/*.png"), *HERE.glob("docs/*.svg")]
-    assert sum(picture.stat().st_size for picture in pictures) < 150_000
 
 
 def test_docs_links_lead_somewhere():
