@@ -28,11 +28,9 @@ if not __package__:                          # a script: the layer's files are a
 if __package__ and __package__ != "models":  # the layer is a package
     from .. import moe
     from . import configs, published, reader, table
-    from .weights import small_fields
 else:
     import moe
     from models import configs, published, reader, table
-    from models.weights import small_fields
 
 
 # Three columns: a condition, the column in the table of docs/routers.md, the formula. A condition
@@ -394,7 +392,7 @@ def _given(options):
 
 def _about_small(config, options):
     try:
-        taken = small_fields(config)
+        taken = configs.small_fields(config)
     except ValueError as refused:
         return f"    # {refused}"
     left = [name for name in _given(options) if name not in taken]

@@ -1,6 +1,7 @@
 """A published config becomes the MoEConfig of its MoE layers:
 
     layer = MoELayer(config_from_hf(hf_config))
+    layer = small.MoE(**small_fields(config_from_hf(hf_config)))
 
 A config is config.json as a dict, or the library's object. One error lists all that the layer
 cannot express. table.py says which fields mean what.
@@ -379,3 +380,45 @@ def meaning(values):
         else:
             values["norm_topk_prob"] = values["topk"] != 1
     return values
+
+
+# ---- small.py ----
+
+# Fields of MoEConfig that small.MoE takes, and those that change none of its formulas: small.py
+# computes logits and probs in fp32, and has the weights' dtype by .to(dtype).
+TAKEN_BY_SMALL = (
+    "hidden_size ffn_hidden_size num_experts topk score_function enable_expert_bias aux_loss_coeff "
+    "shared_expert_intermediate_size shared_expert_gate norm_topk_prob scaling_factor num_groups "
+    "group_topk group_score_topk").split()
+WITHOUT_FORMULA = (
+    "load_balancing_type pre_softmax router_dtype probs_dtype params_dtype batch_first init_std "
+    "output_init_std bias_update_rate").split()
+
+
+def small_fields(config: moe.MoEConfig) -> dict[str, object]:
+    """The fields with which small.MoE(**fields) computes what the layer of this config does, but
+    that its logits and probs are in fp32. ValueError: what small.py lacks for it.
+
+    >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
+    >>> small_fields(config)
+    {'hidden_size': 8, 'ffn_hidden_size': 16, 'num_experts': 4, 'topk': 2}
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    given = {name: getattr(config, name) for name, default in defaults.items()
+             if getattr(config, name) != default}
+    lacks = [f"{name}={value!r}" for name, value in given.items()
+             if name not in TAKEN_BY_SMALL and name not in WITHOUT_FORMULA]
+    if config.score_function not in ("softmax", "sigmoid"):
+        lacks.append(f"score_function={config.score_function!r}")
+    if set(config.balancing) - {"none", "aux_loss"}:
+        lacks.append(f"load_balancing_type={config.load_balancing_type!r}")
+    if config.topk == 1 and config.always_one:
+        lacks.append("a prob that is always 1")
+    if lacks:
+        raise ValueError(f"small.py lacks {listed(lacks, ', ')}")
+    taken = {name: given[name] for name in TAKEN_BY_SMALL if name in given}
+    if config.pre_softmax and config.norm_topk_prob is None:
+        taken["norm_topk_prob"] = False
+    if "aux_loss" in config.balancing:
+        taken["aux_loss_coeff"] = config.balancing["aux_loss"]
+    return taken

@@ -20,9 +20,9 @@ from models.cases import (
     E8, F5, H6, IN_THE_LIBRARY, LOCAL, OWN, PLAIN, PUBLISHED, ROUTED, SIZES, SMALL, WIDE,
     close_grads, double, fam_config, fam_fields, family_of, gate_of_the_library, library_block,
     library_config, library_fields, modeling_of, whole_model)
-from models.configs import KNOWN, config_from_hf, read_config, type_of
+from models.configs import KNOWN, config_from_hf, read_config, small_fields, type_of
 from models.reader import Reader
-from models.weights import small_fields, small_weights
+from models.weights import small_weights
 from moe import MoEConfig, MoELayer
 from test_moe import about, best, close, error, fresh_start, needs, same
 from tests.test_scripts import HERE

@@ -20,8 +20,8 @@ from models.cases import (
     W_HELD, OneOf, check_errors, close_grads, double, fam_config, fam_fields, fam_layer,
     fam_tensors, family_of, ffn_loop, library_block, library_config, library_fields,
     only_chooses, published_loop, relu2, some_quick, swiglu_loop)
-from models.configs import config_from_hf
-from models.weights import from_hf, small_fields, small_weights, to_hf, upcycle
+from models.configs import config_from_hf, small_fields
+from models.weights import from_hf, small_weights, to_hf, upcycle
 from moe import MoEConfig, MoELayer
 from ranks.parallel import ProcessGroups
 from ranks.test_ranks import mesh_of, over_ranks, own_part

@@ -3,8 +3,7 @@
     from_hf(layer, tensors, "qwen3_moe", prefix="model.layers.3.mlp.")
     tensors = to_hf(layer, "qwen3_moe", prefix="model.layers.3.mlp.")
     layer = upcycle(config, gate_proj, up_proj, down_proj)
-    small_layer = small.MoE(**small_fields(layer.config))    # the same layer in small.py
-    small_layer.load_state_dict(small_weights(layer))
+    small_layer.load_state_dict(small_weights(layer))        # of small.py
 
 tensors is a plain mapping, or an open file of safetensors. The names and axes are in table.py.
 """
@@ -107,46 +106,6 @@ IN_SMALL = {
     "shared_experts.fc2": "shared_fc2",
     "shared_experts.gate_weight": "shared_gate",
 }
-
-
-# Fields of MoEConfig that small.MoE takes, and those that change none of its formulas: small.py
-# computes logits and probs in fp32, and has the weights' dtype by .to(dtype).
-TAKEN_BY_SMALL = (
-    "hidden_size ffn_hidden_size num_experts topk score_function enable_expert_bias aux_loss_coeff "
-    "shared_expert_intermediate_size shared_expert_gate norm_topk_prob scaling_factor num_groups "
-    "group_topk group_score_topk").split()
-WITHOUT_FORMULA = (
-    "load_balancing_type pre_softmax router_dtype probs_dtype params_dtype batch_first init_std "
-    "output_init_std bias_update_rate").split()
-
-
-def small_fields(config: moe.MoEConfig) -> dict[str, object]:
-    """The fields with which small.MoE(**fields) computes what the layer of this config does, but
-    that its logits and probs are in fp32. ValueError: what small.py lacks for it.
-
-    >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
-    >>> small_fields(config)
-    {'hidden_size': 8, 'ffn_hidden_size': 16, 'num_experts': 4, 'topk': 2}
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    given = {name: getattr(config, name) for name, default in defaults.items()
-             if getattr(config, name) != default}
-    lacks = [f"{name}={value!r}" for name, value in given.items()
-             if name not in TAKEN_BY_SMALL and name not in WITHOUT_FORMULA]
-    if config.score_function not in ("softmax", "sigmoid"):
-        lacks.append(f"score_function={config.score_function!r}")
-    if set(config.balancing) - {"none", "aux_loss"}:
-        lacks.append(f"load_balancing_type={config.load_balancing_type!r}")
-    if config.topk == 1 and config.always_one:
-        lacks.append("a prob that is always 1")
-    if lacks:
-        raise ValueError(f"small.py lacks {listed(lacks, ', ')}")
-    taken = {name: given[name] for name in TAKEN_BY_SMALL if name in given}
-    if config.pre_softmax and config.norm_topk_prob is None:
-        taken["norm_topk_prob"] = False
-    if "aux_loss" in config.balancing:
-        taken["aux_loss_coeff"] = config.balancing["aux_loss"]
-    return taken
 
 
 def small_weights(layer: moe.MoELayer) -> dict[str, Tensor]:
