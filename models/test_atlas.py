@@ -25,7 +25,7 @@ from models.reader import Reader
 from models.weights import small_weights
 from moe import MoEConfig, MoELayer
 from test_moe import about, best, close, error, fresh_start, needs, same
-from tests.test_scripts import HERE
+from tests.test_sources import HERE
 
 
 def printed(capsys, monkeypatch, *arguments) -> tuple[str, str, int]:

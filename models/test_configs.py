@@ -22,7 +22,7 @@ from models.table import prefixes_of, tensors_of
 from models.weights import from_hf, to_hf
 from moe import MoEConfig, MoELayer
 from test_moe import error, fresh_start, needs, same
-from tests.test_scripts import HERE, check_examples
+from tests.test_sources import HERE, check_examples
 
 
 def test_configs_are_those_listed_here():

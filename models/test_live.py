@@ -28,7 +28,8 @@ from moe import (
     update_expert_bias)
 from ranks.test_ranks import filled
 from test_moe import close, compiled, error, fresh_start, needs, same, slow
-from tests.test_scripts import HERE, example, run
+from tests.test_docs import example
+from tests.test_sources import HERE, run
 
 pytestmark = needs("transformers")
 

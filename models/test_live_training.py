@@ -25,7 +25,7 @@ from ranks.parallel import ProcessGroups
 from ranks.sharding import reduce_gradients
 from ranks.test_ranks import filled, full, mesh_of, over_ranks, own_part
 from test_moe import about, close, compiled, error, fresh_start, needs, same
-from tests.test_scripts import example
+from tests.test_docs import example
 
 
 def trained_by_callback(callback, pieces: int, model, x: Tensor, upstream: Tensor):

@@ -26,7 +26,7 @@ from moe import MoEConfig, MoELayer
 from ranks.parallel import ProcessGroups
 from ranks.test_ranks import mesh_of, over_ranks, own_part
 from test_moe import close, compiled, error, fresh_start, grads, needs, same, slow
-from tests.test_scripts import example
+from tests.test_docs import example
 
 
 def as_held(case: str, t: dict) -> dict:

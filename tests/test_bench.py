@@ -11,7 +11,7 @@ import pytest
 import bench
 from benchmarks import draw, overlap
 from test_moe import fresh_start, needs, slow
-from tests.test_scripts import HERE, LAYER, run
+from tests.test_sources import HERE, LAYER, run
 
 
 @slow

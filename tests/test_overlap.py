@@ -28,7 +28,7 @@ from ranks.test_ranks import mesh_of, over_ranks, overlapped_layer
 from test_moe import (
     CONFIGS, EAGER_WAYS, STEPS, WAYS, about, agree, close, compiled, exact_config, fresh_start,
     leaf, outcome, saved_bytes, slow, slow_but, small_config)
-from tests.test_scripts import HERE, run
+from tests.test_sources import HERE, run
 
 
 class Recorder:
