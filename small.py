@@ -9,17 +9,7 @@
         optimizer.zero_grad()
         layer.finish_step()                              # on several ranks give it a group
 
-For a log there are layer.balance_loss and layer.max_violation, before finish_step. The weights of a
-block of transformers, by hand (models/weights.py knows others):
-
-    weights = {                                  # Mixtral, or Qwen3-MoE with norm_topk_prob=True
-        "router": block.gate.weight, "fc2": block.experts.down_proj,                 # [E, H, W]
-        "fc1": block.experts.gate_up_proj.unflatten(1, (2, -1))}       # [E, 2W, H] -> [E, 2, W, H]
-    shared = block.shared_experts                # DeepSeek-V3 also has a bias and a shared expert
-    weights |= {
-        "expert_bias": block.gate.e_score_correction_bias, "shared_fc2": shared.down_proj.weight,
-        "shared_fc1": torch.stack((shared.gate_proj.weight, shared.up_proj.weight))}
-    layer.load_state_dict(weights)
+For a log there are layer.balance_loss and layer.max_violation, before finish_step.
 
 Letters: T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of
 an expert. If a name ends in capitals, they are the axes of the tensor: x_TH is [T, H].
@@ -468,23 +458,16 @@ class Pick(torch.autograd.Function):
         return grad_scores, None, None if factors is None else factors.expand(ctx.shape), None
 
 
-def checked_groups(num_groups, group_topk, group_score_topk, num_experts, topk):
-    """The three numbers, the last one topk // group_topk by default."""
-    if num_groups is None or group_topk is None:
-        raise ValueError(f"num_groups is {num_groups} and group_topk is {group_topk}; needs both")
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"num_groups is {num_groups}; needs a divisor of {num_experts} experts")
-    size = num_experts // num_groups
-    if not topk <= group_topk * size <= num_experts:
-        raise ValueError(
-            f"group_topk is {group_topk}: the best {group_topk} of {num_groups} groups of {size} "
-            f"have {group_topk * size} experts; needs topk, {topk}, to {num_experts}")
-    if group_score_topk is None:
-        group_score_topk = topk // group_topk
-    if not 1 <= group_score_topk <= size:
-        raise ValueError(f"group_score_topk is {group_score_topk}; needs 1 to {size}, the size of "
-                         f"a group")
-    return num_groups, group_topk, group_score_topk
+def check_groups(groups, num_experts, topk):
+    if [type(n) for n in groups] == [int] * 3 and groups[0] > 0 and num_experts % groups[0] == 0:
+        number, best, members = groups
+        size = num_experts // number
+        if topk <= best * size <= num_experts and 1 <= members <= size:
+            return
+    raise ValueError(
+        f"num_groups, group_topk and group_score_topk are {groups}; needs integers: a divisor of "
+        f"{num_experts} experts; how many groups are best, which hold topk, {topk}, of them; how "
+        "many scores of a group are summed, by default topk // group_topk")
 
 
 def only_best_groups(scores, groups, best, members):
@@ -516,7 +499,7 @@ class MoE(nn.Module):
     norm_topk_prob: True: the probs are the chosen scores divided by their sum. False: the chosen
       scores, softmax over all E. None: a softmax over the chosen logits, which is what True gives
       but keeps less for the backward; sigmoids divided by their sum if K > 1.
-    scaling_factor: of the probs.
+    scaling_factor: of the probs; None is 1.
     num_groups, group_topk, group_score_topk: the experts are in equal groups, one after the other,
       and a token has experts of its best groups, by the sum of a group's best scores: how many
       groups, how many of them are best, how many scores are summed (K // group_topk by default).
@@ -540,32 +523,30 @@ class MoE(nn.Module):
         score_function: str = "softmax", enable_expert_bias: bool = False,
         aux_loss_coeff: float = 0.0, shared_expert_intermediate_size: int | None = None, *,
         shared_expert_gate: bool = False, norm_topk_prob: bool | None = None,
-        scaling_factor: float = 1.0, num_groups: int | None = None, group_topk: int | None = None,
-        group_score_topk: int | None = None,
+        scaling_factor: float | None = None, num_groups: int | None = None,
+        group_topk: int | None = None, group_score_topk: int | None = None,
     ):
         super().__init__()
         if score_function not in ("softmax", "sigmoid"):
             raise ValueError(f'score_function is {score_function!r}; needs "softmax" or "sigmoid"')
-        numbers = dict(
-            topk=topk, num_groups=num_groups, group_topk=group_topk,
-            group_score_topk=group_score_topk)
-        for name, number in numbers.items():
-            if type(number) is not int and (number is not None or name == "topk"):
-                raise ValueError(f"{name} is {number!r}; needs an integer")
-        if not 1 <= topk <= num_experts:
-            raise ValueError(f"topk is {topk}; needs 1 to {num_experts}, the number of experts")
+        if not (type(topk) is int and 1 <= topk <= num_experts):
+            raise ValueError(
+                f"topk is {topk}; needs an integer from 1 to {num_experts}, the number of experts")
         if topk == 1 and (norm_topk_prob or norm_topk_prob is None and score_function == "softmax"):
             raise ValueError(
                 f"topk is 1 and norm_topk_prob is {norm_topk_prob}: the one prob is always 1, so "
                 "the router would not learn; needs norm_topk_prob=False, or None with \"sigmoid\"")
+        scaling_factor = 1.0 if scaling_factor is None else scaling_factor
         factors = dict(scaling_factor=scaling_factor, aux_loss_coeff=aux_loss_coeff)
         for name, factor in factors.items():
             if not math.isfinite(factor):
                 raise ValueError(f"{name} is {factor}; needs a finite number")
         self.groups = None
         if (num_groups, group_topk, group_score_topk) != (None, None, None):
-            self.groups = checked_groups(
-                num_groups, group_topk, group_score_topk, num_experts=num_experts, topk=topk)
+            if group_score_topk is None and group_topk:
+                group_score_topk = topk // group_topk
+            self.groups = num_groups, group_topk, group_score_topk
+            check_groups(self.groups, num_experts, topk)
         if shared_expert_gate and not shared_expert_intermediate_size:
             raise ValueError("shared_expert_gate is True; needs shared_expert_intermediate_size")
         self.topk, self.score_function, self.aux_loss_coeff = topk, score_function, aux_loss_coeff
@@ -659,19 +640,20 @@ class MoE(nn.Module):
         logits = Logits.apply(x.flatten(0, -2), self.router)
         sigmoid = self.score_function == "sigmoid"
         score = torch.sigmoid if sigmoid else lambda z: z.softmax(-1)
-        best = indices = logits.topk(K).indices
+        ranked = logits
         if self.expert_bias is not None or self.groups is not None:
             ranked = score(logits.detach())
             if self.expert_bias is not None:
                 ranked = ranked + self.expert_bias
             if self.groups is not None:
                 ranked = only_best_groups(ranked, *self.groups)
-            indices = ranked.topk(K).indices
+        indices = ranked.topk(K).indices
         all_scores = factors = balance = None
         if self.aux_loss_coeff and self.training and torch.is_grad_enabled():
             all_scores = score(logits)
             if sigmoid:
                 all_scores = all_scores / (all_scores.sum(-1, keepdim=True) + 1e-20)
+            best = indices if ranked is logits else logits.topk(K).indices
             if padding is not None:
                 best = best.masked_fill(padding[:, None], E)
                 all_scores = all_scores.masked_fill(padding[:, None], 0.0)

@@ -5,6 +5,7 @@
 import ast
 import copy
 import dataclasses
+import importlib
 import math
 import os
 import re
@@ -651,6 +652,33 @@ def test_docs_small_weights():
     exec(example("small weights"), scope)
     x = torch.randn(9, 64, dtype=torch.bfloat16)
     same(scope["layer"](x), other(x))
+
+
+@needs("transformers")
+@pytest.mark.parametrize("model_type, name", [
+    ("mixtral", "MixtralSparseMoeBlock"), ("qwen3_moe", "Qwen3MoeSparseMoeBlock"),
+    ("deepseek_v3", "DeepseekV3MoE")])
+def test_docs_small_by_hand(model_type, name):
+    """The block's output."""
+    import transformers
+    H, W, E, K = 12, 10, 6, 3
+    config = transformers.AutoConfig.for_model(
+        model_type, hidden_size=H, intermediate_size=W, moe_intermediate_size=W, num_experts=E,
+        num_local_experts=E, num_experts_per_tok=K, norm_topk_prob=True, n_routed_experts=E,
+        n_group=3, topk_group=2, routed_scaling_factor=2.5, n_shared_experts=1)
+    file = f"transformers.models.{model_type}.modeling_{model_type}"
+    block = getattr(importlib.import_module(file), name)(config).eval()
+    for weight in block.state_dict().values():
+        torch.nn.init.normal_(weight)
+    layer = small.MoE(H, W, E, K)
+    if model_type == "deepseek_v3":
+        layer = small.MoE(
+            H, W, E, K, "sigmoid", True, shared_expert_intermediate_size=W, scaling_factor=2.5,
+            num_groups=3, group_topk=2, group_score_topk=2)
+    exec(example("small by hand"), dict(torch=torch, block=block, layer=layer))
+    x = torch.randn(2, 7, H)
+    want = block(x)
+    close(layer(x), want[0] if isinstance(want, tuple) else want, 1e-5)
 
 
 def test_docs_lightning(monkeypatch):

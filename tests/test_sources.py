@@ -289,7 +289,7 @@ moe.MoELayer.dispatch: x probs indices plan
 prune.select_experts: layer experts optimizer
 small.MoE: hidden_size ffn_hidden_size num_experts topk score_function=softmax
     enable_expert_bias aux_loss_coeff shared_expert_intermediate_size shared_expert_gate
-    norm_topk_prob scaling_factor=1.0 num_groups group_topk group_score_topk
+    norm_topk_prob scaling_factor num_groups group_topk group_score_topk
 small.MoE.forward: x padding_mask
 small.MoE.finish_step: rate=0.001 group
 small.moe_loop: x router fc1 fc2 topk
