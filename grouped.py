@@ -20,11 +20,11 @@ from torch import Tensor
 if __package__:
     from .compat import (
         always_holds, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32,
-        once_differentiable, op, take_rows)
+        first_derivative_only, op, take_rows)
 else:
     from compat import (
         always_holds, check_one_dtype, check_shapes, cpu_multiplies_in, exact_fp32,
-        once_differentiable, op, take_rows)
+        first_derivative_only, op, take_rows)
 
 
 # ---- The product ----
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
         return product(rows, weight.mT, RowBlocks(offsets, by), bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, grad):
         rows, weight, offsets = ctx.saved_tensors
         blocks = RowBlocks(offsets, ctx.by)

@@ -32,13 +32,13 @@ if __package__:
     from . import compat, grouped
     from .compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        holds_in_this_graph, is_integer, once_differentiable, op, take_rows, upcast)
+        first_derivative_only, holds_in_this_graph, is_integer, op, take_rows, upcast)
 else:
     import compat
     import grouped
     from compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        holds_in_this_graph, is_integer, once_differentiable, op, take_rows, upcast)
+        first_derivative_only, holds_in_this_graph, is_integer, op, take_rows, upcast)
 
 
 # ---- The definition ----
@@ -152,7 +152,7 @@ class _LinearIn(torch.autograd.Function):
         return _product_in(tokens_TH, weight.t(), dtype=wide, out_dtype=dtype, bias=bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, grad):
         tokens, weight = ctx.saved_tensors
         _, need_tokens, need_weight, need_bias = ctx.needs_input_grad
@@ -230,7 +230,7 @@ class WithGradient(torch.autograd.Function):
         return compat.as_no_view(value, value.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, grad):
         tensors = ctx.saved_tensors      # once: under a checkpoint a second read fails
         # value, x, back, *tensors
@@ -1209,7 +1209,7 @@ class _BiasAdded(torch.autograd.Function):
         return cast(y + biases_TH, y.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, grad):
         probs_TE, bias, indices = ctx.saved_tensors
         grad_probs = grad_bias = None

@@ -262,7 +262,7 @@ class _RandomLogits(torch.autograd.Function):
         return torch.randn_like(logits)
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, grad):
         return grad
 
@@ -674,7 +674,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         return compat.as_no_view(activation, activation.shape)
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, grad):
         # activation, loss, scale
         return grad, compat.copy_after(ctx.scale, grad).to(ctx.dtype), None
@@ -714,7 +714,7 @@ class _WriteInBackward(torch.autograd.Function):
         return compat.as_no_view(activation, activation.shape)
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, grad):
         value, = ctx.saved_tensors
         _write(ctx.buffer, value, grad[:1] if grad.ndim else grad, ctx.add)

@@ -158,7 +158,7 @@ class _ToSideStream(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, grad_main, *grads):
         # In a graph an output that got no gradient has zeros here. Nobody has to wait for them.
         _, _, *needed = ctx.needs_input_grad
@@ -198,7 +198,7 @@ class _BackwardStreamWait(torch.autograd.Function):
         return input.view_as(input)
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, grad):
         _SIDE_STREAMS[grad.device].wait_stream(_current_stream(grad.device))
         return grad
@@ -219,7 +219,7 @@ class _FromSideStream(torch.autograd.Function):
         return _join_stream(output, [])
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, grad):
         _ = ctx.saved_tensors                # a checkpoint recomputes here
         return _fork_stream(grad)

@@ -391,7 +391,7 @@ precision_lock = threading.Lock()                # what it guards is global to a
 
 
 @op(lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
-def product_in_fp32(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def upcast_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a · b in fp32 at least, also under autocast and where products may be in TF32 or bf16."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     with precision_lock, torch.autocast(a.device.type, enabled=False):
@@ -415,7 +415,7 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
-        return product_in_fp32(x, router.t(), torch.promote_types(x.dtype, torch.float32))
+        return upcast_product(x, router.t(), torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx, grad):
@@ -427,9 +427,9 @@ class Logits(torch.autograd.Function):
         if in_parts:                             # so that x and its gradient stay in bf16
             factor, weights = in_bf16_parts(grad), router.repeat(3, 1)
         if ctx.needs_input_grad[0]:
-            grad_x = product_in_fp32(factor, weights, x.dtype)
+            grad_x = upcast_product(factor, weights, x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_router = product_in_fp32(factor.t(), x, grad.dtype)
+            grad_router = upcast_product(factor.t(), x, grad.dtype)
             if in_parts:
                 grad_router = grad_router.view(3, *router.shape).sum(0)
             grad_router = grad_router.to(router.dtype)

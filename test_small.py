@@ -409,8 +409,8 @@ def test_small_fp64_stays_under_autocast(compile):
 def test_small_makes_no_gradient_that_nobody_wants(monkeypatch):
     """One product for the logits, and one for each operand that wants a gradient."""
     calls = []
-    product = small.product_in_fp32
-    monkeypatch.setattr(small, "product_in_fp32", lambda *args: calls.append(1) or product(*args))
+    product = small.upcast_product
+    monkeypatch.setattr(small, "upcast_product", lambda *args: calls.append(1) or product(*args))
     for want_x, want_router in ((True, True), (True, False), (False, True)):
         layer = layer_of("sigmoid")
         layer.router.requires_grad_(want_router)
@@ -668,7 +668,7 @@ def test_small_logits_of_threads():
     exact = a.double() @ b.double()
 
     def largest_error(_):
-        return max((small.product_in_fp32(a, b, torch.float32) - exact).norm() for _ in range(1000))
+        return max((small.upcast_product(a, b, torch.float32) - exact).norm() for _ in range(1000))
     try:
         torch.set_float32_matmul_precision("medium")
         before = torch.backends.mkldnn.matmul.fp32_precision

@@ -154,7 +154,7 @@ class _Start(torch.autograd.Function):
         return exchange(rows, splits), shadow
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, _, grad_in_flight):
         # rows, splits
         return wait(grad_in_flight), None
@@ -167,7 +167,7 @@ class _Finish(torch.autograd.Function):
         return wait(buffer)
 
     @staticmethod
-    @compat.once_differentiable
+    @compat.first_derivative_only
     def backward(ctx, grad):
         in_flight = exchange(grad, ctx.splits.back())
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():

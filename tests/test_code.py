@@ -328,7 +328,7 @@ def test_code_prints_a_source():
     (["layer", "--set", "shared_expert_overlap=True"], "two streams"),
     (["layer", "--tokens", 6], "--tokens is 6; needs a multiple of 4"),
     (["layer", "--capability", "9.0"], "--capability is 9.0; needs two numbers"),
-    (["small", "--source", 1], "launch 1 is the op moe_small.product_in_fp32"),
+    (["small", "--source", 1], "launch 1 is the op moe_small.upcast_product"),
     (["small", "--source", 99], "--source is 99; there are "),
     (["small", "--machine", "--device", "cpu"], "--machine is for a card; leave --device out")])
 def test_code_refuses_in_one_line(args, message):

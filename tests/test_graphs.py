@@ -863,8 +863,8 @@ def test_compile_ops_pass_opcheck(monkeypatch):
         (shared_experts._join_stream, x, [h, w]),
         (small.loop_over_experts, x, torch.randn(3, 8, 5), of_all),
         (small.loop_over_experts, x.t(), h[:9], of_all),
-        (small.product_in_fp32, torch.randn(4, 9), x, fp32),
-        (small.product_in_fp32, torch.randn(4, 9).to(bf16), x.to(bf16), bf16)]
+        (small.upcast_product, torch.randn(4, 9), x, fp32),
+        (small.upcast_product, torch.randn(4, 9).to(bf16), x.to(bf16), bf16)]
     assert {op._qualname for op, *_ in calls} == {
         op._qualname for op in ops_of(*SOURCES, small)}
 
