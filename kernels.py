@@ -188,8 +188,22 @@ def router_gating_linear(
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
-    logits_TE = _LinearIn.apply(router_dtype, tokens, weight, bias)
+    if _is_one_token(tokens) and router_dtype.itemsize >= 4:
+        # The compiler writes the product: a call of an op, and its copy of the weight in fp32, take
+        # longer than that.
+        products = tokens.to(router_dtype).view(1, -1) * weight.to(router_dtype)
+        logits_TE = products.sum(-1)[None]
+        if bias is not None:
+            logits_TE = logits_TE + bias.to(router_dtype)
+    else:
+        logits_TE = _LinearIn.apply(router_dtype, tokens, weight, bias)
     return logits_TE.view(*tokens.shape[:-1], weight.shape[0])
+
+
+def _is_one_token(tokens):
+    """Whether this is a graph without gradients for one token, which is a graph of its own."""
+    decoding = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    return decoding and holds_in_this_graph(math.prod(tokens.shape[:-1]) == 1)
 
 
 # ---- Route: logits -> which experts, with which probs ----

@@ -436,6 +436,16 @@ class Logits(torch.autograd.Function):
         return grad_x, grad_router
 
 
+def logits_of(x, router):
+    """x [T, H] -> [T, E]. For one token, in a graph without gradients, the compiler writes the
+    product: a call of an op, and its copy of the weight in fp32, take longer than that.
+    """
+    decoding = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if decoding and holds_in_this_graph(x.shape[0] == 1):
+        return (upcast(x)[:, None] * upcast(router)).sum(-1)
+    return Logits.apply(x, router)
+
+
 class Pick(torch.autograd.Function):
     """scores[t, indices[t, k]]. The backward also returns the gradient of the balance loss
     Σ_e factors[e] · Σ_t all_scores[t, e], as if it had been added to the main loss.
@@ -637,7 +647,7 @@ class MoE(nn.Module):
         """(probs, indices, T · balance loss / aux_loss_coeff or None)"""
         E, K = self.router.shape[0], self.topk
         padding = None if padding_mask is None else padding_mask.flatten()
-        logits = Logits.apply(x.flatten(0, -2), self.router)
+        logits = logits_of(x.flatten(0, -2), self.router)
         sigmoid = self.score_function == "sigmoid"
         score = torch.sigmoid if sigmoid else lambda z: z.softmax(-1)
         ranked = logits

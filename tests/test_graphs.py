@@ -126,6 +126,8 @@ LAYERS = {
     "small": lambda: small.MoE(6, 4, 16, 2, enable_expert_bias=True, aux_loss_coeff=0.1),
     "layer": lambda: MoELayer(MoEConfig(
         6, 4, 16, 2, load_balancing_type="aux_loss", aux_loss_coeff=0.1)),
+    "biased layer": lambda: MoELayer(MoEConfig(
+        6, 4, 16, 2, score_function="sigmoid", enable_expert_bias=True, router_bias=True)),
 }
 
 
@@ -218,6 +220,29 @@ def test_graphs_of_a_session(name, way):
         else:
             run([(64, 1)])
     assert made == WAYS_OF_AXES[way]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["small", "layer", "biased layer"])
+def test_graph_of_one_token_calls_nothing(name, dtype):
+    """Without gradients the graph for one token is code that Inductor writes, the router's product
+    too: no op and no library's product but the sorts of a top k. As in eager mode, also where fp32
+    products may be in bf16, and with a transposed x."""
+    layer = LAYERS[name]().to(dtype)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    function = compiled(layer, "inductor")
+    torch.set_float32_matmul_precision("medium")
+    try:
+        for shape in ((1, 6), (1, 1, 6)):
+            x = torch.randn(6, 1).to(dtype).t().view(shape)
+            with torch.no_grad():
+                y, codes = run_and_get_code(function, x)
+            called = re.findall(r"(?:extern_kernels|torch\.ops)\.([\w.]+)\(", "".join(codes))
+            assert codes and {*called} <= {"aten.topk.default"}, called
+            close(y, layer(x), 1e-5 if dtype == torch.float32 else 1e-2)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_graphs_of_a_loss_scale():
