@@ -768,7 +768,9 @@ class RouterCounts:
         return old != self.seen
 
     def tensors(self):
-        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        """What is counted, by name."""
+        return {name: x for name, x in vars(self).items()
+                if isinstance(x, Tensor) and name != "loss_scale"}
 
     def count(self, activation, counts_E):
         activation = self.write(activation, self.last_tokens_per_expert, counts_E, add=False)
@@ -834,7 +836,7 @@ class RouterCounts:
 
     def reset(self):
         """Empties what is counted. The loss scale stays."""
-        self.zero(*self.tensors().keys() - {"loss_scale"})
+        self.zero(*self.tensors())
         for name in LOGGED:
             getattr(self, name).fill_(math.nan)
         self.has_grown()
@@ -845,7 +847,7 @@ class RouterCounts:
         device they have none, so from there they begin at 0.
         """
         was_meta = self.last_tokens_per_expert.is_meta
-        for name, tensor in self.tensors().items():
+        for name, tensor in {**self.tensors(), "loss_scale": self.loss_scale}.items():
             device = fn(tensor).device
             moved = torch.empty_like(tensor, device=device) if was_meta else tensor.to(device)
             setattr(self, name, compat.with_fixed_address(moved))

@@ -396,7 +396,7 @@ def _about_small(config, options):
     except ValueError as refused:
         return f"    # {refused}"
     left = [name for name in _given(options) if name not in taken]
-    return f"    # small.MoE: the same without {', '.join(left)}"
+    return f"    # small.MoE: the same but for {', '.join(left)}"
 
 
 # ---- What is printed ----
