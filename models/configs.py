@@ -412,7 +412,7 @@ def small_fields(config: moe.MoEConfig) -> dict[str, object]:
         lacks.append(f"score_function={config.score_function!r}")
     if set(config.balancing) - {"none", "aux_loss"}:
         lacks.append(f"load_balancing_type={config.load_balancing_type!r}")
-    if config.topk == 1 and config.always_one:
+    if config.always_one:
         lacks.append("a prob that is always 1")
     if lacks:
         raise ValueError(f"small.py lacks {listed(lacks, ', ')}")
