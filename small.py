@@ -495,8 +495,8 @@ def only_best_groups(scores, groups, best, members):
 class MoE(nn.Module):
     """x [.., H] -> the same shape and dtype: y_t = Σ_k p_tk · expert(x_t), plus shared(x_t).
 
-    The arguments are fields of moe.MoEConfig, with the same meaning. There a balance loss also needs
-    load_balancing_type="aux_loss".
+    The arguments are fields of moe.MoEConfig, with the same meaning. There a balance loss also
+    needs load_balancing_type="aux_loss".
 
     score_function: "softmax" or "sigmoid" (arXiv 2412.19437) of the logits.
     enable_expert_bias: a bias in fp32 that changes the choice but not the probs, see finish_step.
