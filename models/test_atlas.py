@@ -79,6 +79,41 @@ def test_atlas_small_fields():
     assert "computes 48 of the 57 models" in page.replace("\n", " ")
 
 
+def test_atlas_small_fields_of_options():
+    """What a config can say that no published model says: small.MoE of the fields is the layer, or
+    the error names what small.py lacks."""
+    sizes = dict(hidden_size=8, ffn_hidden_size=4, num_experts=6, topk=3)
+    taken = {
+        "pre_softmax=True": dict(norm_topk_prob=False),
+        "pre_softmax=True, topk=1": dict(norm_topk_prob=False, topk=1),
+        "score_function='sigmoid', topk=1": dict(score_function="sigmoid", topk=1),
+        "load_balancing_type='aux_loss', aux_loss_coeff=0.1, init_std=0.5": dict(aux_loss_coeff=0.1),
+        "load_balancing_type=('aux_loss',), aux_loss_coeff=(0.1,)": dict(aux_loss_coeff=0.1),
+        "enable_expert_bias=True, router_dtype=torch.bfloat16": dict(enable_expert_bias=True),
+    }
+    for options, fields in taken.items():
+        config = eval(f"MoEConfig(**{{**sizes, **dict({options})}})")
+        assert small_fields(config) == {**sizes, **fields}, options
+        layer, whole = small.MoE(**small_fields(config)), MoELayer(config)
+        layer.load_state_dict(small_weights(whole))
+        x = torch.randn(5, 8)
+        close(layer.eval()(x), whole.eval()(x), 2e-2 if "bfloat16" in options else 1e-6)
+    lacking = {
+        "topk=1": "a prob that is always 1",
+        "score_function='sqrtsoftplus'": "score_function='sqrtsoftplus'",
+        "load_balancing_type='seq_aux_loss', aux_loss_coeff=0.1, batch_first=True":
+            "load_balancing_type='seq_aux_loss'",
+        "load_balancing_type=('aux_loss', 'seq_aux_loss'), aux_loss_coeff=(0.1, 0.1)":
+            "load_balancing_type=('aux_loss', 'seq_aux_loss')",
+        "capacity_factor=1.5, router_bias=True": "router_bias=True, capacity_factor=1.5",
+    }
+    for options, words in lacking.items():
+        config = eval(f"MoEConfig(**{{**sizes, **dict({options})}})")
+        text = error(small_fields, config)
+        assert text.startswith("ValueError: small.py lacks "), options
+        assert {*words.split(", ")} <= {*text.split("lacks ")[1].split(", ")}, text
+
+
 def test_atlas_in_the_docs(capsys, monkeypatch):
     """docs/routers.md has what `python models/atlas.py` prints: of one router, of three side by
     side, and the table, a line per family, refused or not."""
