@@ -87,7 +87,7 @@ def test_atlas_small_fields_of_options():
         "pre_softmax=True": dict(norm_topk_prob=False),
         "pre_softmax=True, topk=1": dict(norm_topk_prob=False, topk=1),
         "score_function='sigmoid', topk=1": dict(score_function="sigmoid", topk=1),
-        "load_balancing_type='aux_loss', aux_loss_coeff=0.1, init_std=0.5": dict(aux_loss_coeff=0.1),
+        "load_balancing_type='aux_loss', aux_loss_coeff=0.1": dict(aux_loss_coeff=0.1),
         "load_balancing_type=('aux_loss',), aux_loss_coeff=(0.1,)": dict(aux_loss_coeff=0.1),
         "enable_expert_bias=True, router_dtype=torch.bfloat16": dict(enable_expert_bias=True),
     }
