@@ -191,6 +191,7 @@ def router_gating_linear(
     if _is_one_token(tokens) and router_dtype.itemsize >= 4:
         # The compiler writes the product: a call of an op, and its copy of the weight in fp32, take
         # longer than that.
+        check_shapes(tokens=(tokens.view(1, -1), "T H"), weight=(weight, "E H"))
         products = tokens.to(router_dtype).view(1, -1) * weight.to(router_dtype)
         logits_TE = products.sum(-1)[None]
         if bias is not None:

@@ -854,6 +854,7 @@ class RouterCounts:
         self.seen = None
         if was_meta:
             self.loss_scale.fill_(1.0)
+            self.has_scale = False
             self.reset()
 
     def follow(self, device):
@@ -889,8 +890,9 @@ def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
         raise ValueError(f"scale has shape {list(scale.shape)}; needs a float or a 0-d tensor")
     routers = _named_routers(model)
     for name, router in routers.items():
+        router._bring_counts()
         if router.counts.loss_scale.is_meta:
-            raise ValueError(f"router {name!r} is on the meta device; needs a device: call "
+            raise ValueError(f"{name or 'model'} is on the meta device; needs a device: call "
                              f"set_aux_loss_scale after to_empty")
     for router in routers.values():
         router.counts.set_scale(scale)

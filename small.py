@@ -507,9 +507,9 @@ class MoE(nn.Module):
       by it too.
     shared_expert_intermediate_size: W of a shared expert, which computes every token.
     shared_expert_gate: the shared expert's output times sigmoid(shared_gate · x).
-    norm_topk_prob: True: the probs are the chosen scores divided by their sum. False: the chosen
-      scores, softmax over all E. None: a softmax over the chosen logits, which is what True gives
-      but keeps less for the backward; sigmoids divided by their sum if K > 1.
+    norm_topk_prob: False: the probs are the chosen scores, softmax over all E or sigmoid. True:
+      these divided by their sum. None, for softmax: a softmax over the chosen logits, which is what
+      True gives but keeps less for the backward; for sigmoid: True if K > 1.
     scaling_factor: of the probs; None is 1.
     num_groups, group_topk, group_score_topk: the experts are in equal groups, one after the other,
       and a token has experts of its best groups, by the sum of a group's best scores: how many
@@ -554,7 +554,7 @@ class MoE(nn.Module):
                 raise ValueError(f"{name} is {factor}; needs a finite number")
         self.groups = None
         if (num_groups, group_topk, group_score_topk) != (None, None, None):
-            if group_score_topk is None and group_topk:
+            if group_score_topk is None and type(group_topk) is int and group_topk > 0:
                 group_score_topk = topk // group_topk
             self.groups = num_groups, group_topk, group_score_topk
             check_groups(self.groups, num_experts, topk)

@@ -129,11 +129,11 @@ def least(sizes, tokens):
     N = T * sizes["topk"]
     moved = (T + N) * (L or H)                               # by a gather or a sum
     forward, backward = 2 * moved + 3 * N * F, 3 * moved + 6 * N * F
-    Fs = sizes.get("shared_expert_intermediate_size") or sizes.get("shared_ffn_hidden_size")
+    Fs = sizes.get("shared_expert_intermediate_size")
     if Fs:
         forward += T * (3 * H + 6 * Fs)
         backward += T * (5 * H + 12 * Fs)
-        if sizes.get("shared_expert_gate") or sizes.get("shared_gate"):
+        if sizes.get("shared_expert_gate"):
             forward += T * H
             backward += 4 * T * H
     if L:

@@ -367,7 +367,7 @@ def readings_of(hf_config) -> list[tuple[str, configs.Reading]]:
 
 
 def _call(reading):
-    """The MoEConfig, with a comment on the fields that small.MoE takes; or why there is none."""
+    """The MoEConfig, with a comment on the fields that small.MoE lacks; or why there is none."""
     problems = list(dict.fromkeys(reading.of_the_block))
     missing = any(isinstance(value, reader.Missing) for value in reading.fields.values())
     comment = ""
@@ -403,8 +403,8 @@ def _about_small(config, options):
 
 def router(model_type: str, hf_config=None) -> str:
     """One router in formulas. The last line is the MoEConfig that computes it, or why none does. If
-    there are numbers for it, a comment says which of these fields small.MoE takes, or what small.py
-    lacks.
+    there are numbers for it, a comment names the fields without which small.MoE computes the same,
+    or what small.py lacks.
 
     hf_config: config.json as a dict, or the library's object; None: of the named model. The experts
       may be quantised.

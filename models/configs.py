@@ -384,8 +384,9 @@ def meaning(values):
 
 # ---- small.py ----
 
-# Fields of MoEConfig that small.MoE takes, and those that change none of its formulas: small.py
-# computes logits and probs in fp32, and has the weights' dtype by .to(dtype).
+# Fields of MoEConfig that small.MoE takes, and those that change no formula of its forward:
+# small.py computes logits and probs in fp32, has the weights' dtype by .to(dtype), and its
+# finish_step takes the rate.
 TAKEN_BY_SMALL = (
     "hidden_size ffn_hidden_size num_experts topk score_function enable_expert_bias aux_loss_coeff "
     "shared_expert_intermediate_size shared_expert_gate norm_topk_prob scaling_factor num_groups "
@@ -397,7 +398,8 @@ WITHOUT_FORMULA = (
 
 def small_fields(config: moe.MoEConfig) -> dict[str, object]:
     """The fields with which small.MoE(**fields) computes what the layer of this config does, but
-    that its logits and probs are in fp32. ValueError: what small.py lacks for it.
+    that its logits and probs are in fp32. bias_update_rate is the `rate` of its finish_step.
+    ValueError: what small.py lacks for it.
 
     >>> config = moe.MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, topk=2)
     >>> small_fields(config)

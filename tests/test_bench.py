@@ -85,6 +85,8 @@ def test_bench_copies_with_the_layer():
     own = {path.stem for path in HERE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert names & own <= {*LAYER, "small"} and "moe" in names
     assert names - own - sys.stdlib_module_names == {"torch", "transformers"}
+    assert not any("transformers" in ast.unparse(node) for node in tree.body
+                   if isinstance(node, (ast.Import, ast.ImportFrom)))
 
 
 @needs("matplotlib")

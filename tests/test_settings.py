@@ -214,13 +214,20 @@ def test_loss_scale_refusals():
     with a scale of 1."""
     model = torch.nn.Sequential(small_layer(), small_layer().to("meta"))
     assert "needs a float or a 0-d tensor" in error(set_aux_loss_scale, model, torch.ones(2))
-    assert "'1.router' is on the meta device" in error(set_aux_loss_scale, model, 2.0)
+    assert "1.router is on the meta device" in error(set_aux_loss_scale, model, 2.0)
     assert model[0].router.counts.loss_scale == 1
     assert "has no Router" in error(set_aux_loss_scale, torch.nn.Linear(2, 2), 2.0)
     assert "model is float; needs a Module" in error(set_aux_loss_scale, 2.0, model)
     model.to_empty(device=DEVICE)
     set_aux_loss_scale(model[0], 2.0)
     assert [layer.router.counts.loss_scale for layer in model] == [2, 1]
+    model.to("meta").to_empty(device=DEVICE)                 # the scale is lost, and known to be
+    counts = model[0].router.counts
+    assert counts.loss_scale == 1 and not counts.has_scale
+    layer = small_layer().to("meta")                             # its weight comes without `_apply`
+    layer.router.weight = torch.nn.Parameter(torch.randn(layer.router.weight.shape))
+    set_aux_loss_scale(layer, 2.0)
+    assert layer.router.counts.loss_scale == 2
 
 
 @pytest.mark.parametrize("way", slow_but(["plain"], ["plain", "compiled"]))
