@@ -240,7 +240,9 @@ def test_graph_of_one_token_calls_nothing(name, dtype):
                 y, codes = run_and_get_code(function, x)
             called = re.findall(r"(?:extern_kernels|torch\.ops)\.([\w.]+)\(", "".join(codes))
             assert codes and {*called} <= {"aten.topk.default"}, called
-            close(y, layer(x), 1e-5 if dtype == torch.float32 else 1e-2)
+            want = layer(x)
+            size = want.abs().max()                      # bf16 rounds what is between the products
+            close(y / size, want / size, 1e-5 if dtype == torch.float32 else 1e-2)
     finally:
         torch.set_float32_matmul_precision("highest")
 
