@@ -235,6 +235,11 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def is_decoding() -> bool:
+    """Whether this is a graph without gradients."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
 def holds_in_this_graph(condition: bool) -> bool:
     """Whether a condition on sizes holds. For sizes where it does not, the compiler makes another
     graph. An export has one graph, so there the answer is whether it holds for all sizes. For a

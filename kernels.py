@@ -32,13 +32,13 @@ if __package__:
     from . import compat, grouped
     from .compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        first_derivative_only, holds_in_this_graph, is_integer, op, take_rows, upcast)
+        first_derivative_only, holds_in_this_graph, is_decoding, is_integer, op, take_rows, upcast)
 else:
     import compat
     import grouped
     from compat import (
         always_holds, as_number, cast, check_known, check_one_dtype, check_shapes, exact_fp32,
-        first_derivative_only, holds_in_this_graph, is_integer, op, take_rows, upcast)
+        first_derivative_only, holds_in_this_graph, is_decoding, is_integer, op, take_rows, upcast)
 
 
 # ---- The definition ----
@@ -191,9 +191,9 @@ def router_gating_linear(
     if _is_one_token(tokens) and router_dtype.itemsize >= 4:
         # The compiler writes the product: a call of an op, and its copy of the weight in fp32, take
         # longer than that.
-        check_shapes(tokens=(tokens.view(1, -1), "T H"), weight=(weight, "E H"))
-        products = tokens.to(router_dtype).view(1, -1) * weight.to(router_dtype)
-        logits_TE = products.sum(-1)[None]
+        token_1H = tokens.view(1, -1)
+        check_shapes(tokens=(token_1H, "T H"), weight=(weight, "E H"))
+        logits_TE = (token_1H.to(router_dtype) * weight.to(router_dtype)).sum(-1)[None]
         if bias is not None:
             logits_TE = logits_TE + bias.to(router_dtype)
     else:
@@ -203,8 +203,7 @@ def router_gating_linear(
 
 def _is_one_token(tokens):
     """Whether this is a graph without gradients for one token, which is a graph of its own."""
-    decoding = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    return decoding and holds_in_this_graph(math.prod(tokens.shape[:-1]) == 1)
+    return is_decoding() and holds_in_this_graph(math.prod(tokens.shape[:-1]) == 1)
 
 
 # ---- Route: logits -> which experts, with which probs ----
@@ -1258,7 +1257,7 @@ def _are_few(probs, fc1):
     docs/results.md). On a card nobody has measured: there 2·E assignments would read up to twice
     what a grouped product reads.
     """
-    if torch.is_grad_enabled() or not torch.compiler.is_compiling():
+    if not is_decoding():
         return False
     quick = probs.is_cpu and fc1.stride(2) == 1
     most = 2 * len(fc1) if quick else len(fc1) // 2

@@ -343,6 +343,11 @@ def is_exporting():
     return torch.compiler.is_exporting()
 
 
+def is_decoding():
+    """Whether this is a graph without gradients."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
 def holds_in_this_graph(condition):
     """Whether a condition on sizes holds. For sizes where it does not, the compiler makes another
     graph. An export has one graph, so there the answer is whether it holds for all sizes.
@@ -440,8 +445,7 @@ def logits_of(x, router):
     """x [T, H] -> [T, E]. For one token, in a graph without gradients, the compiler writes the
     product: a call of an op, and its copy of the weight in fp32, take longer than that.
     """
-    decoding = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if decoding and holds_in_this_graph(x.shape[0] == 1):
+    if is_decoding() and holds_in_this_graph(x.shape[0] == 1):
         return (upcast(x)[:, None] * upcast(router)).sum(-1)
     return Logits.apply(x, router)
 
@@ -611,8 +615,7 @@ class MoE(nn.Module):
         x_TH, fc1, fc2 = [cast(z, dtype) for z in (x_TH, self.fc1.flatten(1, 2), self.fc2)]
         # A sort pays with more assignments than `most`. On a card nobody has measured how many.
         most = 2 * E if x.is_cpu else E // 2
-        decoding = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if decoding and holds_in_this_graph(indices.numel() <= most):
+        if is_decoding() and holds_in_this_graph(indices.numel() <= most):
             y = mlp_in_place(x_TH, probs, indices, fc1, fc2)
         else:
             y = experts(x_TH, probs, fc1, fc2, places, native)

@@ -380,14 +380,8 @@ def _call(reading):
             comment = _about_small(config, reading.fields)
     if problems:
         return f"no MoEConfig: {'; '.join(problems)}"
-    given = [f"{name}={value!r}" for name, value in _given(reading.fields).items()]
+    given = [f"{name}={value!r}" for name, value in configs.given(reading.fields).items()]
     return f"MoEConfig({', '.join(given)}){comment}"
-
-
-def _given(options):
-    """The fields with another value than the default."""
-    return {name: value for name, value in options.items()
-            if value != getattr(moe.MoEConfig, name, None)}
 
 
 def _about_small(config, options):
@@ -395,7 +389,7 @@ def _about_small(config, options):
         taken = configs.small_fields(config)
     except ValueError as refused:
         return f"    # {refused}"
-    left = [name for name in _given(options) if name not in taken]
+    left = [name for name in configs.given(options) if name not in taken]
     return f"    # small.MoE: the same but for {', '.join(left)}"
 
 
@@ -525,7 +519,7 @@ def table_of_routers() -> str:
                  for column in COLUMNS]
         for layers, reading in readings:
             if reading.of_the_block:
-                cells[-1].append(f"{layers} {_call(reading).split('    #')[0]}".strip())
+                cells[-1].append(f"{layers} {_call(reading)}".strip())
         cells = [*map("; ".join, cells), ", ".join(usual.row.dtypes())]
         same = first.setdefault(tuple(cells), name)
         if same != name:

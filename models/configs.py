@@ -370,10 +370,17 @@ def _unread(config, names):
             and SPEAKS.match(name)]
 
 
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(moe.MoEConfig)}
+
+
+def given(values):
+    """Those fields of a MoEConfig that have another value than the default."""
+    return {name: value for name, value in values.items() if value != DEFAULTS[name]}
+
+
 def meaning(values):
     """All fields of a MoEConfig, where values that compute the same are written alike."""
-    defaults = {known.name: known.default for known in dataclasses.fields(moe.MoEConfig)}
-    values = defaults | values
+    values = DEFAULTS | values
     if values["norm_topk_prob"] is None:
         if values["score_function"] == "softmax":
             values["norm_topk_prob"] = not values["pre_softmax"]
@@ -405,10 +412,8 @@ def small_fields(config: moe.MoEConfig) -> dict[str, object]:
     >>> small_fields(config)
     {'hidden_size': 8, 'ffn_hidden_size': 16, 'num_experts': 4, 'topk': 2}
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    given = {name: getattr(config, name) for name, default in defaults.items()
-             if getattr(config, name) != default}
-    lacks = [f"{name}={value!r}" for name, value in given.items()
+    values = given({name: getattr(config, name) for name in DEFAULTS})
+    lacks = [f"{name}={value!r}" for name, value in values.items()
              if name not in TAKEN_BY_SMALL and name not in WITHOUT_FORMULA]
     if config.score_function not in ("softmax", "sigmoid"):
         lacks.append(f"score_function={config.score_function!r}")
@@ -418,7 +423,7 @@ def small_fields(config: moe.MoEConfig) -> dict[str, object]:
         lacks.append("a prob that is always 1")
     if lacks:
         raise ValueError(f"small.py lacks {listed(lacks, ', ')}")
-    taken = {name: given[name] for name in TAKEN_BY_SMALL if name in given}
+    taken = {name: values[name] for name in TAKEN_BY_SMALL if name in values}
     if config.pre_softmax and config.norm_topk_prob is None:
         taken["norm_topk_prob"] = False
     if "aux_loss" in config.balancing:

@@ -54,7 +54,8 @@ def test_small_splits_fp32_exactly(backend):
 
 
 @pytest.mark.parametrize("name, file", [
-    ("cast", compat), ("upcast", compat), ("is_exporting", compat), ("holds_in_this_graph", compat),
+    ("cast", compat), ("upcast", compat), ("is_exporting", compat), ("is_decoding", compat),
+    ("holds_in_this_graph", compat),
     ("as_no_view", compat), ("take_rows", compat), ("takes_bf16", kernels),
     ("multiply_bf16", kernels), ("in_bf16_parts", kernels), ("rows_of_each", grouped),
     ("sum_tokens", kernels), ("with_gradient", kernels), ("only_best_groups", kernels)])
