@@ -9,12 +9,11 @@
         optimizer.zero_grad()
         layer.finish_step()                              # on several ranks give it a group
 
-For a log there are layer.balance_loss and layer.max_violation, before finish_step.
+For a log there are layer.balance_loss and layer.max_violation, before finish_step. The same input
+gives bitwise the same output and gradients.
 
 Letters: T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of
 an expert. If a name ends in capitals, they are the axes of the tensor: x_TH is [T, H].
-
-The same input gives bitwise the same output and gradients.
 """
 import math
 import re
@@ -42,34 +41,6 @@ def moe_loop(x: Tensor, router: Tensor, fc1: Tensor, fc2: Tensor, topk: int) -> 
             gate, up = fc1[e] @ x[t]
             y[t] += prob * (fc2[e] @ (F.silu(gate) * up))
     return y
-
-
-def op(fake, tags=()):
-    """Decorator: a custom op for a product, into which the compiler does not look. fake returns
-    empty results.
-    """
-    def register(function):
-        # The module's name is part of the op's name, so that copies of this file do not collide.
-        namespace, name = re.sub(r"\W", "_", f"moe_{__name__}"), function.__name__
-        registered = torch.library.custom_op(
-            f"{namespace}::{name}", function, mutates_args=(), tags=tags)
-        registered.register_fake(fake)
-        count_flops(getattr(getattr(torch.ops, namespace), name))
-        return registered
-    return register
-
-
-def count_flops(product):
-    """Makes torch.utils.flop_counter count an op a · b, for matrices or batches of them."""
-    def flops(a, b, *_, out_shape, **__):
-        groups = a[0] if len(a) == len(b) == 3 else 1
-        return 2 * groups * a[-2] * a[-1] * b[-1]
-
-    if product not in flop_registry:
-        register_flop_formula(product)(flops)
-
-
-count_flops(torch.ops.aten._grouped_mm)
 
 
 def cast(x, dtype):
@@ -112,41 +83,42 @@ def rows_of_each(offsets):
 
 
 # F.grouped_mm, torch's own product, takes bf16 and reads the offsets on their device. Where it does
-# not run, the product is a loop, and the host has to read the offsets. So on such a card they are
-# copied to the host, once for all products, and a product has up to E launches. moe.py's layer has
-# one launch there, a kernel in Triton.
+# not run, the product is a loop, with up to E launches, and the host has to read the offsets: once
+# for all products. (In moe.py's layer it is one launch, of a kernel in Triton.)
 @torch.compiler.assume_constant_result
 def native_product(device) -> str:
-    """Which hardware runs F.grouped_mm here: "H100" (or H200), "B200" (or B300), "bf16 CPU" (with
-    instructions for bf16) or "none".
-    """
+    """What F.grouped_mm runs on here: "H100", "B200" (and 200, 300), "bf16 CPU", or "none"."""
     if device.type == "cuda" and torch.version.hip is None:
         return {9: "H100", 10: "B200"}.get(torch.cuda.get_device_capability(device)[0], "none")
     mkldnn = device.type == "cpu" and torch.backends.mkldnn.is_available()
     return "bf16 CPU" if mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "none"
 
 
-def empty_product(a, b, offsets):
-    sizes = a.shape[0], b.shape[-1]
-    return a.new_empty(sizes if b.ndim == 3 else (offsets.shape[0], *sizes))
+# The module's name is part of the ops' names, so that copies of this file do not collide.
+namespace = re.sub(r"\W", "_", f"moe_{__name__}")
 
 
 # CUDA graphs leave this op out, because the host reads the offsets in it.
-@op(empty_product, tags=[torch.Tag.cudagraph_unsafe])
+@torch.library.custom_op(
+    f"{namespace}::loop_over_experts", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def loop_over_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    out = empty_product(a, b, offsets)
-    start = 0
-    for e, end in enumerate(offsets.tolist()):
+    out, ends = empty_product(a, b, offsets), offsets.tolist()
+    for e, (start, end) in enumerate(zip([0, *ends], ends)):
         if b.ndim == 3 and start < end:
             multiply(a[start:end], b[e], out[start:end])
         elif b.ndim == 2 and start < end:
             multiply(a[:, start:end], b[start:end], out[e])
         elif b.ndim == 2:
             out[e] = 0.0
-        start = end
     if b.ndim == 3:
-        out[start:] = 0.0
+        out[ends[-1]:] = 0.0
     return out
+
+
+@loop_over_experts.register_fake
+def empty_product(a, b, offsets):
+    sizes = a.shape[0], b.shape[-1]
+    return a.new_empty(sizes if b.ndim == 3 else (offsets.shape[0], *sizes))
 
 
 def multiply(a, b, out):
@@ -162,16 +134,15 @@ def multiply(a, b, out):
 
 
 def grouped_mm(a, b, offsets, native):
-    """a [N, I] · b [E, I, O] -> [N, O]: row block e times b[e]. Unrouted rows are zeros, but in a
-      graph those of F.grouped_mm are uninitialised.
-      a [I, N] · b [N, O] -> [E, I, O]: the product of block e of a and block e of b.
+    """a [N, I] · b [E, I, O] -> [N, O]: row block e times b[e].
+    a [I, N] · b [N, O] -> [E, I, O]: the product of block e of a and block e of b.
     """
     if not native:
         return loop_over_experts(a, b, offsets)
     out = F.grouped_mm(a, b, offs=offsets)
     # F.grouped_mm leaves unrouted rows uninitialised, on a B200 also the product of an expert that
-    # has no rows. In a graph the rows stay so: a mask here would be a kernel that reads and writes
-    # all of them, while behind swiglu, and in combine, it is a part of their kernels.
+    # has no rows. In a graph the rows stay so: a mask here would be a kernel of its own, while
+    # behind swiglu, and in combine, it is a part of their kernels.
     if b.ndim == 3:
         return out if torch.compiler.is_compiling() else zero_unrouted(out, offsets)
     if native_product(a.device) == "B200":
@@ -182,9 +153,8 @@ def grouped_mm(a, b, offsets, native):
 def zero_unrouted(rows, offsets):
     """rows [N, ..] with zeros from the end of the last expert's rows on."""
     row_N = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-    # amax is offsets[-1], written as a reduction, so that the gradients of gate and up depend on
-    # one. Inductor then writes both in the kernel that computes them. Otherwise a second kernel
-    # would join them, and read fc1's output again.
+    # amax is offsets[-1]. Since it is a reduction, Inductor writes the gradients of gate and up in
+    # one kernel; otherwise a second would join them, and read fc1's output again.
     return rows.masked_fill((row_N >= offsets.amax())[:, None], 0.0)
 
 
@@ -250,9 +220,8 @@ def spread(x, order, row_KT, offsets):
 
 def combine(rows, order, row_KT, offsets):
     """rows [N, H] -> [T, H]: the sum of each token's routed rows, in fp32 at least. No atomics."""
-    # The backward gathers x again, and it gathers this function's gradient. Both read `order`, so a
-    # graph makes both in one kernel. That costs memory at the peak; kernels.combine_rows keeps them
-    # apart, by an op.
+    # The backward gathers x again and this function's gradient, both by `order`: a graph has one
+    # kernel for both, and more memory at the peak. kernels.combine_rows keeps them apart, by an op.
     picked = [upcast(take_rows(rows, row_T)) for row_T in row_KT]
     if torch.compiler.is_compiling():        # in eager mode unrouted rows are zeros: see grouped_mm
         unrouted_KT1 = (row_KT >= offsets[-1])[..., None]
@@ -281,7 +250,6 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        refuse_second_derivative()
         rows, weight, offsets = ctx.saved_tensors
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -294,8 +262,7 @@ class GroupedLinear(torch.autograd.Function):
 def experts(x, probs, fc1, fc2, places, native):
     """y_t = Σ_k p_tk · fc2[e] · swiglu(fc1[e] · x_t), e = indices[t, k]; fc1 is [E, 2W, H]."""
     offsets = places[-1]
-    # Where the products read them
-    read = offsets if native or offsets.is_meta else offsets.cpu()
+    read = offsets if native or offsets.is_meta else offsets.cpu()   # the loop reads on the host
 
     def first(x, fc1):
         rows = with_gradient(x, spread, combine, *places)                           # [N, H]
@@ -311,9 +278,7 @@ def experts(x, probs, fc1, fc2, places, native):
 
 
 class Count(torch.autograd.Function):
-    """Returns y. Its backward returns `noted` as the gradient of `leaf`, and autograd adds it to
-    leaf.grad: once, even if a checkpoint runs the forward twice.
-    """
+    """Returns y. The backward adds `noted` to leaf.grad: once, even where y is computed twice."""
     @staticmethod
     def forward(ctx, y, leaf, noted):
         ctx.save_for_backward(noted)
@@ -327,8 +292,8 @@ class Count(torch.autograd.Function):
 
 
 def mlp_in_place(x, probs, indices, fc1, fc2):
-    """`experts` for few tokens, in a graph without gradients. Each assignment reads its expert's
-    weights in place: the compiler makes no tensor of fc1's rows.
+    """`experts` for few tokens, in a graph without gradients: weights are read in place, and no
+    tensor of fc1's rows is made.
     """
     expert_TK = indices.clamp(0, len(fc1) - 1)
     weights = upcast(take_rows(fc1, expert_TK))
@@ -355,14 +320,13 @@ def holds_in_this_graph(condition):
     return (statically_known_true if is_exporting() else guard_or_false)(condition)
 
 
-def refuse_second_derivative():
+def refuse_second_derivative():                  # each backward of the layer passes one that asks
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph is True; this layer has only first derivatives")
 
 
 def takes_bf16(a, b):
-    """Whether a product with fp32 sums takes both operands as they are, in bf16: on NVIDIA's cards.
-    """
+    """Whether a product with fp32 sums takes both as they are, in bf16: on NVIDIA's cards."""
     return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and torch.version.hip is None
 
 
@@ -395,7 +359,7 @@ def in_bf16_parts(x):
 precision_lock = threading.Lock()                # what it guards is global to all threads
 
 
-@op(lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+@torch.library.custom_op(f"{namespace}::upcast_product", mutates_args=())
 def upcast_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a · b in fp32 at least, also under autocast and where products may be in TF32 or bf16."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
@@ -415,6 +379,22 @@ def upcast_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
                     setting.fp32_precision = low
 
 
+upcast_product.register_fake(
+    lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
+
+
+def flops(a, b, *_, out_shape, **__):
+    """What torch.utils.flop_counter counts for a · b, of matrices or batches of them."""
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+ops = getattr(torch.ops, namespace)
+for product in (torch.ops.aten._grouped_mm, ops.loop_over_experts, ops.upcast_product):
+    if product not in flop_registry:
+        register_flop_formula(product)(flops)
+
+
 class Logits(torch.autograd.Function):
     """x [T, H] · router [E, H]ᵀ in fp32 at least. x is kept in its dtype, without an fp32 copy."""
     @staticmethod
@@ -424,7 +404,6 @@ class Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        refuse_second_derivative()
         x, router = ctx.saved_tensors
         grad_x = grad_router = None
         factor, weights = grad, router
@@ -442,9 +421,9 @@ class Logits(torch.autograd.Function):
 
 
 def logits_of(x, router):
-    """x [T, H] -> [T, E]. For one token, in a graph without gradients, the compiler writes the
-    product: a call of an op, and its copy of the weight in fp32, take longer than that.
-    """
+    """x [T, H] -> [T, E]"""
+    # For one token an op's call, and its copy of the weight in fp32, take longer than the product
+    # that the compiler writes.
     if is_decoding() and holds_in_this_graph(x.shape[0] == 1):
         return (upcast(x)[:, None] * upcast(router)).sum(-1)
     return Logits.apply(x, router)
@@ -462,7 +441,6 @@ class Pick(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        refuse_second_derivative()
         indices, factors = ctx.saved_tensors
         # A scatter would do, but Inductor's may be read too early on a CPU (pytorch #185509).
         column_E = torch.arange(ctx.shape[1], device=grad.device)
@@ -472,12 +450,14 @@ class Pick(torch.autograd.Function):
         return grad_scores, None, None if factors is None else factors.expand(ctx.shape), None
 
 
-def check_groups(groups, num_experts, topk):
-    if [type(n) for n in groups] == [int] * 3 and groups[0] > 0 and num_experts % groups[0] == 0:
-        number, best, members = groups
+def check_groups(number, best, members, num_experts, topk):
+    if members is None and type(best) is int and best > 0:
+        members = topk // best
+    groups = number, best, members
+    if [type(n) for n in groups] == [int] * 3 and number > 0 and num_experts % number == 0:
         size = num_experts // number
         if topk <= best * size <= num_experts and 1 <= members <= size:
-            return
+            return groups
     raise ValueError(
         f"num_groups, group_topk and group_score_topk are {groups}; needs integers: a divisor of "
         f"{num_experts} experts; how many groups are best, which hold topk, {topk}, of them; how "
@@ -485,9 +465,7 @@ def check_groups(groups, num_experts, topk):
 
 
 def only_best_groups(scores, groups, best, members):
-    """scores [T, E], -inf outside of each token's best groups. A group's score is the sum of its
-    best members' scores (arXiv 2405.04434, 2412.19437).
-    """
+    """scores [T, E], -inf outside of each token's best groups, by the sum of a group's best."""
     T, E = scores.shape
     scores_TGe = scores.reshape(T, groups, E // groups)
     best_Tb = scores_TGe.topk(members).values.sum(-1).topk(best).indices
@@ -499,16 +477,14 @@ def only_best_groups(scores, groups, best, members):
 class MoE(nn.Module):
     """x [.., H] -> the same shape and dtype: y_t = Σ_k p_tk · expert(x_t), plus shared(x_t).
 
-    The arguments are fields of moe.MoEConfig, with the same meaning. There a balance loss also
-    needs load_balancing_type="aux_loss".
+    The arguments are fields of moe.MoEConfig, where a balance loss also needs load_balancing_type.
 
     score_function: "softmax" or "sigmoid" (arXiv 2412.19437) of the logits.
     enable_expert_bias: a bias in fp32 that changes the choice but not the probs, see finish_step.
     aux_loss_coeff: of the balance loss, coeff · E / (K·T²) · Σ_e n_e · Σ_t scores[t, e], where n_e
-      is how many tokens have e among the top K of their logits (arXiv 2101.03961). In training the
-      backward adds its gradient, so do not add the loss yourself. If you multiply the main
-      loss by a factor, such as 1 / microbatches or a GradScaler's scale, multiply the coefficient
-      by it too.
+      is how many tokens have e among the top K of their logits (arXiv 2101.03961). In training
+      the backward adds its gradient, so do not add the loss yourself. Multiply the coefficient by
+      what you multiply the main loss by, such as 1 / microbatches or a GradScaler's scale.
     shared_expert_intermediate_size: W of a shared expert, which computes every token.
     shared_expert_gate: the shared expert's output times sigmoid(shared_gate · x).
     norm_topk_prob: False: the probs are the chosen scores, softmax over all E or sigmoid. True:
@@ -518,14 +494,13 @@ class MoE(nn.Module):
     num_groups, group_topk, group_score_topk: the experts are in equal groups, one after the other,
       and a token has experts of its best groups, by the sum of a group's best scores: how many
       groups, how many of them are best, how many scores are summed (K // group_topk by default).
-      DeepSeek-V3: 8, 4, 2.
+      DeepSeek-V3 (arXiv 2412.19437): 8, 4, 2.
 
     Under autocast the experts' products are in its dtype. Logits, scores, activations and the sum
     over a token's experts are in fp32 at least; the shared expert's gate, and the sum with its
     output, are in the dtype of x. On H100 and B200 in bf16, with H and W in multiples of 8 and E
     below 1024, nothing waits for the card. On other cards a forward syncs once, and a step has up
-    to 6·E launches of products; the layer of moe.py has six and no sync. x must be finite, even
-    where padding_mask is True.
+    to 6·E launches of products; moe.py's layer has 6 and no sync. x must be finite, at padding too.
 
     Compiled with fullgraph=True it is one graph for a fixed shape. For x [T, H] there are at most
     four over all T from 1 on, without gradients five. With more axes each counts by itself, and the
@@ -551,21 +526,16 @@ class MoE(nn.Module):
             raise ValueError(
                 f"topk is 1 and norm_topk_prob is {norm_topk_prob}: the one prob is always 1, so "
                 "the router would not learn; needs norm_topk_prob=False, or None with \"sigmoid\"")
-        scaling_factor = 1.0 if scaling_factor is None else scaling_factor
-        factors = dict(scaling_factor=scaling_factor, aux_loss_coeff=aux_loss_coeff)
-        for name, factor in factors.items():
-            if not math.isfinite(factor):
-                raise ValueError(f"{name} is {factor}; needs a finite number")
-        self.groups = None
-        if (num_groups, group_topk, group_score_topk) != (None, None, None):
-            if group_score_topk is None and type(group_topk) is int and group_topk > 0:
-                group_score_topk = topk // group_topk
-            self.groups = num_groups, group_topk, group_score_topk
-            check_groups(self.groups, num_experts, topk)
+        self.topk, self.score_function, self.norm_topk_prob = topk, score_function, norm_topk_prob
+        self.scaling_factor = 1.0 if scaling_factor is None else scaling_factor
+        self.aux_loss_coeff = aux_loss_coeff
+        for name in ("scaling_factor", "aux_loss_coeff"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; needs a finite number")
+        given = num_groups, group_topk, group_score_topk
+        self.groups = None if given == (None,) * 3 else check_groups(*given, num_experts, topk)
         if shared_expert_gate and not shared_expert_intermediate_size:
             raise ValueError("shared_expert_gate is True; needs shared_expert_intermediate_size")
-        self.topk, self.score_function, self.aux_loss_coeff = topk, score_function, aux_loss_coeff
-        self.norm_topk_prob, self.scaling_factor = norm_topk_prob, scaling_factor
         E, H, W, Ws = num_experts, hidden_size, ffn_hidden_size, shared_expert_intermediate_size
         new = lambda *shape: nn.Parameter(torch.empty(shape))
         self.router = new(E, H)
@@ -577,9 +547,8 @@ class MoE(nn.Module):
         bias = torch.empty(E, dtype=torch.float32) if enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
         # Counts [E] and T · balance loss are the gradient of a leaf. It is no parameter, since an
-        # optimizer would change it, and no buffer, since DistributedDataParallel would overwrite it
-        # by rank 0's.
-        self.leaf: Tensor | None = None
+        # optimizer would change it, and no buffer, since DDP would overwrite it by rank 0's.
+        self.leaf = torch.empty(E + 1, dtype=torch.float32, device="meta")
         self._place_counts()
         self.reset_parameters()
 
@@ -596,8 +565,7 @@ class MoE(nn.Module):
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
         E, H, W = self.fc2.shape
         dtype = self.fc2.dtype
-        # Autocast casts no fp64, so where x or the weights are in fp64, nothing is cast here.
-        # The meta device has no autocast.
+        # Autocast casts no fp64, so if x or the weights are, nothing is cast. Meta has no autocast.
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         casts = autocast and torch.float64 not in (x.dtype, dtype)
         if x.dtype != dtype and not (casts and x.is_floating_point()):
@@ -607,8 +575,7 @@ class MoE(nn.Module):
         probs, indices, balance = self._route(x, padding_mask)
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
-        # F.grouped_mm also needs weights that begin at multiples of 16 bytes, and whose strides are
-        # such multiples, which is not checked.
+        # It also needs weights and strides at multiples of 16 bytes, which is not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and native_product(x.device) != "none"
         places = sort_by_expert(indices, E)
@@ -691,10 +658,8 @@ class MoE(nn.Module):
 
     @property
     def counts(self) -> Tensor:
-        """[E] in fp32: the tokens of each expert since the last finish_step, from training forwards
-        that had their .backward(). Exact up to 2**24 for each rank and expert.
-        """
-        return self.leaf.grad[:-1]
+        """[E] in fp32: tokens of each expert since finish_step, exact up to 2**24 on each rank."""
+        return self.noted[:-1]
 
     @property
     def max_violation(self) -> Tensor:
@@ -703,83 +668,69 @@ class MoE(nn.Module):
 
     @property
     def balance_loss(self) -> Tensor:
-        """The balance loss / aux_loss_coeff, a mean over the counted tokens. It is 1 for an even
-        load, NaN if nothing is counted, 0 without the loss.
-        """
-        return self.leaf.grad[-1] * self.topk / self.counts.sum()
+        """Over the counted tokens, without the coefficient: 1 for an even load; NaN for none."""
+        return self.noted[-1] * self.topk / self.counts.sum()
 
     @torch.no_grad()
     def finish_step(self, rate: float = 1e-3, group=None) -> None:
         """Ends a training step: call it after the optimizer's step. An expert bias rises for an
-        expert with few tokens and falls for one with many (arXiv 2408.15664). The counts begin
-        anew.
+        expert with few tokens, falls for one with many (arXiv 2408.15664). The counts begin anew.
 
         A forward is counted in its .backward(); torch.autograd.grad and .backward(inputs=..) count
-        nothing. group: the ranks that train the same weights, such as
-        torch.distributed.group.WORLD. Their counts are summed.
+        nothing. group: the ranks that train the same weights, whose counts are summed.
         """
-        if self.expert_bias is not None:
-            self._move_bias(rate, group)
-        self._empty()
-
-    def _move_bias(self, rate, group):
+        if self.expert_bias is None:
+            return self._empty()
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if group is None and ranks > 1:
             raise RuntimeError(
-                f"group is None and {ranks} ranks run: their biases would drift apart. Give "
-                "finish_step(group=..) the ranks that train one model, torch.distributed.group."
-                "WORLD if all do. A rank with a model of its own gives a group of one rank")
-        if self.leaf.grad._version == self.counted_at:   # the values would need a sync
+                f"group is None and {ranks} ranks run: their biases would drift apart; needs the "
+                "ranks that train one model: torch.distributed.group.WORLD, or one rank by itself")
+        if self.noted._version == self.counted_at:   # the values would need a sync
             warnings.warn(
                 "no backward has counted on this rank since the last finish_step: a forward in "
-                "train() is counted in its .backward(), not by torch.autograd.grad", stacklevel=4)
+                "train() is counted in its .backward(), not by torch.autograd.grad", stacklevel=3)
         counts = self.counts.long()
         if group is not None:
             dist.all_reduce(counts, group=group)
         self.expert_bias = self.expert_bias.float()          # assign=True may have loaded bf16
         self.expert_bias += rate * (counts.sum() - counts * len(counts)).sign().float()
+        self._empty()
 
     def _empty(self):
-        self.leaf.grad.zero_()
-        self.counted_at = self.leaf.grad._version
+        self.noted.zero_()
+        self.counted_at = self.noted._version
 
     def extra_repr(self) -> str:
         E, H, W = self.fc2.shape
-        sizes = f"hidden_size={H}, ffn_hidden_size={W}, num_experts={E}, topk={self.topk}"
         options = dict(
             score_function="softmax", aux_loss_coeff=0.0, norm_topk_prob=None, scaling_factor=1.0)
-        chosen = {name: getattr(self, name) for name in options}
+        chosen = dict(hidden_size=H, ffn_hidden_size=W, num_experts=E, topk=self.topk)
+        chosen |= {name: getattr(self, name) for name in options}
         if self.shared_fc1 is not None:
             chosen["shared_expert_intermediate_size"] = self.shared_fc1.shape[1]
         if self.groups is not None:
             chosen |= zip(("num_groups", "group_topk", "group_score_topk"), self.groups)
         chosen["enable_expert_bias"] = None if self.expert_bias is None else True
         chosen["shared_expert_gate"] = None if self.shared_gate is None else True
-        return ", ".join([sizes, *[
-            f"{name}={value!r}" for name, value in chosen.items() if value != options.get(name)]])
+        return ", ".join(f"{k}={v!r}" for k, v in chosen.items() if v != options.get(k))
 
     @torch.compiler.assume_constant_result           # a graph runs this while it is traced
     def _place_counts(self) -> None:
-        """Brings the counts to the weights' device, since fully_shard moves weights without _apply.
-        Counts on the meta device have no values, so they begin with 0.
+        """Brings the counts to the weights' device: fully_shard moves weights without _apply. From
+        the meta device, which has no values, they begin with 0.
         """
         device, old = self.router.device, self.leaf
-        if old is None or old.device != device:
+        if old.grad is None or old.device != device:
             with torch.inference_mode(False):                # else training could not add to them
-                leaf = torch.zeros(
-                    len(self.router) + 1, dtype=torch.float32, device=device, requires_grad=True)
-                keep = old is not None and not old.is_meta
-                leaf.grad = old.grad.to(device) if keep else torch.zeros_like(leaf)
+                leaf = torch.zeros_like(old, device=device, requires_grad=True)
+                leaf.grad = torch.zeros_like(leaf) if old.is_meta else old.grad.to(device)
             torch._dynamo.mark_static(leaf)      # else a graph may tie its length to x's
-            self.leaf, self.counted_at = leaf, None
+            self.leaf, self.noted, self.counted_at = leaf, leaf.grad, None
 
-    def __getstate__(self):                              # pickle leaves out the gradient of a leaf
-        return {**super().__getstate__(), "noted": self.leaf.grad}
-
-    def __setstate__(self, state):
-        noted = state.pop("noted")
+    def __setstate__(self, state):                       # pickle leaves out the gradient of a leaf
         super().__setstate__(state)
-        self.leaf.grad, self.counted_at = noted, None
+        self.leaf.grad, self.counted_at = self.noted, None
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
