@@ -62,7 +62,7 @@ def op(fake, mutates_args=(), cudagraph_unsafe=False, flops=None):
 def first_derivative_only(backward):
     """Decorator for the backward of an autograd function: create_graph=True is a RuntimeError. A
     second derivative would treat what the forward kept as constants, and be wrong without an error.
-    (torch's decorator of this name lets some cases pass. In compiled code torch raises an error.)
+    (torch's once_differentiable lets some cases pass. In compiled code torch raises an error.)
     """
     @functools.wraps(backward)
     def checked(ctx, *grads):

@@ -3,9 +3,9 @@ Open it to see which product runs where.
 
 Three products do the work, and row_blocks chooses. F.grouped_mm is torch's own: in bf16, on a few
 cards and CPUs. (If you call it yourself, mind that it leaves unrouted rows uninitialised, and that
-the weight's gradient comes in the transposed layout.) grouped_triton.py is for all other cards that
-Triton has code for. Both read the offsets on their device. A loop over experts is for the rest; it
-copies the offsets to the host.
+the weight's gradient comes in the transposed layout.) grouped_triton.py is for other cards, dtypes
+and sizes, where Triton has code for them. Both read the offsets on their device. A loop over
+experts is for the rest; it copies the offsets to the host.
 """
 import contextlib
 import functools
@@ -39,8 +39,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     In bf16 this is F.grouped_mm, without a sync, on H100, H200, B200, B300 and on a CPU with matrix
     instructions for bf16, if H and F are multiples of 8, E is below 1024, and data pointers are
     multiples of 16 bytes (compiled code does not check these). Otherwise it is Triton's, without a
-    sync too, on CUDA (from compute capability 8.0), ROCm and XPU, but in fp64 or without Triton.
-    Elsewhere it is a loop over experts: on a device other than a CPU the forward copies the offsets
+    sync too, on CUDA (from compute capability 8.0), ROCm and XPU, except in fp64. Without Triton and
+    elsewhere it is a loop over experts: on a device other than a CPU the forward copies the offsets
     to the host, the one sync of forward and backward.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
@@ -89,8 +89,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(rows: Tensor, weight: Tensor, blocks: "RowBlocks", bias: Tensor | None = None) -> Tensor:
     """rows [N, I] -> [N, O]: weight[e] · row + bias[e] for the rows of expert e, weight [E, O, I],
-    bias [E, O]. Unrouted rows are zeros without a gradient, or in both raw: see leaves_raw. blocks
-    is what row_blocks returns, once for all products with these offsets.
+    bias [E, O]. Unrouted rows are zeros with a zero gradient; in a graph both may be raw: see
+    leaves_raw. blocks is what row_blocks returns, once for all products with these offsets.
     """
     return _Linear.apply(rows, weight, bias, *blocks)
 
@@ -98,8 +98,9 @@ def linear(rows: Tensor, weight: Tensor, blocks: "RowBlocks", bias: Tensor | Non
 # ---- Which way: torch's product, Triton's, or a loop ----
 
 class RowBlocks(NamedTuple):
-    """The ends of the row blocks, where the products read them: on the host for "loop", a product
-    for each expert, else on their device, for "torch", F.grouped_mm, or "triton", grouped_triton.
+    """The ends of the row blocks, and which product they are for. "torch" is F.grouped_mm, "triton"
+    is grouped_triton; both read the offsets on their device. "loop" is a product for each expert,
+    with the offsets on the host.
     """
     offsets: Tensor
     by: str = "loop"

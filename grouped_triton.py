@@ -8,8 +8,9 @@ from torch import Tensor
 
 
 def tiles(num_rows: int, num_experts: int, dtype: torch.dtype) -> dict[str, int]:
-    """The settings of both kernels, by the rows that an expert has on average: to change them,
-    change this function. (`python benchmarks/tiles.py` times others.)
+    """The settings of a kernel, by the rows of an expert's output: num_rows / num_experts of them on
+    average in rows_times_weights, H in rows_times_rows. To change the settings, change this
+    function. (`python benchmarks/tiles.py` times others.)
 
     A program computes a tile of ROWS x COLUMNS numbers and adds INNER products of each at a time.
     The sizes depend on nothing that a card or a clock says, so the same input gives the same bits.

@@ -986,7 +986,7 @@ def gelu(y: Tensor) -> Tensor:
 
 
 class Activation(NamedTuple):
-    """What an activation is a function of."""
+    """A function, and what it is a function of."""
     function: "Callable[..., Tensor]"
     parts: int = 2                       # P of fc1's output: 2, gate and up, or 1
     takes_expert: bool = False           # a further argument `expert` [.., 1]: each row's expert

@@ -4,8 +4,8 @@ together. What they compute is in the other files of the layer, first of all in 
     router.py           logits, choice, drops, balance losses, counts; all routers of a model
     shared_experts.py   an MLP for every token, in one call or beside the routed path
     kernels.py          the tensor functions: first the definition, and the letters
-    grouped.py          the grouped product, on every kind of device; for some cards it calls
-                        grouped_triton.py, if that is there
+    grouped.py          the grouped product, on every kind of device; where torch's own would make
+                        the host wait, it calls grouped_triton.py, if that is there
     base.py             what all modules have: config, weights, and the ranks, here only one
     compat.py           what torch makes necessary
 

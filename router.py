@@ -164,7 +164,7 @@ class Router(MoEModule, ABC):
 
     def reset_bias_histogram(self) -> None:
         """Empties the histogram of bias_update="quantile". Call it after you have written the
-        expert bias by hand, since the histogram holds for the old bias. load_state_dict calls it.
+        expert bias by hand, since the histogram holds for the old bias. load_state_dict does the same.
         """
         self.counts.zero("bias_histogram")
 

@@ -87,7 +87,7 @@ def rows_of_each(offsets):
 # for all products. (In moe.py's layer it is one launch, of a kernel in Triton.)
 @torch.compiler.assume_constant_result
 def native_product(device) -> str:
-    """What F.grouped_mm runs on here: "H100", "B200" (and 200, 300), "bf16 CPU", or "none"."""
+    """What F.grouped_mm runs on here: "H100" or H200, "B200" or B300, "bf16 CPU", else "none"."""
     if device.type == "cuda" and torch.version.hip is None:
         return {9: "H100", 10: "B200"}.get(torch.cuda.get_device_capability(device)[0], "none")
     mkldnn = device.type == "cpu" and torch.backends.mkldnn.is_available()
@@ -320,7 +320,8 @@ def holds_in_this_graph(condition):
     return (statically_known_true if is_exporting() else guard_or_false)(condition)
 
 
-def refuse_second_derivative():                  # each backward of the layer passes one that asks
+# WithGradient and Count call it. Every backward of forward's routed path passes one of them.
+def refuse_second_derivative():
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph is True; this layer has only first derivatives")
 
@@ -499,8 +500,9 @@ class MoE(nn.Module):
     Under autocast the experts' products are in its dtype. Logits, scores, activations and the sum
     over a token's experts are in fp32 at least; the shared expert's gate, and the sum with its
     output, are in the dtype of x. On H100 and B200 in bf16, with H and W in multiples of 8 and E
-    below 1024, nothing waits for the card. On other cards a forward syncs once, and a step has up
-    to 6·E launches of products; moe.py's layer has 6 and no sync. x must be finite, at padding too.
+    below 1024, nothing waits for the card. Elsewhere on a card a forward syncs once, and a step has
+    up to 6·E launches of products, in eager mode 7·E; moe.py's layer has 6 or 7, and no sync where
+    Triton runs. x must be finite, at padding too.
 
     Compiled with fullgraph=True it is one graph for a fixed shape. For x [T, H] there are at most
     four over all T from 1 on, without gradients five. With more axes each counts by itself, and the
@@ -668,7 +670,9 @@ class MoE(nn.Module):
 
     @property
     def balance_loss(self) -> Tensor:
-        """Over the counted tokens, without the coefficient: 1 for an even load; NaN for none."""
+        """Over the counted tokens, without the coefficient: 1 for an even load, NaN for no tokens,
+        0 if aux_loss_coeff is 0.
+        """
         return self.noted[-1] * self.topk / self.counts.sum()
 
     @torch.no_grad()

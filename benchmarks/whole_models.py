@@ -1,4 +1,4 @@
-"""Whole models of the Hugging Face library, of some 100 M random parameters: with our experts, with
+"""Whole models of the Hugging Face library, of about 90 M random parameters: with our experts, with
 the library's, and with our blocks. Needs transformers.
 
     python benchmarks/whole_models.py
