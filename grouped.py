@@ -39,9 +39,9 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     In bf16 this is F.grouped_mm, without a sync, on H100, H200, B200, B300 and on a CPU with matrix
     instructions for bf16, if H and F are multiples of 8, E is below 1024, and data pointers are
     multiples of 16 bytes (compiled code does not check these). Otherwise it is Triton's, without a
-    sync too, on CUDA (from compute capability 8.0), ROCm and XPU, except in fp64. Without Triton and
-    elsewhere it is a loop over experts: on a device other than a CPU the forward copies the offsets
-    to the host, the one sync of forward and backward.
+    sync too, on CUDA (from compute capability 8.0), ROCm and XPU, except in fp64. Elsewhere, and
+    without Triton, it is a loop over experts: on a device other than a CPU the forward copies the
+    offsets to the host, the one sync of forward and backward.
 
     >>> weights = torch.tensor([[[10.]], [[100.]]])
     >>> offsets = torch.tensor([1, 2], dtype=torch.int32)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def tiles(num_rows: int, num_experts: int, dtype: torch.dtype) -> dict[str, int]:
-    """The settings of a kernel, by the rows of an expert's output: num_rows / num_experts of them on
-    average in rows_times_weights, H in rows_times_rows. To change the settings, change this
+    """The settings of a kernel, by the rows of an expert's output: on average num_rows /
+    num_experts in rows_times_weights, H in rows_times_rows. To change the settings, change this
     function. (`python benchmarks/tiles.py` times others.)
 
     A program computes a tile of ROWS x COLUMNS numbers and adds INNER products of each at a time.

@@ -164,7 +164,8 @@ class Router(MoEModule, ABC):
 
     def reset_bias_histogram(self) -> None:
         """Empties the histogram of bias_update="quantile". Call it after you have written the
-        expert bias by hand, since the histogram holds for the old bias. load_state_dict does the same.
+        expert bias by hand, since the histogram holds for the old bias. load_state_dict also
+        empties it.
         """
         self.counts.zero("bias_histogram")
 
