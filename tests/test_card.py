@@ -300,10 +300,10 @@ def test_card_layer_matches_loop(name, dtype, tol):
                 y.backward(upstream)
                 return [y, *[p.grad for p in (x, *layer.parameters())]]
             with about(name, type(function), S):
-                got = step()
-                check_near(got, want, COARSE.get((name, dtype), tol))
-                same(step(), got)
-                assert syncs_of(step) == 0
+                steps = [step()]
+                check_near(steps[0], want, COARSE.get((name, dtype), tol))
+                assert syncs_of(lambda: steps.append(step())) == 0
+                same(*steps)
     assert graphs_made() == 1
 
 
@@ -420,7 +420,7 @@ def test_card_keeps_as_little():
 
 
 @on_a_card
-@pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (256, 8)])
+@pytest.mark.parametrize("E, K", [(8, 2), (256, 8)])
 def test_card_triton_launches_little(E, K):
     """In fp32, for which no card has a product of torch's that reads the offsets itself. Compiled
     and eager equal the CPU, and themselves to the bit. No sync."""
@@ -458,9 +458,9 @@ def test_card_triton_launches_little(E, K):
 
 @on_a_card
 def test_card_peak_of_a_step(monkeypatch):
-    """In bf16, compiled: 18 MiB on every card."""
+    """In bf16, compiled: 9 MiB on every card."""
     monkeypatch.setenv("CARD_MEMORY", "1")               # else the interpreter keeps dead buffers
-    T, H, F_, E, K = 1024, 256, 128, 32, 8
+    T, H, F_, E, K = 512, 256, 128, 16, 8
     new = functools.partial(torch.zeros, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     x, fc1, fc2 = new(T, H), new(E, 2, F_, H), new(E, H, F_)
     probs = torch.rand(T, K, device=DEVICE, requires_grad=True)
@@ -475,7 +475,7 @@ def test_card_peak_of_a_step(monkeypatch):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         experts(x, probs, indices, fc1, fc2).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before <= 19 * 2 ** 20
+    assert torch.cuda.max_memory_allocated() - before <= 9.5 * 2 ** 20
 
 
 @on_a_card
