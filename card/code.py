@@ -175,12 +175,14 @@ def show_launches(launches):
 
 def show_machine_code(launches, capability):
     from card.machine import machine_code
-    print(f"{'':10}registers   spills  shared  barriers   {'loads by their bits':30}   stores")
+    print(f"{'':10}registers   spills  shared  barriers  before loads   "
+          f"{'loads by their bits':30}   stores")
     for number, launch in enumerate(itertools.chain(*launches.values()), 1):
         if launch.source:
             code = machine_code(launch.source, capability)
             print(f"{number:3}{code.registers:16}{code.spills:9}{code.shared:8}"
-                  f"{code.barriers:10}   {as_text(code.loads):30}   {as_text(code.stores)}")
+                  f"{code.barriers:10}{code.before_loads:14}   {as_text(code.loads):30}   "
+                  f"{as_text(code.stores)}")
     print()
 
 

@@ -31,6 +31,7 @@ class Machine(NamedTuple):
     loads: dict[int, int]                    # bits that a thread loads at once -> instructions
     stores: dict[int, int]
     barriers: int                            # at which all threads of a block wait for each other
+    before_loads: int                        # of them, with a load of the card's memory behind
     order: list[str]                         # the instructions of MEMORY and CONTROL, as they come
     copies: dict[int, int]                   # to shared memory, for which no thread waits
     multiplies: dict[str, int]               # instructions of MULTIPLY
@@ -106,9 +107,11 @@ def disassembled(binary) -> Machine:
     if order[-1:] == ["BRA"]:
         order.pop()                          # a jump to itself behind the end
     count = collections.Counter(order)
+    last_load = max((i for i, name in enumerate(order) if name.startswith("LDG")), default=0)
     return Machine(
         int(re.search(r"REG:(\d+)", used)[1]), len(re.findall(r"\b(?:LDL|STL)\b", listing)),
-        binary.metadata.shared, of_width(count, "LDG"), of_width(count, "STG"), count["BAR"], order,
+        binary.metadata.shared, of_width(count, "LDG"), of_width(count, "STG"), count["BAR"],
+        order[:last_load].count("BAR"), order,
         of_width(collections.Counter("LDGSTS" + width(rest) for rest in copies), "LDGSTS"),
         dict(collections.Counter(multiplies)))
 
