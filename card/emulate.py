@@ -277,11 +277,15 @@ class Kernel:
         if not all(programs):
             return
         values = [scope[name] for name in names]
+        frees = "CARD_MEMORY" in os.environ
+        if frees:
+            gc.freeze()                              # so that collect() looks at new objects alone
         self.function[tuple(programs)](*[
             self.on_host(x) if hasattr(x, "data_ptr") else x for x in values])
-        if os.environ.get("CARD_MEMORY"):
+        if frees:
             del values
             gc.collect()                             # the interpreter's cycles hold the buffers
+            gc.unfreeze()
 
 
 class Libdevice:
