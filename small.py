@@ -9,8 +9,9 @@
         optimizer.zero_grad()
         layer.finish_step()                              # on several ranks give it a group
 
-For a log there are layer.balance_loss and layer.max_violation, before finish_step. The same input
-gives bitwise the same output and gradients.
+For a log there are layer.balance_loss and layer.max_violation, before finish_step.
+
+The same input gives bitwise the same output and gradients.
 
 Letters: T tokens, H hidden size, E experts, K experts per token, N = T·K assignments, W FFN size of
 an expert. If a name ends in capitals, they are the axes of the tensor: x_TH is [T, H].
@@ -567,7 +568,8 @@ class MoE(nn.Module):
         """padding_mask [..] bool: tokens with True get no routed expert and are not counted."""
         E, H, W = self.fc2.shape
         dtype = self.fc2.dtype
-        # Autocast casts no fp64, so if x or the weights are, nothing is cast. Meta has no autocast.
+        # Autocast casts no fp64, so if x or the weights are in fp64, nothing is cast. The meta
+        # device has no autocast.
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         casts = autocast and torch.float64 not in (x.dtype, dtype)
         if x.dtype != dtype and not (casts and x.is_floating_point()):
@@ -577,7 +579,7 @@ class MoE(nn.Module):
         probs, indices, balance = self._route(x, padding_mask)
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
-        # It also needs weights and strides at multiples of 16 bytes, which is not checked.
+        # F.grouped_mm also needs weights and strides at multiples of 16 bytes: not checked.
         fits = dtype == torch.bfloat16 and H % 8 == W % 8 == 0 and E < 1024 and len(x_TH) > 0
         native = fits and native_product(x.device) != "none"
         places = sort_by_expert(indices, E)
@@ -689,7 +691,8 @@ class MoE(nn.Module):
         if group is None and ranks > 1:
             raise RuntimeError(
                 f"group is None and {ranks} ranks run: their biases would drift apart; needs the "
-                "ranks that train one model: torch.distributed.group.WORLD, or one rank by itself")
+                "ranks that train this model: torch.distributed.group.WORLD if all do, a group of "
+                "one rank if it trains alone")
         if self.noted._version == self.counted_at:   # the values would need a sync
             warnings.warn(
                 "no backward has counted on this rank since the last finish_step: a forward in "

@@ -21,7 +21,7 @@ import moe
 import small
 from check import Row, check_experts, check_router
 from test_moe import (
-    DEVICE, error, fresh_start, needs, on_a_card, on_device, slow, slow_but)
+    DEVICE, compiled, error, fresh_start, needs, on_a_card, on_device, slow, slow_but)
 
 HERE = Path(__file__).resolve().parent
 
@@ -64,6 +64,7 @@ def moe_layer(x, probs, indices, fc1, fc2):
     *[(expert_mlp, dtype) for dtype in check.DTYPES.values()], (by_expert, torch.float32),
     (by_expert, torch.bfloat16), (moe_layer, torch.float32), (moe_layer, torch.bfloat16),
     (small_experts, torch.float32), (small_experts, torch.bfloat16),
+    (compiled(expert_mlp, "inductor"), torch.float32),
     *[(check.expert_loop, dtype) for dtype in check.DTYPES.values()]]))
 def test_check_passes_right_experts(function, dtype, capsys):
     rows = check_experts(function, dtype, DEVICE)
